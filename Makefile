@@ -1,0 +1,43 @@
+# make install | demo | test | lint | bench | gpu | clean. Needs only Python 3.11+, pip and make.
+PYTHON ?= python3
+JOBS ?= 2
+BENCH_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Kernels of one thread: ranks share the cores, and sums come out the same on every machine.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install demo test lint format bench gpu clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: install
+	$(BIN)/terrazzo train examples/quickstart.yaml
+
+test: install
+	$(BIN)/python -m pytest -q -m "not gpu" -n $(JOBS) $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/lint_structure.py src/terrazzo
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+
+gpu: install
+	$(BIN)/python -m pytest -q -m gpu $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,33 @@
+"""Settings and fixtures that every test shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.helpers.processes import Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is none, and keep all tests with real processes on one xdist worker."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "processes" in item.keywords:
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_fixed_seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def two_processes() -> Iterator[Pool]:
+    """Two gloo processes that stay alive for the whole session: `two_processes.run(function, *arguments)`."""
+    with Pool(2) as pool:
+        yield pool

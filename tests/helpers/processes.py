@@ -1,0 +1,144 @@
+"""Real gloo processes for the tests that threads cannot stand in for: order, crashes, files, launch.
+
+A start costs seconds (two fresh interpreters import torch), so `Pool` keeps its processes for many functions;
+`run_in_processes` starts fresh ones for a function that may break them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+Report = tuple[bool, Any, float]  # succeeded, result or traceback text, time it ended at
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or ran out of time; the message holds the traceback that came first."""
+
+
+class Pool:
+    """`world_size` gloo processes with one thread each, joined in one default group until the pool closes.
+
+    Functions must be importable (module level), and they and their results picklable. A failure closes the pool,
+    because ranks that lost a peer cannot be trusted; the next `run` starts a new set.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+        """`function(*arguments)` on every rank; the results in rank order. Raises `RankFailed`."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        reports = self._collect(time.monotonic() + timeout_s)
+        failures = sorted((at, rank, text) for rank, (ok, text, at) in reports.items() if not ok)
+        missing = [rank for rank in range(self.world_size) if rank not in reports]
+        if failures or missing:
+            self.close(kill=True)
+            if failures:
+                raise RankFailed(f"rank {failures[0][1]} failed first:\n{failures[0][2]}")
+            raise RankFailed(f"ranks {missing} gave no answer within {timeout_s:.0f} s and were killed")
+        return [reports[rank][1] for rank in range(self.world_size)]
+
+    def close(self, kill: bool = False) -> None:
+        """End the processes: politely after a success, by force after a failure."""
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if kill:
+                process.kill()
+            pipe.close()
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="terrazzo-test-")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world_size, self._folder.name, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, deadline: float) -> dict[int, Report]:
+        """One report per rank; after a first failure the others get two seconds more, for their tracebacks."""
+        reports: dict[int, Report] = {}
+        pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while pending and (left_s := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(pending), timeout=left_s):
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                try:
+                    reports[rank] = pipe.recv()
+                except EOFError:
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode
+                    reports[rank] = (False, f"the process ended with exit code {code}", time.time())
+                if not reports[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 2.0)
+        return reports
+
+
+def run_in_processes(
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0
+) -> list[Any]:
+    """`function(*arguments)` on `world_size` fresh gloo processes; the results in rank order."""
+    with Pool(world_size) as pool:
+        return pool.run(function, *arguments, timeout_s=timeout_s)
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    """Body of one process: join the group, then run functions until the pipe closes."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            break
+        except Exception:  # the function could not be imported here
+            pipe.send((False, traceback.format_exc(), time.time()))
+            continue
+        pipe.send(_attempt(function, arguments))
+    dist.destroy_process_group()
+
+
+def _attempt(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Report:
+    torch.manual_seed(0)
+    try:
+        return True, function(*arguments), time.time()
+    except BaseException:
+        return False, traceback.format_exc(), time.time()

@@ -1,0 +1,109 @@
+"""N ranks as N threads of this process: real collectives on real tensors in milliseconds.
+
+The only file that touches torch's private threaded process group. What threads cannot show (true concurrency of
+collectives, crashes, separate memory) belongs to `processes.py`.
+
+The ranks share one interpreter, and so torch's default random generator: build and seed a model inside
+`with exclusive(): ...`, or build it once outside and deepcopy it on each rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+T = TypeVar("T")
+_exclusive = threading.Lock()
+
+
+class RanksStuck(RuntimeError):
+    """Some ranks waited for the others until the time was up."""
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """One rank at a time; for code that uses process-wide state such as the default random generator."""
+    with _exclusive:
+        yield
+
+
+def run_in_threads(world_size: int, function: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
+    """`function(rank)` on every rank of a fresh default group; the results in rank order.
+
+    The first exception of any rank is raised again here, as itself, with its own traceback; the other ranks are
+    woken from their collectives and end. Raises `RanksStuck` when ranks are still waiting after `timeout_s`.
+    """
+    ranks = _Ranks(world_size, function)
+    with _threaded_backend():
+        threads = [threading.Thread(target=ranks.body, args=(r,), daemon=True) for r in range(world_size)]
+        for thread in threads:
+            thread.start()
+        stuck = _join(threads, timeout_s)
+    if ranks.failures:
+        rank, error = ranks.failures[0]
+        error.add_note(f"raised on rank {rank} of {world_size}")
+        raise error
+    if stuck:
+        raise RanksStuck(f"ranks {stuck} of {world_size} were still waiting after {timeout_s:.0f} s")
+    return [ranks.results[rank] for rank in range(world_size)]
+
+
+class _Ranks(Generic[T]):
+    """What the threads share: the function, the store they meet at, results and failures."""
+
+    def __init__(self, world_size: int, function: Callable[[int], T]) -> None:
+        self.world_size, self.function = world_size, function
+        self.store = dist.HashStore()
+        self.results: dict[int, T] = {}
+        self.failures: list[tuple[int, BaseException]] = []
+
+    def body(self, rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", store=self.store, rank=rank, world_size=self.world_size)
+            with torch.autograd.set_multithreading_enabled(False):
+                self.results[rank] = self.function(rank)
+        except SystemExit:
+            pass  # how the threaded group ends a rank whose peers have failed
+        except BaseException as error:
+            self.failures.append((rank, error))
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _threaded_backend() -> Iterator[None]:
+    _set_thread_isolation_mode(True)  # before the install: groups registered earlier would be shared
+    _install_threaded_pg()
+    try:
+        yield
+    finally:
+        _uninstall_threaded_pg()
+        ProcessLocalGroup.reset()
+        _set_thread_isolation_mode(False)
+
+
+def _join(threads: list[threading.Thread], timeout_s: float) -> list[int]:
+    """Wait for every thread; wake those still waiting at the end, and say which they were."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if stuck:
+        ProcessLocalGroup.exception_handle(RanksStuck())
+        for rank in stuck:
+            threads[rank].join(5.0)
+    return stuck

@@ -1,0 +1,130 @@
+"""The helpers themselves, with plain torch collectives."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.helpers.fake import fake_group
+from tests.helpers.processes import Pool, RankFailed, run_in_processes
+from tests.helpers.threads import RanksStuck, exclusive, run_in_threads
+
+
+def _sum_of_ranks() -> float:
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_threads_are_ranks(world_size: int) -> None:
+    results = run_in_threads(world_size, lambda rank: (rank, dist.get_rank(), _sum_of_ranks()))
+    assert results == [(r, r, float(sum(range(world_size)))) for r in range(world_size)]
+    assert not dist.is_initialized()
+
+
+def test_threads_with_a_mesh_of_two_axes() -> None:
+    def sums(rank: int) -> tuple[float, float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        found = []
+        for axis in ("dp_replicate", "dp_shard"):
+            tensor = torch.tensor([float(rank)])
+            dist.all_reduce(tensor, group=mesh.get_group(axis))
+            found.append(tensor.item())
+        return found[0], found[1]
+
+    # Ranks 0 and 1 are one shard group, 0 and 2 one replica group.
+    assert run_in_threads(4, sums) == [(2.0, 1.0), (4.0, 1.0), (2.0, 5.0), (4.0, 5.0)]
+
+
+def test_collectives_from_backward_hooks_in_threads() -> None:
+    def gradient(rank: int) -> float:
+        with exclusive():
+            torch.manual_seed(0)
+            layer = torch.nn.Linear(3, 1)
+        weight = layer.weight
+        weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+        layer(torch.full((1, 3), float(rank + 1))).sum().backward()
+        assert weight.grad is not None
+        return weight.grad.sum().item()
+
+    assert run_in_threads(2, gradient) == [9.0, 9.0]
+
+
+def test_a_failing_thread_is_raised_as_itself_and_frees_the_others() -> None:
+    def fail_on_one(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("rank one says no")
+        dist.barrier()
+
+    with pytest.raises(ValueError, match="rank one says no") as caught:
+        run_in_threads(3, fail_on_one)
+    assert caught.value.__notes__ == ["raised on rank 1 of 3"]
+    assert "fail_on_one" in {entry.name for entry in caught.traceback}
+    assert run_in_threads(3, lambda rank: _sum_of_ranks()) == [3.0] * 3
+
+
+def test_threads_that_wait_forever_are_named() -> None:
+    def one_stays_away(rank: int) -> None:
+        if rank != 2:
+            dist.barrier()
+
+    with pytest.raises(RanksStuck, match=r"ranks \[0, 1\] of 3"):
+        run_in_threads(3, one_stays_away, timeout_s=0.5)
+    assert run_in_threads(2, lambda rank: _sum_of_ranks()) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 1024])
+def test_the_fake_group_has_any_size(world_size: int) -> None:
+    with fake_group(world_size, rank=1):
+        assert (dist.get_rank(), dist.get_world_size()) == (1, world_size)
+        dist.all_to_all_single(torch.empty(world_size * 4), torch.ones(world_size * 4))
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        assert mesh["dp_shard"].size() == world_size // 2
+    assert not dist.is_initialized()
+
+
+def _environment() -> tuple[int, str, int]:
+    return os.getpid(), os.environ["RANK"], torch.get_num_threads()
+
+
+def _raise_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one says no")
+    dist.barrier()
+
+
+def _exit_on_rank_zero() -> None:
+    if dist.get_rank() == 0:
+        os._exit(7)
+    time.sleep(60)
+
+
+@pytest.mark.processes
+def test_a_pool_serves_many_functions(two_processes: Pool) -> None:
+    first = two_processes.run(_environment)
+    assert [(rank, threads) for _, rank, threads in first] == [("0", 1), ("1", 1)]
+    assert len({pid for pid, _, _ in first} | {os.getpid()}) == 3
+    assert two_processes.run(_sum_of_ranks) == [1.0, 1.0]
+    assert two_processes.run(_environment) == first
+
+
+@pytest.mark.processes
+def test_a_failing_process_shows_the_first_traceback() -> None:
+    with Pool(2) as pool:
+        with pytest.raises(
+            RankFailed, match=r"(?s)rank 1 failed first:.*_raise_on_rank_one.*rank one says no"
+        ):
+            pool.run(_raise_on_rank_one)
+        assert pool.run(_sum_of_ranks) == [1.0, 1.0]
+
+
+@pytest.mark.processes
+def test_a_dead_process_is_named() -> None:
+    with pytest.raises(RankFailed, match="rank 0 failed first:\nthe process ended with exit code 7"):
+        run_in_processes(2, _exit_on_rank_zero)
