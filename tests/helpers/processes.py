@@ -29,8 +29,8 @@ class RankFailed(RuntimeError):
 class Pool:
     """`world_size` gloo processes with one thread each, joined in one default group until the pool closes.
 
-    Functions must be importable (module level), and they and their results picklable. A failure closes the pool,
-    because ranks that lost a peer cannot be trusted; the next `run` starts a new set.
+    Functions must be importable (module level), and they and their results picklable. A failure closes the
+    pool, because ranks that lost a peer cannot be trusted; the next `run` starts a new set.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -92,7 +92,7 @@ class Pool:
             self._pipes.append(ours)
 
     def _collect(self, deadline: float) -> dict[int, Report]:
-        """One report per rank; after a first failure the others get two seconds more, for their tracebacks."""
+        """One report per rank; after a first failure the others get two more seconds for their own."""
         reports: dict[int, Report] = {}
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while pending and (left_s := deadline - time.monotonic()) > 0:

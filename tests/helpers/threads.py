@@ -1,7 +1,7 @@
 """N ranks as N threads of this process: real collectives on real tensors in milliseconds.
 
-The only file that touches torch's private threaded process group. What threads cannot show (true concurrency of
-collectives, crashes, separate memory) belongs to `processes.py`.
+The only file that touches torch's private threaded process group. What threads cannot show (true concurrency
+of collectives, crashes, separate memory) belongs to `processes.py`.
 
 The ranks share one interpreter, and so torch's default random generator: build and seed a model inside
 `with exclusive(): ...`, or build it once outside and deepcopy it on each rank.
@@ -42,8 +42,8 @@ def exclusive() -> Iterator[None]:
 def run_in_threads(world_size: int, function: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
     """`function(rank)` on every rank of a fresh default group; the results in rank order.
 
-    The first exception of any rank is raised again here, as itself, with its own traceback; the other ranks are
-    woken from their collectives and end. Raises `RanksStuck` when ranks are still waiting after `timeout_s`.
+    The first exception of any rank is raised again here, as itself, with its own traceback; the other ranks
+    are woken from their collectives and end. Raises `RanksStuck` when ranks still wait after `timeout_s`.
     """
     ranks = _Ranks(world_size, function)
     with _threaded_backend():
