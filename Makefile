@@ -26,7 +26,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/lint_structure.py src/terrazzo
+	$(BIN)/python tools/lint_structure.py src/terrazzo benchmarks tools
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,136 @@
+"""The structure lint finds each thing it promises to find, and nothing in a tree that keeps the rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.lint_structure import check, main
+
+
+def _tree(root: Path, **files: str) -> Path:
+    """A package `terrazzo`; each keyword is a path with `__` for `/` and its value the source."""
+    package = root / "terrazzo"
+    for name, source in {"__init__": "", "engine__place": "", "engine__collectives": "", **files}.items():
+        path = package / (name if name == "__init__" else name.replace("__", "/"))
+        path = path.with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return package
+
+
+def _texts(package: Path) -> list[str]:
+    return [str(finding).removeprefix(f"{package}/") for finding in check(package, layered=True)]
+
+
+def test_a_tree_that_keeps_the_rules_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = _tree(
+        tmp_path,
+        engine__unit="from terrazzo.engine import collectives\nfrom .place import x\n",
+        engine__collectives="import torch.distributed as dist\ndist.all_reduce(1)\n",
+        planner__memory="from ..engine.place import x\nfrom terrazzo.errors import BadInput\n",
+        errors="",
+        cli__main="import terrazzo\nfrom terrazzo.train import loop\n",
+        train__loop="import terrazzo as tz\n",
+    )
+    assert _texts(package) == []
+    assert main([str(package)]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "line"),
+    [
+        ("engine__unit", "from terrazzo.planner.memory import bill\n", 1),
+        ("planner__search", "\nfrom ..train import loop\n", 2),
+        ("telemetry__trace", "def f():\n    import terrazzo.cli.main\n", 2),
+        ("train__loop", "from terrazzo.cli import main\n", 1),
+        ("engine__place", "import terrazzo\n", 1),
+    ],
+)
+def test_an_import_that_points_up(tmp_path: Path, name: str, source: str, line: int) -> None:
+    others = {"planner__memory": "", "train__loop": "", "cli__main": ""}
+    (finding,) = [t for t in _texts(_tree(tmp_path, **{**others, name: source})) if "layer above" in t]
+    assert finding.startswith(f"{name.replace('__', '/')}.py:{line}: ")
+
+
+def test_a_new_top_level_part_must_be_given_a_layer(tmp_path: Path) -> None:
+    assert any("'utils' is in no layer" in text for text in _texts(_tree(tmp_path, utils="")))
+
+
+def test_cycles_between_modules_and_between_parts(tmp_path: Path) -> None:
+    package = _tree(
+        tmp_path,
+        engine__a="from .b import x\n",
+        engine__b="from . import c\n",
+        engine__c="def late():\n    from terrazzo.engine.a import x\n",
+        planner__a="from terrazzo.dialects import a\n",
+        planner__b="",
+        dialects__a="",
+        dialects__b="from terrazzo.planner import b\n",
+    )
+    cycles = [text for text in _texts(package) if "import cycle" in text]
+    assert len(cycles) == 2
+    assert all(f"terrazzo.engine.{name}" in cycles[0] for name in "abc")
+    assert "planner" in cycles[1] and "dialects" in cycles[1]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)\n",
+        "import torch\ntorch.distributed.barrier()\n",
+        "from torch import distributed as d\nd.all_gather_single(x, y)\n",
+        "\nfrom torch.distributed import reduce_scatter_tensor\n",
+        "import torch.distributed._functional_collectives as funcol\nfuncol.all_reduce(x, 'sum', g)\n",
+    ],
+)
+def test_a_collective_outside_its_module(tmp_path: Path, source: str) -> None:
+    (finding,) = _texts(_tree(tmp_path, engine__unit=source, planner__x=source))
+    assert finding.startswith("engine/unit.py:2: ")
+
+
+def test_other_uses_of_torch_distributed_are_free(tmp_path: Path) -> None:
+    source = "import torch.distributed as dist\ndist.get_rank()\nx.scatter(0)\ndist.ReduceOp.SUM\n"
+    assert _texts(_tree(tmp_path, engine__unit=source)) == []
+
+
+def _function(name: str, lines: int) -> str:
+    return f'def {name}(self):\n    """Doc.\n\n    More.\n    """\n' + "    x = 1\n" * lines
+
+
+def test_budgets_of_files_and_functions(tmp_path: Path) -> None:
+    package = _tree(
+        tmp_path,
+        engine__long="x = 1\n" * 401,
+        engine__fits="x = 1\n" * 400,
+        engine__function=_function("fits", 80) + _function("too_long", 81),
+        engine__arguments="class A:\n    def ok(self, a, b, c, d, e, f): ...\n"
+        "    def no(self, a, b, c, *d, e, f, **g): ...\n"
+        "def fixed(a, b, c, d, e, f, g):  # structure: signature fixed by the design\n    ...\n",
+        engine__later="x = 1  # TO" + "DO: more\n",
+    )
+    assert sorted(_texts(package)) == [
+        "engine/arguments.py:3: no: 7 arguments (limit 6; pass a config object)",
+        "engine/function.py:86: too_long: body of 81 lines (limit 80)",
+        "engine/later.py:1: unfinished work: x = 1  # TO" + "DO: more",
+        "engine/long.py:401: file of 401 lines (limit 400)",
+    ]
+
+
+def test_budgets_of_the_whole_tree(tmp_path: Path) -> None:
+    short = "".join(_function(f"short{i}", 2) for i in range(20))
+    long = "".join(_function(f"long{i}", 31) for i in range(3))
+    assert _texts(_tree(tmp_path / "a", engine__a=short)) == []
+    texts = _texts(_tree(tmp_path / "b", engine__a=short, engine__b=long))
+    assert "90th percentile of function bodies is 31 lines (limit 30)" in texts[0]
+    assert texts[1].startswith("engine/b.py:1: long0: 31 lines")
+    middling = "".join(_function(f"f{i}", 11) for i in range(12))
+    (text,) = _texts(_tree(tmp_path / "c", engine__a=middling))
+    assert "median function body of 11 lines (limit 10)" in text
+
+
+def test_a_wrong_folder_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "usage" in capsys.readouterr().err
