@@ -1,0 +1,1 @@
+"""Step time and memory of Terrazzo beside its peers: `python -m benchmarks.compare --help`."""
