@@ -1,0 +1,1 @@
+"""`terrazzo train`: configuration, data, model, schedule and loop of a sharded training run."""

@@ -1,0 +1,43 @@
+"""From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's
+share.
+
+Read `sources`, `tokenizer`, `cache`, `sequences`, `loader`, in that order. Nothing here talks to other ranks:
+what must be agreed on goes through the `agree` function that `load_data` is given.
+
+Example:
+    data = load_data(DataSpec(source="python-stdlib", sequence_length=256))
+    loader = Loader(data.train, LoaderConfig(global_batch=16, micro_batch=4, rank=0, world_size=2))
+    step = loader.next_step()          # step.micro_batches: this rank's; step.valid_tokens: of all ranks
+"""
+
+from terrazzo.train.data.build import DataSpec, TokenData, load_data
+from terrazzo.train.data.loader import (
+    Cursor,
+    GlobalBatch,
+    GlobalOrder,
+    Loader,
+    LoaderConfig,
+    evaluation_batches,
+)
+from terrazzo.train.data.sequences import IGNORED, Batch, SequenceDataset
+from terrazzo.train.data.sources import PYTHON_STDLIB
+from terrazzo.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "IGNORED",
+    "PYTHON_STDLIB",
+    "Batch",
+    "ByteTokenizer",
+    "Cursor",
+    "DataSpec",
+    "GlobalBatch",
+    "GlobalOrder",
+    "Loader",
+    "LoaderConfig",
+    "SequenceDataset",
+    "TokenData",
+    "Tokenizer",
+    "evaluation_batches",
+    "load_data",
+    "load_tokenizer",
+]

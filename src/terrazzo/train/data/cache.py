@@ -1,0 +1,242 @@
+"""The token cache: every document's token ids in one file, memory-mapped, written once.
+
+    token ids (uint16 or uint32) | padding to 8 | document ends, names' hashes, UTF-8 bytes (8 bytes × 3 ×
+    documents) | header (JSON) | trailer (24 bytes: length and CRC-32 of the header, CRC-32 of all before it,
+    magic)
+
+The header comes last, so that tokens can be written as they are made. A file counts only when its magic,
+sizes, checksums and key are right: it is written under a temporary name, synced, and renamed, so a crash
+leaves no half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from terrazzo.train.data.records import Document
+from terrazzo.train.data.sources import Skipped, SourceFile
+from terrazzo.train.data.tokenizer import TokenArray, Tokenizer
+
+__all__ = ["CacheHeader", "TokenCache", "cache_key", "open_cache", "write_cache"]
+
+FORMAT_VERSION = 1
+MAGIC = b"TZTOKEN1"
+TRAILER = struct.Struct("<QII8s")
+DOCUMENTS_PER_ENCODE = 64
+CHECK_BYTES = 1 << 24
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CacheHeader:
+    """What a cache says of itself. The largest token id first occurs in the document `max_token_document`."""
+
+    version: int
+    key: str
+    dtype: str
+    tokens_numel: int
+    documents: int
+    max_token: int
+    max_token_document: str
+    skipped: list[str]
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """An opened cache. `tokens` is mapped, not read; the arrays per document are in memory.
+
+    Document `i` is `tokens[ends[i - 1] : ends[i]]`, the last of them its end-of-document token. `crc`
+    identifies the content.
+    """
+
+    header: CacheHeader
+    crc: int
+    tokens: TokenArray
+    ends: npt.NDArray[np.int64]
+    name_hashes: npt.NDArray[np.uint64]
+    text_bytes: npt.NDArray[np.int64]
+
+
+def cache_key(
+    files: Sequence[SourceFile], tokenizer: Tokenizer, text_field: str, max_bytes: int | None
+) -> str:
+    """A name for what the cache of these inputs holds; files count by path, size and modification time."""
+    listed = []
+    for file in files:
+        status = file.path.stat()
+        listed.append(
+            (str(file.path.absolute()), file.name, file.required, status.st_size, status.st_mtime_ns)
+        )
+    described = json.dumps([FORMAT_VERSION, tokenizer.fingerprint, text_field, max_bytes, listed])
+    return hashlib.sha256(described.encode()).hexdigest()[:32]
+
+
+def write_cache(
+    path: Path, key: str, documents: Iterable[Document], tokenizer: Tokenizer, skipped: Skipped
+) -> CacheHeader | None:
+    """Tokenizes `documents` into the file `path`, whole or not at all; None, no file, if there are none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            writer = CacheWriter(file, tokenizer)
+            for group in groups(documents, DOCUMENTS_PER_ENCODE):
+                writer.add(group)
+            header = writer.finish(key, skipped.names) if writer.ends else None
+            file.flush()
+            os.fsync(file.fileno())
+        if header is not None:
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return header
+
+
+class CacheWriter:
+    """Writes the parts of a cache in order and keeps what the header will say."""
+
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer) -> None:
+        self.file, self.tokenizer = file, tokenizer
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self.ends, self.name_hashes, self.text_bytes = array("q"), array("Q"), array("q")
+        self.tokens_numel, self.crc = 0, 0
+        self.max_token, self.max_token_document = -1, ""
+
+    def add(self, documents: Sequence[Document]) -> None:
+        encoded = self.tokenizer.encode([document.text for document in documents])
+        for document, tokens in zip(documents, encoded, strict=True):
+            ids = np.append(tokens.astype(self.dtype), self.dtype.type(self.tokenizer.end_of_document))
+            self.write(ids.tobytes())
+            self.tokens_numel += len(ids)
+            self.ends.append(self.tokens_numel)
+            self.name_hashes.append(name_hash(document.name))
+            self.text_bytes.append(len(document.text.encode()))
+            largest = int(ids.max())
+            if largest > self.max_token:
+                self.max_token, self.max_token_document = largest, document.name
+
+    def finish(self, key: str, skipped: list[str]) -> CacheHeader:
+        self.write(bytes(padding_bytes(self.tokens_numel * self.dtype.itemsize)))
+        for numbers in (self.ends, self.name_hashes, self.text_bytes):
+            self.write(np.asarray(numbers).astype("<u8").tobytes())
+        header = CacheHeader(
+            version=FORMAT_VERSION,
+            key=key,
+            dtype=self.dtype.str,
+            tokens_numel=self.tokens_numel,
+            documents=len(self.ends),
+            max_token=self.max_token,
+            max_token_document=self.max_token_document,
+            skipped=skipped,
+        )
+        content = json.dumps(asdict(header)).encode()
+        self.file.write(content)
+        self.file.write(TRAILER.pack(len(content), zlib.crc32(content), self.crc, MAGIC))
+        return header
+
+    def write(self, content: bytes) -> None:
+        self.crc = zlib.crc32(content, self.crc)
+        self.file.write(content)
+
+
+def open_cache(path: Path, key: str, verify: bool) -> TokenCache | None:
+    """The cache at `path`; None when there is none, or it is truncated, damaged, or of another key.
+
+    `verify` also reads the whole file to compare its checksum (about a second per GB); sizes are always
+    compared.
+    """
+    try:
+        with path.open("rb") as file:
+            found = read_header(file)
+            if found is None:
+                return None
+            header, crc, body_bytes = found
+            if header.key != key or body_bytes != expected_bytes(header):
+                return None
+            if verify and checksum(file, body_bytes) != crc:
+                return None
+    except OSError:
+        return None
+    tokens = np.memmap(path, dtype=header.dtype, mode="r", shape=(header.tokens_numel,))
+    offset = body_bytes - 24 * header.documents
+    numbers = np.fromfile(path, dtype="<u8", count=3 * header.documents, offset=offset).reshape(
+        3, header.documents
+    )
+    return TokenCache(
+        header, crc, tokens, numbers[0].astype(np.int64), numbers[1], numbers[2].astype(np.int64)
+    )
+
+
+def read_header(file: BinaryIO) -> tuple[CacheHeader, int, int] | None:
+    """Header, checksum of the body, and size of the body in bytes; None when they are not all there."""
+    size = os.fstat(file.fileno()).st_size
+    if size < TRAILER.size:
+        return None
+    file.seek(size - TRAILER.size)
+    length, header_crc, body_crc, magic = TRAILER.unpack(file.read(TRAILER.size))
+    body_bytes = size - TRAILER.size - length
+    if magic != MAGIC or body_bytes < 0:
+        return None
+    file.seek(body_bytes)
+    content = file.read(length)
+    if zlib.crc32(content) != header_crc:
+        return None
+    values: dict[str, Any] = json.loads(content)
+    return (CacheHeader(**values), body_crc, body_bytes) if values.get("version") == FORMAT_VERSION else None
+
+
+def expected_bytes(header: CacheHeader) -> int:
+    """The size that the body of a cache with this header must have."""
+    tokens_bytes = header.tokens_numel * np.dtype(header.dtype).itemsize
+    return tokens_bytes + padding_bytes(tokens_bytes) + 3 * 8 * header.documents
+
+
+def checksum(file: BinaryIO, size: int) -> int:
+    """CRC-32 of the first `size` bytes."""
+    file.seek(0)
+    crc = 0
+    while content := file.read(min(CHECK_BYTES, size)):
+        crc, size = zlib.crc32(content, crc), size - len(content)
+    return crc
+
+
+def padding_bytes(size: int) -> int:
+    """Bytes up to the next multiple of 8."""
+    return -size % 8
+
+
+def name_hash(name: str) -> int:
+    """64 bits of a document's name, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Consecutive lists of up to `size` items."""
+    iterator = iter(items)
+    while group := list(islice(iterator, size)):
+        yield group
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in `folder` survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

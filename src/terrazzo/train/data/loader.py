@@ -1,0 +1,223 @@
+"""One global order of samples, and each rank's share of it, step by step.
+
+Number the samples of all epochs on: sample `g` is entry `g mod N` of the permutation of epoch `g // N`, for N
+sequences. Step `s` takes samples `[s G, (s + 1) G)` for a global batch of G. Neither world size nor
+micro-batch enters, an epoch ends in the middle of a step where it must, and no sample is ever skipped or
+repeated within an epoch. The cursor (epoch, samples consumed in it) is therefore all there is to save.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from terrazzo.errors import BadInput
+from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, SequenceDataset
+
+__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "LoaderConfig", "evaluation_batches"]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How much has been consumed: `epoch` whole passes, and `samples` of the next, over all ranks."""
+
+    epoch: int = 0
+    samples: int = 0
+
+
+class GlobalOrder:
+    """The order of all samples: per epoch, a permutation of `range(num_sequences)` from (seed, epoch)."""
+
+    def __init__(self, num_sequences: int, seed: int, shuffle: bool = True) -> None:
+        self.num_sequences, self.seed, self.shuffle = num_sequences, seed, shuffle
+        self.drawn: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Int64 `[num_sequences]`. The last one asked for is kept."""
+        if self.drawn is None or self.drawn[0] != epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            count = self.num_sequences
+            self.drawn = (epoch, generator.permutation(count) if self.shuffle else np.arange(count))
+        return self.drawn[1]
+
+    def take(self, cursor: Cursor, count: int) -> tuple[npt.NDArray[np.int64], Cursor]:
+        """The next `count` sequence indices from `cursor`, and the cursor after them."""
+        pieces: list[npt.NDArray[np.int64]] = []
+        epoch, samples = cursor.epoch, cursor.samples
+        while count > 0:
+            piece = self.permutation(epoch)[samples : samples + count]
+            pieces.append(piece)
+            count, samples = count - len(piece), samples + len(piece)
+            if samples == self.num_sequences:
+                epoch, samples = epoch + 1, 0
+        return np.concatenate(pieces), Cursor(epoch, samples)
+
+    def fingerprint(self, epoch: int) -> int:
+        """Checks that the generator still draws the same: another numpy may not."""
+        return zlib.crc32(self.permutation(epoch)[:1024].astype("<i8").tobytes())
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """Batch sizes in sequences. `global_batch` is what one optimizer step consumes over all ranks.
+
+    `seed` draws the order. `prefetch` reads the next step in a thread while the current one is trained on.
+    """
+
+    global_batch: int
+    micro_batch: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1 or self.micro_batch < 1 or self.seed < 0:
+            raise BadInput(
+                f"global_batch = {self.global_batch}, micro_batch = {self.micro_batch}, seed = {self.seed}: "
+                f"batch sizes must be at least 1 and the seed at least 0."
+            )
+        if self.global_batch % (self.micro_batch * self.world_size):
+            raise BadInput(
+                f"global_batch = {self.global_batch} is not a multiple of micro_batch × data-parallel ranks "
+                f"= {self.micro_batch} × {self.world_size} = {self.micro_batch * self.world_size}, so the "
+                f"ranks would not all run the same number of micro-batches. Change one of the three."
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches each rank accumulates per step."""
+        return self.global_batch // (self.micro_batch * self.world_size)
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One step's data. `micro_batches` are this rank's; `valid_tokens` counts targets over all ranks (the
+    denominator of a mean loss); `indices` are the sequences of all ranks, in order.
+    """
+
+    micro_batches: tuple[Batch, ...]
+    valid_tokens: int
+    indices: npt.NDArray[np.int64]
+
+
+class Loader:
+    """Endless steps over a dataset, from a cursor that counts only what `next_step` has returned.
+
+    Raises:
+        BadInput: the dataset holds fewer sequences than one global batch.
+    """
+
+    def __init__(self, dataset: SequenceDataset, config: LoaderConfig) -> None:
+        if len(dataset) < config.global_batch:
+            raise BadInput(
+                f"The training data holds {len(dataset)} sequences of {dataset.sequence_length} tokens "
+                f"({dataset.tokens_numel} tokens), fewer than one global batch of {config.global_batch} "
+                f"({config.world_size} ranks). Give more data, a shorter sequence_length, or a smaller "
+                "global batch."
+            )
+        self.dataset, self.config = dataset, config
+        self.order = GlobalOrder(len(dataset), config.seed, config.shuffle)
+        self.cursor = Cursor()
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data") if config.prefetch else None
+        self.ahead: tuple[Cursor, Future[tuple[GlobalBatch, Cursor]]] | None = None
+
+    def next_step(self) -> GlobalBatch:
+        """The step at the cursor, which then moves on. An error while reading it ahead is raised here."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead[0] == self.cursor:
+            batch, following = ahead[1].result()
+        else:
+            self.settle(ahead)
+            batch, following = self.read(self.cursor)
+        self.cursor = following
+        if self.thread is not None:
+            self.ahead = (following, self.thread.submit(self.read, following))
+        return batch
+
+    def read(self, cursor: Cursor) -> tuple[GlobalBatch, Cursor]:
+        """The step at `cursor`, and the cursor after it."""
+        config = self.config
+        indices, following = self.order.take(cursor, config.global_batch)
+        share = indices.reshape(config.world_size, config.micro_batches, config.micro_batch)[config.rank]
+        micro_batches = tuple(self.dataset.batch(one) for one in share)
+        return GlobalBatch(micro_batches, self.dataset.valid_tokens(indices), indices), following
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor as plain numbers, with what it is only valid for; the same on every rank."""
+        return {
+            "epoch": self.cursor.epoch,
+            "samples": self.cursor.samples,
+            "seed": self.config.seed,
+            "shuffle": self.config.shuffle,
+            "dataset": self.dataset.fingerprint,
+            "order": GlobalOrder(len(self.dataset), self.config.seed, self.config.shuffle).fingerprint(
+                self.cursor.epoch
+            ),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken, at any world size, micro-batch and global batch.
+
+        Raises:
+            BadInput: the data, the sequence length or the order is not the one that the state is of.
+        """
+        cursor = Cursor(int(state["epoch"]), int(state["samples"]))
+        order = GlobalOrder(len(self.dataset), self.config.seed, self.config.shuffle)
+        found = {
+            "dataset": self.dataset.fingerprint,
+            "seed": self.config.seed,
+            "shuffle": self.config.shuffle,
+            "order": order.fingerprint(cursor.epoch),
+        }
+        for name, value in found.items():
+            if state[name] != value:
+                raise BadInput(
+                    f"The saved data cursor is of another {name} ({state[name]!r}; here {value!r}), so "
+                    "training would skip some samples and repeat others. Resume with the data, tokenizer, "
+                    "sequence_length, split, seed and numpy of the saved run, or start a new run from its "
+                    "weights."
+                )
+        self.settle(self.ahead)
+        self.ahead, self.cursor, self.order = None, cursor, order
+
+    def settle(self, ahead: tuple[Cursor, Future[tuple[GlobalBatch, Cursor]]] | None) -> None:
+        """Waits out a step read ahead that is not wanted any more: the order is not for two threads."""
+        if ahead is not None:
+            ahead[1].exception()
+
+    def close(self) -> None:
+        """Ends the reading thread; the loader can still be used, without reading ahead."""
+        if self.thread is not None:
+            self.thread.shutdown(wait=True)
+        self.thread, self.ahead = None, None
+
+
+def evaluation_batches(
+    dataset: SequenceDataset,
+    micro_batch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    max_sequences: int | None = None,
+) -> Iterator[Batch]:
+    """This rank's micro-batches of one pass over `dataset`, or over `max_sequences` evenly spaced sequences
+    of it.
+
+    Every rank gets the same number of batches, all of `[micro_batch, T]`, so that all run the same
+    collectives; what is left over is filled with rows in which every target is ignored. Summed over ranks,
+    each sequence comes once.
+    """
+    count = min(len(dataset), max_sequences or len(dataset))
+    chosen = np.arange(count, dtype=np.int64) * len(dataset) // count
+    per_round = micro_batch * world_size
+    padded = np.full(-(-count // per_round) * per_round, NO_SEQUENCE, dtype=np.int64)
+    padded[:count] = chosen
+    for indices in padded.reshape(-1, world_size, micro_batch)[:, rank]:
+        yield dataset.batch(indices)

@@ -1,0 +1,199 @@
+"""Which files a source names, and the documents in them.
+
+A source is a file, a folder (read recursively), a glob, or `python-stdlib`; several may be listed. The file's
+suffix
+decides: `.jsonl` and `.ndjson` hold one document per line, `.parquet` one per row, anything else is one
+document of text. Files come in sorted order, hidden ones and `__pycache__` left out.
+
+A text file met in a folder or by a glob that is binary (a NUL byte near its start) or not UTF-8 is skipped
+and counted, since real folders hold images and archives; one that was named by itself is refused. Nothing is
+ever decoded with replacement characters: they would be learnt.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from terrazzo.errors import BadInput
+from terrazzo.train.data.records import JSONL_SUFFIXES, PARQUET_SUFFIXES, Document, read_jsonl, read_parquet
+
+__all__ = ["PYTHON_STDLIB", "Skipped", "SourceFile", "find_files", "read_documents"]
+
+PYTHON_STDLIB = "python-stdlib"
+# Not the standard library proper: tests, applications, other people's packages, machine-made tables.
+STDLIB_EXCLUDED = frozenset(
+    {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "ensurepip",
+    }
+    | {"pydoc_data", "encodings", "lib-dynload", "__phello__", "__pycache__"}
+)
+BINARY_PROBE_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read. `name` is relative to its source, so that it is the same on every machine.
+
+    `required` tells a file that was named by itself from one that was merely found.
+    """
+
+    path: Path
+    name: str
+    required: bool
+
+
+@dataclass
+class Skipped:
+    """The files that were found but are not text."""
+
+    names: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:3]) + (", ..." if len(self.names) > 3 else "")
+        return (
+            f"{len(self.names)} binary or non-UTF-8 files skipped ({shown})"
+            if self.names
+            else "no file skipped"
+        )
+
+
+def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
+    """The files of one or several sources, each source's in sorted order.
+
+    Raises:
+        BadInput: a source that names nothing, or only empty files.
+    """
+    listed = [sources] if isinstance(sources, str) else list(sources)
+    if not listed:
+        raise BadInput("data.source is an empty list. Give a file, a folder, a glob, or 'python-stdlib'.")
+    files = [file for source in listed for file in files_of(source)]
+    if not any(file.path.stat().st_size for file in files):
+        raise BadInput(
+            f"data.source {sources!r} names {len(files)} file(s) and all are empty (0 bytes). Point it at "
+            f"files that hold text, JSONL or parquet."
+        )
+    return files
+
+
+def files_of(source: str) -> list[SourceFile]:
+    """The files of one source."""
+    if source == PYTHON_STDLIB:
+        return stdlib_files()
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [SourceFile(path, path.name, required=True)]
+    if path.is_dir():
+        found = folder_files(path)
+    else:
+        found = [
+            Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)
+        ]
+    if found:
+        root = path if path.is_dir() else glob_root(path)
+        return [SourceFile(file, file.relative_to(root).as_posix(), required=False) for file in found]
+    if path.is_dir():
+        raise BadInput(
+            f"data.source {source!r} is a folder without any visible file. Put text, JSONL or parquet in it."
+        )
+    if glob.has_magic(str(path)):
+        raise BadInput(
+            f"data.source {source!r} is a glob that matches no file (seen from {os.getcwd()}). Correct it."
+        )
+    raise BadInput(
+        f"data.source {source!r} does not exist (seen from {os.getcwd()}). Give an existing file, folder or "
+        f"glob, or '{PYTHON_STDLIB}', which needs no download."
+    )
+
+
+def folder_files(root: Path, excluded: frozenset[str] = frozenset({"__pycache__"})) -> list[Path]:
+    """Every visible file under `root`, sorted by its path below it."""
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).parts)
+
+
+def glob_root(pattern: Path) -> Path:
+    """The folder that a glob starts from: its leading parts without wildcards."""
+    parts = pattern.parts
+    plain = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    return Path(*parts[:plain])
+
+
+def stdlib_files() -> list[SourceFile]:
+    """Python's own modules as source text, without tests and applications: text that every machine has."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in folder_files(root, STDLIB_EXCLUDED) if path.suffix == ".py"]
+    if not paths:
+        raise BadInput(
+            f"data.source '{PYTHON_STDLIB}' found no .py file under {str(root)!r}: this Python keeps its "
+            f"library in another form. Give a file or folder of text as data.source."
+        )
+    return [SourceFile(path, path.relative_to(root).as_posix(), required=False) for path in paths]
+
+
+def read_documents(
+    files: Sequence[SourceFile], text_field: str, max_bytes: int | None, skipped: Skipped
+) -> Iterator[Document]:
+    """The non-empty documents of `files`, in order, cut off after `max_bytes` of UTF-8 in total.
+
+    The names of files that are not text are added to `skipped` on the way.
+    """
+    left_bytes = max_bytes
+    for file in files:
+        for document in documents_of(file, text_field, skipped):
+            if left_bytes is None:
+                yield document
+                continue
+            encoded = document.text.encode()[:left_bytes]
+            left_bytes -= len(encoded)
+            if text := encoded.decode(errors="ignore"):  # a character cut in two is dropped
+                yield Document(document.name, text)
+            if not left_bytes:
+                return
+
+
+def documents_of(file: SourceFile, text_field: str, skipped: Skipped) -> Iterator[Document]:
+    """The non-empty documents of one file."""
+    suffix = file.path.suffix.lower()
+    if suffix in JSONL_SUFFIXES:
+        found = read_jsonl(file.path, file.name, text_field)
+    elif suffix in PARQUET_SUFFIXES:
+        found = read_parquet(file.path, file.name, text_field)
+    else:
+        found = read_text(file, skipped)
+    return (document for document in found if document.text)
+
+
+def read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:
+    """The whole file as one document; line ends and all else are kept, a byte-order mark is not."""
+    content = file.path.read_bytes()
+    if b"\0" in content[:BINARY_PROBE_BYTES]:
+        problem = "holds NUL bytes, so it is binary"
+    else:
+        try:
+            yield Document(file.name, content.decode("utf-8-sig"))
+            return
+        except UnicodeDecodeError as error:
+            problem = f"is not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start:,})"
+    if file.required:
+        raise BadInput(
+            f"The data file {str(file.path)!r} {problem}. Convert it first, for instance with "
+            "'iconv -f LATIN1 -t UTF-8', or name a folder: files in it that are not text are skipped and "
+            "counted."
+        )
+    skipped.names.append(file.name)

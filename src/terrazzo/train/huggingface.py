@@ -1,0 +1,186 @@
+"""Any causal language model of `transformers`, from a config or a local folder, as the trainer needs it.
+
+Nothing is downloaded, no code that comes with a model is run, and weights are read from safetensors only.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["build_causal_lm", "num_flops_per_token", "read_config", "weight_files"]
+
+CONFIG_FILE = "config.json"
+
+
+def build_causal_lm(
+    spec: Mapping[str, Any] | str | Path, device: torch.device, pretrained: bool
+) -> nn.Module:
+    """See `terrazzo.train.model.build_model`, which is the public way in."""
+    transformers = import_transformers()
+    folder = None if isinstance(spec, Mapping) else Path(spec)
+    values = dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec))
+    config = causal_lm_config(transformers, values)
+    if folder is not None and pretrained and device.type != "meta":
+        return load_weights(transformers, folder, config).to(device)
+    with device:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if device.type == "meta":
+        give_reset_parameters(model)
+    return model
+
+
+def import_transformers() -> Any:
+    """The module; its import costs seconds, so it waits until a `transformers` model is asked for."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise BadInput(
+            "A Hugging Face model was asked for, but the package 'transformers' is not installed. Install "
+            "the extra: pip install 'terrazzo[hf]'. The built-in decoder needs nothing."
+        ) from error
+    return transformers
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of `folder`/config.json."""
+    path = folder / CONFIG_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(
+            f"The model folder {str(folder)!r} has no readable {CONFIG_FILE} ({error.strerror}). Give a "
+            f"local folder as 'save_pretrained' writes it; models are never downloaded."
+        ) from error
+    except ValueError as error:
+        raise BadInput(f"{path} is not valid JSON ({error}). Copy or save the model again.") from error
+    if not isinstance(values, dict):
+        raise BadInput(
+            f"{path} holds a JSON {type(values).__name__}, but a model config is an object with a model_type."
+        )
+    return values
+
+
+def causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
+    """The `PretrainedConfig` of `values`, for training: no key-value cache, no name of code to run."""
+    if "auto_map" in values:
+        raise BadInput(
+            "The model's config has an 'auto_map': it asks to run Python code that comes with the model, "
+            "which is never done here. Use an architecture that transformers itself has, or build the model "
+            "in your own program and call terrazzo.shard on it."
+        )
+    known: Mapping[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    model_type = values.get("model_type")
+    if model_type not in known:
+        raise BadInput(
+            f"The model's config has model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know.{did_you_mean(str(model_type), known)} Correct it, or "
+            "install a transformers that has it."
+        )
+    # A key of the form _attn_implementation* can name a kernel to fetch and run.
+    kept = {key: value for key, value in values.items() if key != "model_type" and not key.startswith("_")}
+    config = transformers.AutoConfig.for_model(model_type, **kept)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BadInput(
+            f"model_type {model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}. Give a decoder such as 'llama', 'qwen3' or 'gpt2'."
+        )
+    config.use_cache = False
+    return config
+
+
+def load_weights(transformers: Any, folder: Path, config: Any) -> nn.Module:
+    """The model with the safetensors of `folder`, fp32; one left at random is refused."""
+    weight_files(folder)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise BadInput(
+            f"The weights in {str(folder)!r} lack {len(names)} parameters of the model in its {CONFIG_FILE}, "
+            f"such as {names[0]!r}. Use the config.json that was saved with them, or set pretrained to false "
+            "for random ones."
+        )
+    loaded: nn.Module = model
+    return loaded
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, sorted by name.
+
+    Raises:
+        BadInput: there are none; weights in pickled formats are not read.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BadInput(
+            f"The model folder {str(folder)!r} holds no *.safetensors file. Save the model with "
+            "save_pretrained (pickled weights, .bin or .pt, are never read), or set pretrained to false for "
+            "random initial weights."
+        )
+    return files
+
+
+def give_reset_parameters(model: nn.Module) -> None:
+    """Gives every module that owns tensors a `reset_parameters()` that draws what the architecture
+    prescribes.
+
+    `transformers` keeps initialisation in one method of the whole model; those of torch's own layers draw
+    from other distributions. Weak references, so that deleting the model still frees it at once.
+    """
+    for module in model.modules():
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            owned: Any = module
+            owned.reset_parameters = reset_of(weakref.ref(model), weakref.ref(module))
+
+
+def reset_of(model: weakref.ref[nn.Module], module: weakref.ref[nn.Module]) -> Callable[[], None]:
+    """`model._init_weights(module)` as a function of no arguments."""
+
+    def reset_parameters() -> None:
+        owner: Any = model()
+        owner._init_weights(module())
+
+    return reset_parameters
+
+
+def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
+    """An estimate of training FLOPs per token after PaLM's appendix B (see `Decoder.num_flops_per_token`).
+
+    Every parameter counts as a matrix element except an untied input embedding; of a mixture's experts the
+    routed share counts. 0 when the config does not tell layers and width.
+    """
+    config: Any = getattr(model, "config", None)
+    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    if not layers or not width:
+        return 0
+    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    attention: int = 12 * layers * config.num_attention_heads * head_dim * sequence_length
+    return int(6 * active_numel(model, config)) + attention
+
+
+def active_numel(model: nn.Module, config: Any) -> float:
+    """Elements of the matrices that a token meets on its way."""
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    share = getattr(config, "num_experts_per_tok", None) or experts
+    numel = 0.0
+    for name, parameter in model.named_parameters():
+        numel += parameter.numel() * (share / experts if ".experts." in name else 1.0)
+    if not getattr(config, "tie_word_embeddings", True):
+        numel -= config.vocab_size * config.hidden_size
+    return numel

@@ -1,0 +1,335 @@
+"""A small decoder-only language model to train and to read, and the two functions that treat it and a
+`transformers` model alike: `build_model` and `generate`.
+
+Pre-norm blocks of causal grouped-query attention with rotary positions and a SwiGLU feed-forward, no biases:
+the architecture of Llama (arXiv 2302.13971) with the grouped queries of arXiv 2305.13245. `Block` is the
+sharding unit.
+
+Every module that owns parameters or buffers has `reset_parameters()` and nothing is computed outside of it,
+so a model built under `torch.device("meta")` can be materialised (`to_empty`) and initialised one module at a
+time, in `modules()` order, with exactly the values that ordinary construction from the same seed gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrazzo.errors import BadInput
+from terrazzo.train import huggingface
+
+__all__ = [
+    "Block",
+    "Decoder",
+    "DecoderConfig",
+    "build_model",
+    "generate",
+    "logits_of",
+    "num_flops_per_token",
+]
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a `Decoder`. `ffn_dim` is the width of each of the two SwiGLU branches.
+
+    Raises:
+        BadInput: a size that is not positive, `heads` that does not divide `dim` or is not a multiple of
+        `kv_heads`,
+            an odd head size (rotary positions turn pairs), or a dropout outside [0, 1).
+    """
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    max_sequence_length: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("tie_embeddings", "dropout") and not value > 0:
+                raise BadInput(f"model.{field.name} is {value}; it must be greater than 0.")
+        if not 0.0 <= self.dropout < 1.0:
+            raise BadInput(
+                f"model.dropout is {self.dropout}; give a probability from 0 up to, not including, 1."
+            )
+        if self.dim % self.heads or self.head_dim % 2:
+            raise BadInput(
+                f"model.dim = {self.dim} split over model.heads = {self.heads} must give each head an even "
+                "whole number of channels, since rotary positions turn them in pairs. Make dim a multiple "
+                f"of 2 × heads = {2 * self.heads}."
+            )
+        if self.heads % self.kv_heads:
+            raise BadInput(
+                f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}, so the "
+                "query heads cannot share the key-value heads evenly. Set kv_heads to a divisor of "
+                f"{self.heads}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.dim // self.heads
+
+    @property
+    def matmul_numel(self) -> int:
+        """Elements of every matrix that multiplies each token: the output head, but not a mere look-up."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        return self.layers * (attention + 3 * self.dim * self.ffn_dim) + self.vocab_size * self.dim
+
+
+class Linear(nn.Linear):
+    """A linear map without bias that knows its initial standard deviation, to be initialised alone."""
+
+    def __init__(self, in_features: int, out_features: int, std: float = INIT_STD) -> None:
+        self.std = std  # before super(): nn.Linear initialises itself at once
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Embedding(nn.Embedding):
+    """Token embeddings with the model's initial standard deviation."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of the rotary positions (RoFormer, arXiv 2104.09864), fp32 `[max_sequence_length,
+    head_dim / 2]`.
+
+    The buffers are recomputed, never saved: `state_dict` does not hold them.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.theta = config.rope_theta
+        shape = (config.max_sequence_length, config.head_dim // 2)
+        self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        length, pairs = self.cos.shape
+        # fp64 angles: at position 100,000 an fp32 product is already off by 0.01 radians.
+        frequency = self.theta ** (-torch.arange(pairs, dtype=torch.float64, device=self.cos.device) / pairs)
+        position = torch.arange(length, dtype=torch.float64, device=self.cos.device)
+        angle = torch.outer(position, frequency)
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
+
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        """The tables of the first `length` positions, each `[length, head_dim / 2]`."""
+        return self.cos[:length], self.sin[:length]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns channel pairs (i, i + head_dim / 2) of `x` `[B, H, T, head_dim]` by their position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which `heads / kv_heads` query heads share one key-value head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim, self.grouped = config.head_dim, config.heads != config.kv_heads
+        kv_dim = config.kv_heads * config.head_dim
+        self.query = Linear(config.dim, config.dim)
+        self.key = Linear(config.dim, kv_dim)
+        self.value = Linear(config.dim, kv_dim)
+        self.output = Linear(config.dim, config.dim, std=INIT_STD / (2 * config.layers) ** 0.5)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query = rotate(self.split_heads(self.query(x)), cos, sin)
+        key = rotate(self.split_heads(self.key(x)), cos, sin)
+        value = self.split_heads(self.value(x))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+        merged: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return merged
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """`[B, T, heads × head_dim]` to `[B, heads, T, head_dim]`."""
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) × up(x))` (arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = Linear(config.dim, config.ffn_dim)
+        self.up = Linear(config.dim, config.ffn_dim)
+        self.down = Linear(config.ffn_dim, config.dim, std=INIT_STD / (2 * config.layers) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return hidden
+
+
+class Block(nn.Module):
+    """One block, the sharding unit: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return out
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model.
+
+    With `tie_embeddings` there is no separate head: the embedding matrix is multiplied a second time. One
+    parameter under one name stays one parameter through `to_empty`, which breaks ties between two names.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.dim)
+        self.rotary = RotaryTable(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Next-token logits `[B, T, vocab_size]` of int64 `tokens` `[B, T]`, T ≤ `max_sequence_length`."""
+        if tokens.shape[1] > self.config.max_sequence_length:
+            raise BadInput(
+                f"The model was given sequences of {tokens.shape[1]} tokens, but model.max_sequence_length "
+                f"is {self.config.max_sequence_length}. Raise it, or shorten sequence_length."
+            )
+        cos, sin = self.rotary(tokens.shape[1])
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        x = self.norm(x)
+        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return logits
+
+    def num_flops_per_token(self, sequence_length: int) -> int:
+        """Floating-point operations of forward and backward for one token: `6 N + 12 × layers × dim × T`.
+
+        PaLM (arXiv 2204.02311), appendix B: two per multiply-accumulate, once forward and twice backward, for
+        N matrix elements, and the same for the two `[T, T]` products of each layer. As there, causal masking
+        is not subtracted, recomputation does not count, and the input look-up is not a matrix product.
+        """
+        attention = 12 * self.config.layers * self.config.dim * sequence_length
+        return 6 * self.config.matmul_numel + attention
+
+
+def build_model(
+    spec: DecoderConfig | Mapping[str, Any] | str | Path,
+    *,
+    device: torch.device | str | None = None,
+    pretrained: bool = True,
+) -> nn.Module:
+    """The model that `spec` describes: parameters fp32, on `device` (default: the current default device).
+
+    Args:
+        spec: a `DecoderConfig`; or the contents of a `transformers` config.json (random initial weights); or
+        a local
+            folder with config.json and, when `pretrained`, safetensors weights.
+        device: `"meta"` gives a model without storage whose modules all have `reset_parameters()`. No weights
+        are
+            read then: `huggingface.weight_files` names the files to read into it.
+        pretrained: False takes only config.json from a folder.
+
+    Raises:
+        BadInput: `transformers` is not installed, or the folder or config cannot be used; the message says
+        how.
+    """
+    target = torch.device(device) if device is not None else torch.get_default_device()
+    if isinstance(spec, DecoderConfig):
+        with target:
+            return Decoder(spec)
+    return huggingface.build_causal_lm(spec, target, pretrained)
+
+
+def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
+    """Training FLOPs per token of a `Decoder`, or estimated of a `transformers` causal LM; 0 when unknown."""
+    if isinstance(model, Decoder):
+        return model.num_flops_per_token(sequence_length)
+    return huggingface.num_flops_per_token(model, sequence_length)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits `[B, T, vocab_size]` in what a model returned: a tensor, a tuple, or an output object."""
+    if isinstance(output, Tensor):
+        return output
+    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
+    return logits
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    steps: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continues `tokens`, int64 `[B, T]` with T ≥ 1, by `steps` sampled tokens: int64 `[B, T + steps]`.
+
+    Temperature 0 takes the most likely token. There is no early stop, so under sharding every rank calls
+    forward `steps` times; ranks that pass the same tokens and equally seeded CPU generators draw the same
+    text. The model's train or eval mode is restored afterwards.
+    """
+    context = context_length(model)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(steps):
+            logits = logits_of(model(tokens[:, -context:] if context else tokens))[:, -1]
+            tokens = torch.cat((tokens, sample(logits, temperature, generator).to(tokens.device)), dim=1)
+    finally:
+        model.train(was_training)
+    return tokens
+
+
+def context_length(model: nn.Module) -> int:
+    """The longest sequence the model takes; 0 when it does not say."""
+    config = getattr(model, "config", None)
+    for name in ("max_sequence_length", "max_position_embeddings", "n_positions"):
+        length = getattr(config, name, None)
+        if isinstance(length, int):
+            return length
+    return 0
+
+
+def sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """One token per row of `logits` `[B, vocab_size]`, int64 `[B, 1]` on the CPU, drawn in fp32 there."""
+    scores = logits.float().cpu()
+    if temperature == 0.0:
+        return scores.argmax(dim=-1, keepdim=True)
+    return torch.multinomial(F.softmax(scores / temperature, dim=-1), 1, generator=generator)
