@@ -25,6 +25,7 @@ from benchmarks.cases import CASES, Case
 from benchmarks.contenders import CONTENDERS
 
 MEMORY_STEPS = 2
+M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Block:
-    """What one block found. Losses are [rank][step] over all its steps; bytes are above an empty process."""
+    """What one block found. Losses are [rank][step]; bytes are of one rank, above an empty process."""
 
     contender: str
     step_s: list[float]
@@ -57,6 +58,7 @@ def measure(case: str, contender: str, effort: Effort) -> Block:
     """Run one block on `effort.ranks` new processes with one thread each."""
     os.environ["OMP_NUM_THREADS"] = "1"
     config = LaunchConfig(
+        run_id="benchmark",
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=effort.ranks,
@@ -89,7 +91,9 @@ def _one_rank(case_name: str, contender: str, effort: Effort) -> dict[str, list[
     losses = [_step(case, step, model, optimizer)[0] for step in range(effort.warmup_steps)]
     timed = [_step(case, effort.warmup_steps + step, model, optimizer) for step in range(effort.steps)]
     overall_peak_bytes = _status_bytes("VmHWM") - empty_bytes
-    # A second look at memory, without what building the model and the first steps needed.
+    # A second look at memory: without what building the model and the first steps needed, and with large
+    # allocations returned as soon as they are freed, so that it shows what is used and not what malloc keeps.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     _forget_peak()
     done = effort.warmup_steps + effort.steps
     last = [_step(case, done + step, model, optimizer)[0] for step in range(MEMORY_STEPS)]

@@ -1,4 +1,4 @@
-"""What is trained: one plain decoder in sizes that make either the traffic or the arithmetic the bottleneck."""
+"""What is trained: one plain decoder, in sizes that make either traffic or arithmetic the bottleneck."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ class Block(nn.Module):
         """[batch, sequence, width] to the same shape."""
         batch, sequence, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
+        mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + hidden
 
 
 class Decoder(nn.Module):
@@ -80,4 +81,5 @@ class Decoder(nn.Module):
         x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(x))
+        return logits

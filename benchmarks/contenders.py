@@ -1,7 +1,7 @@
 """Who is compared: each contender turns the same plain model into its own model and optimizer.
 
-Every one is set up as its documentation recommends for this model: one unit per block, and the options that save
-copies switched on. Libraries are imported only by the contender that needs them.
+Every one is set up as its documentation recommends for this model: one unit per block, and the options that
+save copies switched on. Libraries are imported only by the contender that needs them.
 """
 
 from __future__ import annotations
@@ -74,10 +74,8 @@ def terrazzo(model: nn.Module, plan: str) -> tuple[nn.Module, Optimizer]:
     """One row of the table."""
     import terrazzo as tz
 
-    sharded, optimizer = tz.shard(
-        model, _adamw(model.parameters()), plan=plan, units=[Block], precision="fp32"
-    )
-    return sharded, optimizer
+    optimizer = _adamw(model.parameters())
+    return tz.shard(model, optimizer, plan=plan, units=[Block], precision="fp32")
 
 
 CONTENDERS: dict[str, Contender] = {
