@@ -1,0 +1,54 @@
+"""The command line: `terrazzo VERB`. One file per verb; this one only puts them together.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from terrazzo.cli.train import train
+from terrazzo.errors import BadInput
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="terrazzo",
+    help="One sharded-training engine for PyTorch: every ZeRO stage and FSDP strategy is a row of one table.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a rank's traceback is shown as Python prints it
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"terrazzo {version('terrazzo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Options that stand before the verb."""
+
+
+app.command(context_settings={"ignore_unknown_options": False})(train)
+
+
+def main() -> None:
+    """Run the command line and end the process with its exit code."""
+    try:
+        app()
+    except BadInput as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)

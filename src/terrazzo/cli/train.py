@@ -1,0 +1,31 @@
+"""`terrazzo train CONFIG [section.key=value ...]`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["train"]
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML or JSON file; examples/quickstart.yaml is one.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[section.key=value]...",
+            help="Settings that replace the file's, such as train.steps=100.",
+        ),
+    ] = None,
+) -> None:
+    """Train a model on one machine, under torchrun, or under Slurm: same file, same command.
+
+    Starts `launch.ranks` processes on this machine unless torchrun or srun has already started them. Ends
+    with exit code 0 when done, 1 when the run failed, 2 for bad input, and 75 when it was asked to stop
+    (SIGTERM, Ctrl-C) and has saved a checkpoint from which the same command continues.
+    """
+    from terrazzo.train.run import train_command  # imports torch, which --help can do without
+
+    raise typer.Exit(train_command(config, overrides or []))

@@ -1,0 +1,17 @@
+"""Where the time and the memory of a run went: metrics of a step, and the places they are written to."""
+
+from terrazzo.telemetry.memory import PeakMemory
+from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
+from terrazzo.telemetry.peaks import peak_bf16_flops
+from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
+
+__all__ = [
+    "Console",
+    "JsonLines",
+    "PeakMemory",
+    "Sink",
+    "StepMetrics",
+    "Stopwatch",
+    "TensorBoard",
+    "peak_bf16_flops",
+]

@@ -1,0 +1,227 @@
+"""From a configuration to the objects of a run: plan, precision, mesh, model, optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from terrazzo.engine import Plan, Precision, checkpoint_activations, compile_units
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.train import data
+from terrazzo.train.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig
+from terrazzo.train.model import DecoderConfig, build_model
+
+__all__ = [
+    "batch_arithmetic",
+    "build_mesh",
+    "build_optimizer",
+    "build_plan",
+    "build_precision",
+    "data_config",
+    "decoder_config",
+    "mesh_shape",
+    "optimizer_class",
+    "prepare_model",
+    "resolve_units",
+]
+
+DTYPE_KEYS = ("weight", "compute", "reduce", "accumulate", "master", "moments")
+
+
+def build_plan(config: Config) -> Plan:
+    """The plan by its name or from its four places; raises `BadInput` when it breaks the prefix rule."""
+    plan = config.plan
+    if (
+        plan.weight is not None
+        and plan.between is not None
+        and plan.grad is not None
+        and plan.optim is not None
+    ):
+        built = Plan(plan.weight, plan.between, plan.grad, plan.optim)
+    else:
+        built = Plan.named(plan.name or "zero3")
+    built.resolve(mesh_axes(plan.mesh))
+    return built
+
+
+def build_precision(config: Config) -> Precision:
+    """The named precision with the given dtypes in place of its own."""
+    base = Precision.named(config.precision.name)
+    given = {key: getattr(config.precision, key) for key in DTYPE_KEYS}
+    dtypes: dict[str, Any] = {key: given[key] or getattr(base, key) for key in DTYPE_KEYS}
+    return Precision(**dtypes, loss_scaling=base.loss_scaling)
+
+
+def mesh_axes(mesh: MeshConfig) -> tuple[str, ...]:
+    """The axes of the mesh, outermost first."""
+    return ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
+
+
+def mesh_shape(mesh: MeshConfig, world_size: int) -> tuple[int, ...]:
+    """Sizes of `mesh_axes`; raises `BadInput` when they do not multiply to the number of ranks."""
+    shard = mesh.dp_shard or world_size // mesh.dp_replicate
+    if mesh.dp_replicate * shard != world_size:
+        given = f" × plan.mesh.dp_shard {mesh.dp_shard}" if mesh.dp_shard else ""
+        fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise BadInput(
+            f"plan.mesh.dp_replicate {mesh.dp_replicate}{given} does not make up the {world_size} ranks of"
+            " this run:"
+            f" their product must be {world_size}. dp_replicate can be any of {', '.join(map(str, fits))},"
+            " with dp_shard"
+            f" left out or {world_size} divided by it."
+        )
+    return (mesh.dp_replicate, shard) if mesh.dp_replicate > 1 else (shard,)
+
+
+def build_mesh(config: Config, device: torch.device, world_size: int) -> DeviceMesh:
+    """The device mesh over all ranks."""
+    shape = mesh_shape(config.plan.mesh, world_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=mesh_axes(config.plan.mesh))
+
+
+def batch_arithmetic(batch: BatchConfig, world_size: int) -> int:
+    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out
+    whole.
+    """
+    at_once = batch.micro_batch * world_size
+    if batch.global_batch % at_once:
+        below = batch.global_batch // at_once * at_once
+        options = [str(size) for size in (below, below + at_once) if size]
+        raise BadInput(
+            f"batch.global_batch {batch.global_batch} does not divide: batch.micro_batch"
+            f" {batch.micro_batch} ×"
+            f" {world_size} ranks = {at_once} sequences at once, and {batch.global_batch} / {at_once} ="
+            f" {batch.global_batch / at_once:.4g} micro-batches. Use global_batch {' or '.join(options)},"
+            " or another micro_batch or number of ranks."
+        )
+    return batch.global_batch // at_once
+
+
+def data_config(config: Config) -> data.DataConfig:
+    """The data settings in the loader's own form."""
+    settings = {key: getattr(config.data, key) for key in type(config.data).model_fields}
+    return data.DataConfig(sequence_length=config.batch.sequence_length, **settings)
+
+
+def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
+    """The built-in decoder's shape, with the defaults that depend on other settings filled in."""
+    model = config.model
+    ffn_dim = model.ffn_dim or -(-8 * model.dim // 3 // 64) * 64
+    return DecoderConfig(
+        vocab_size=model.vocab_size or vocab_size,
+        dim=model.dim,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        ffn_dim=ffn_dim,
+        max_sequence_length=config.batch.sequence_length,
+        rope_theta=model.rope_theta,
+        tie_embeddings=model.tie_embeddings,
+        dropout=model.dropout,
+    )
+
+
+def prepare_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
+    """The model on the meta device, with activation checkpointing and compilation set up, ready to be
+    sharded.
+
+    Its storage is allocated and initialised unit by unit while it is sharded, so no rank ever holds all of
+    it.
+    """
+    spec = model_spec(config.model, config, vocab_size)
+    model = build_model(spec, device="meta", pretrained=False)
+    units = resolve_units(config.plan.units, model)
+    mode, every = config.train.activation_checkpointing, 1
+    if mode.startswith("every_"):
+        mode, every = "full", int(mode.removeprefix("every_"))
+    if mode != "none":
+        checkpoint_activations(
+            model, mode, units=units, every=every, ops=config.train.activation_checkpointing_ops
+        )
+    if config.train.compile:
+        compile_units(model, units)
+    return model
+
+
+def model_spec(model: ModelConfig, config: Config, vocab_size: int) -> DecoderConfig | Path:
+    """What `build_model` is given."""
+    if model.kind == "decoder":
+        return decoder_config(config, vocab_size)
+    assert model.path is not None
+    return model.path
+
+
+def resolve_units(names: list[str] | None, model: nn.Module) -> list[Any] | None:
+    """Class names become classes of the model, everything else is a glob over module names, None stays None."""
+    if names is None:
+        return None
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    paths = [path for path, _ in model.named_modules() if path]
+    units: list[Any] = []
+    for name in names:
+        if name not in classes and not any(fnmatchcase(path, name) for path in paths):
+            raise BadInput(
+                f"plan.units: '{name}' is neither a module class of the model nor matches a module name."
+                f"{did_you_mean(name, classes)} Classes: {', '.join(sorted(classes))}."
+            )
+        units.append(classes.get(name, name))
+    return units
+
+
+def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    """The torch.optim class of that name, its options checked; raises `BadInput` for unknown names."""
+    known = {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+    }
+    if config.name not in known:
+        raise BadInput(
+            f"optimizer.name is '{config.name}', which torch.optim does not have."
+            f"{did_you_mean(config.name, known)} Known: {', '.join(sorted(known))}."
+        )
+    chosen: type[torch.optim.Optimizer] = known[config.name]
+    options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}
+    for option in config.options:
+        if option not in options:
+            raise BadInput(
+                f"optimizer.options.{option} is not an argument of torch.optim.{config.name}."
+                f"{did_you_mean(option, options)} Known: {', '.join(sorted(options))}."
+            )
+    return chosen
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over `model`'s trainable parameters, in a group with and a group without weight decay.
+
+    Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed.
+    """
+    chosen = optimizer_class(config)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def decays(name: str, parameter: nn.Parameter) -> bool:
+        return parameter.ndim >= 2 and not any(fnmatchcase(name, glob) for glob in config.no_decay)
+
+    groups: Iterable[dict[str, Any]] = [
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+    ]
+    if "weight_decay" not in inspect.signature(chosen).parameters:
+        groups = [{"params": [p for _, p in named]}]
+    options = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in config.options.items()
+    }
+    arguments: dict[str, Any] = {"lr": config.lr, **options}
+    try:
+        return chosen([group for group in groups if group["params"]], **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(f"torch.optim.{config.name} does not accept these settings: {error}.") from error

@@ -1,0 +1,285 @@
+"""What a training run is, as one strict, documented tree of settings.
+
+Every section refuses unknown keys, NaN and infinities. Reading files, overrides and the wording of errors
+live in `config_file`; checks that need the machine (ranks, folders, devices) live in `preflight`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LaunchConfig",
+    "LogConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "Section",
+    "TrainConfig",
+]
+
+DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """Which model is trained: the built-in decoder by its sizes, or a Hugging Face causal LM by its folder."""
+
+    kind: Literal["decoder", "huggingface"] = "decoder"
+    path: Path | None = Field(
+        None, description="huggingface: local folder with config.json (and safetensors)"
+    )
+    weights: Literal["random", "pretrained"] = "random"
+    vocab_size: int | None = Field(None, gt=0, description="decoder: default: the tokenizer's")
+    dim: int = Field(256, gt=0, description="decoder: width of the residual stream")
+    layers: int = Field(6, gt=0, description="decoder: number of blocks")
+    heads: int = Field(4, gt=0, description="decoder: query heads per block")
+    kv_heads: int | None = Field(
+        None, gt=0, description="decoder: key and value heads; default: as many as heads"
+    )
+    ffn_dim: int | None = Field(
+        None, gt=0, description="decoder: width of the MLP; default: 8/3 dim, in steps of 64"
+    )
+    tie_embeddings: bool = Field(True, description="decoder: the head is the embedding matrix")
+    rope_theta: float = Field(10_000.0, gt=0, description="decoder: base of the rotary position embedding")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training"
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ModelConfig:
+        if self.kind == "huggingface" and self.path is None:
+            raise ValueError("kind 'huggingface' needs model.path, a local folder holding config.json")
+        if self.kind == "decoder" and (self.path is not None or self.weights == "pretrained"):
+            raise ValueError(
+                "path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """Where the text comes from and how it becomes tokens."""
+
+    source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs")
+    text_field: str = Field("text", description="field of JSONL and parquet rows that holds the text")
+    tokenizer: str = Field("bytes", description="'bytes', or the local path of a Hugging Face tokenizer")
+    end_of_document: str | None = Field(
+        None, description="the token that ends a document; default: the tokenizer's"
+    )
+    max_bytes: int | None = Field(
+        None, gt=0, description="read at most this many bytes of text from each source"
+    )
+    validation_source: str | list[str] | None = Field(
+        None, description="default: a part of source is held out"
+    )
+    validation_fraction: float = Field(
+        0.05, ge=0, lt=0.5, description="share of the tokens held out; 0: none"
+    )
+    cache_dir: Path | None = Field(
+        None, description="folder of the token cache; default: the user's cache folder"
+    )
+
+
+class MeshConfig(Section):
+    """How the ranks are arranged: `dp_replicate` groups of `dp_shard` ranks each."""
+
+    dp_replicate: int = Field(1, gt=0)
+    dp_shard: int | None = Field(
+        None, gt=0, description="default: the number of ranks divided by dp_replicate"
+    )
+
+
+class PlanConfig(Section):
+    """The row of the table: a preset by name, or four custom places such as "-", "D" or "S,R"."""
+
+    name: str | None = Field(None, description="preset, such as zero0, zero1, zero2, zero3, hybrid_shard")
+    weight: str | None = Field(None, description="compute weights, at rest")
+    between: str | None = Field(None, description="compute weights, from the end of forward to backward")
+    grad: str | None = Field(None, description="gradients, once reduced")
+    optim: str | None = Field(None, description="master weights and optimizer state")
+    mesh: MeshConfig = MeshConfig()
+    units: list[str] | None = Field(
+        None, description="class names or name globs; default: found by themselves"
+    )
+    prefetch: int = Field(1, ge=0, description="units gathered ahead of the one that runs")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_form(self) -> PlanConfig:
+        rows = {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
+        given = [key for key, value in rows.items() if value is not None]
+        if given and self.name is not None:
+            raise ValueError(
+                f"a preset name ('{self.name}') and custom places ({', '.join(given)}): give one of them"
+            )
+        if given and len(given) < len(rows):
+            missing = ", ".join(key for key in rows if key not in given)
+            raise ValueError(f"a custom plan names all four places; missing: {missing} ('-' means not split)")
+        return self
+
+
+class PrecisionConfig(Section):
+    """A named precision, and single dtypes of it replaced where given."""
+
+    name: Literal["fp32", "bf16", "bf16-pure", "fp16"] = "fp32"
+    weight: DtypeName | None = None
+    compute: DtypeName | None = None
+    reduce: DtypeName | None = None
+    accumulate: DtypeName | None = None
+    master: DtypeName | None = None
+    moments: DtypeName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class BatchConfig(Section):
+    """Sizes in sequences and tokens. The number of micro-batches per step follows from these and the rank
+    count.
+    """
+
+    global_batch: int = Field(32, gt=0, description="sequences per optimizer step, over all ranks")
+    micro_batch: int = Field(4, gt=0, description="sequences per forward pass on one rank")
+    sequence_length: int = Field(256, gt=1, description="tokens per sequence")
+
+
+class OptimizerConfig(Section):
+    """A torch.optim class by name. Vectors and scalars (norms, biases) are kept out of weight decay."""
+
+    name: str = "AdamW"
+    lr: float = Field(3e-4, ge=0)
+    weight_decay: float = Field(0.1, ge=0)
+    no_decay: list[str] = Field(default=[], description="name globs that are also kept out of weight decay")
+    options: dict[str, Any] = Field(default={}, description="further arguments of the torch.optim class")
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a share of `optimizer.lr` over the run."""
+
+    name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    final_fraction: float = Field(
+        0.1, ge=0, le=1, description="share of the peak that is left at the last step"
+    )
+    decay_steps: int | None = Field(
+        None, gt=0, description="wsd: length of the final decay; default: a fifth"
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ScheduleConfig:
+        if self.decay_steps is not None and self.name != "wsd":
+            raise ValueError(f"decay_steps belongs to schedule 'wsd', this one is '{self.name}': remove it")
+        return self
+
+
+class TrainConfig(Section):
+    """The loop."""
+
+    steps: int = Field(1000, gt=0)
+    clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
+    seed: int = Field(0, ge=0)
+    eval_every: int | None = Field(None, gt=0, description="steps between evaluations; null: only at the end")
+    eval_batches: int = Field(8, gt=0, description="micro-batches per rank in one evaluation")
+    sample_every: int | None = Field(
+        None, gt=0, description="steps between text samples; null: only at the end"
+    )
+    sample_tokens: int = Field(128, ge=0, description="length of a text sample; 0: none at all")
+    sample_prompt: str = "\n"
+    activation_checkpointing: str = "none"
+    activation_checkpointing_ops: list[str] | None = Field(
+        None, description="selective: operators kept, not redone"
+    )
+    compile: bool = False
+
+    @field_validator("activation_checkpointing")
+    @classmethod
+    def _known_mode(cls, value: str) -> str:
+        if not re.fullmatch(r"none|full|selective|every_[1-9][0-9]*", value):
+            raise ValueError(f"'{value}' is not one of none, full, selective, every_N (such as every_2)")
+        return value
+
+
+class CheckpointConfig(Section):
+    """When training state is saved, where, and what a new start does with what is there."""
+
+    folder: Path | None = Field(None, description="default: log.folder/checkpoints")
+    every: int | None = Field(
+        None, gt=0, description="steps between checkpoints; null: at the end and on SIGTERM"
+    )
+    keep_last: int | None = Field(2, gt=0, description="older checkpoints are removed; null: all are kept")
+    resume: Literal["if_exists", "required", "never"] = "if_exists"
+    overwrite: bool = Field(
+        False, description="with resume 'never': remove checkpoints already in the folder"
+    )
+
+
+class LaunchConfig(Section):
+    """How many processes this command starts when torchrun or Slurm has not started it."""
+
+    ranks: int | None = Field(None, gt=0, description="default: one per GPU, or one on a CPU")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = Field(600.0, gt=0, description="longest wait for another rank")
+    threads: int | None = Field(
+        None, gt=0, description="CPU threads per rank; default: cores divided by ranks"
+    )
+
+
+class LogConfig(Section):
+    """What is written while training."""
+
+    folder: Path = Path("runs/default")
+    every: int = Field(10, gt=0, description="steps between console lines")
+    tensorboard: bool = True
+
+
+class Config(Section):
+    """A whole training run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    plan: PlanConfig = PlanConfig(name="zero3")
+    precision: PrecisionConfig = PrecisionConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where checkpoints are, whether the key was given or not."""
+        return self.checkpoint.folder or self.log.folder / "checkpoints"
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Config:
+        if self.schedule.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps"
+                f" {self.train.steps}:"
+                " shorten the warm-up"
+            )
+        return self

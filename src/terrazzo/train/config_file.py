@@ -1,0 +1,195 @@
+"""Reading a configuration: YAML or JSON, then `section.key=value` overrides, then validation in plain words.
+
+All problems of a file are reported together, each with the key, what was found and what was expected.
+Duplicate keys are refused, and nothing in a configuration is ever imported or executed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.train.config import Config
+
+__all__ = ["config_from_dict", "flatten", "load_config"]
+
+SHORTHANDS = ("plan", "precision")  # sections that may be given as just their name
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML, with two repairs: `1e-3` is a number (as in YAML 1.2), and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if (key := key_node.value) in seen:
+                raise BadInput(
+                    f"key '{key}' appears twice in one section (line {key_node.start_mark.line + 1})"
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML or JSON file with overrides applied.
+
+    Raises:
+        BadInput: the file is missing or malformed, or any value in it is unknown, of the wrong type or out of
+            range.
+    """
+    raw = _read(Path(path))
+    for override in overrides:
+        _apply(raw, override)
+    return config_from_dict(raw, origin=str(path))
+
+
+def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
+    """A validated configuration from nested dicts; raises `BadInput` listing every problem at once."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_sentence(dict(detail)) for detail in error.errors()]
+    if len(lines) == 1:
+        raise BadInput(f"{origin}: {lines[0]}")
+    listed = "\n".join(f"  - {line}" for line in lines)
+    raise BadInput(f"{origin} has {len(lines)} problems:\n{listed}")
+
+
+def flatten(config: BaseModel) -> dict[str, str]:
+    """Every setting as `section.key` → JSON text: the form in which ranks compare what they were given."""
+    flat: dict[str, str] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            flat[prefix] = json.dumps(value)
+
+    walk("", config.model_dump(mode="json"))
+    return flat
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*") if p.is_file()])
+        raise BadInput(f"No configuration file at '{path}'.{near}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"The configuration file '{path}' cannot be read as text: {error}.") from None
+    try:
+        raw = json.loads(text, object_pairs_hook=_no_twins) if path.suffix == ".json" else _yaml(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise BadInput(f"'{path}' is not valid {kind}: {' '.join(str(error).split())}.") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise BadInput(
+            f"'{path}' holds a {type(raw).__name__}, expected sections such as 'model:' and 'train:'."
+        )
+    return raw
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader: plain values only
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if twins := {key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1}:
+        raise BadInput(f"key {', '.join(repr(key) for key in sorted(twins))} appears twice in one section")
+    return dict(pairs)
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """Set `section.key=value` in place; the value is read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip("."):
+        raise BadInput(
+            f"Override '{override}' has no value: write section.key=value, such as train.steps=100."
+        )
+    try:
+        value = _yaml(text)
+    except yaml.YAMLError:
+        raise BadInput(f"The value of override '{override}' is not valid YAML: quote it.") from None
+    *parents, last = key.split(".")
+    target = raw
+    for depth, name in enumerate(parents):
+        inner = target.get(name)
+        if isinstance(inner, str) and depth == 0 and name in SHORTHANDS:
+            inner = {"name": inner}
+        if inner is None:
+            inner = {}
+        if not isinstance(inner, dict):
+            raise BadInput(f"Override '{override}': '{name}' is the value {inner!r}, not a section.")
+        target[name] = inner
+        target = inner
+    target[last] = value
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    """One pydantic error in plain words: key, what was found, what was expected."""
+    where = ".".join(str(part) for part in error["loc"])
+    found, kind, context = error["input"], error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(error["loc"])
+    if kind == "value_error":
+        return f"{where}: {context['error']}" if where else str(context["error"])
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        near = did_you_mean(str(found), choices)
+        return f"{where} is {found!r}, expected one of {', '.join(choices)}.{near}"
+    return f"{where} is {_shown(found)}, expected {_expected(kind, context)}."
+
+
+def _expected(kind: str, context: dict[str, Any]) -> str:
+    bounds = {
+        "greater_than": ("gt", "above"),
+        "greater_than_equal": ("ge", "at least"),
+        "less_than": ("lt", "below"),
+    }
+    bounds["less_than_equal"] = ("le", "at most")
+    if kind in bounds:
+        name, words = bounds[kind]
+        return f"a number {words} {context[name]:g}"
+    if kind == "finite_number":
+        return "a finite number"
+    family = kind.split("_")[0]
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text"}
+    words |= {"list": "a list", "dict": "a section of keys", "model": "a section of keys", "path": "a path"}
+    return words.get(family, "another value")
+
+
+def _shown(value: Any) -> str:
+    text = "empty" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unknown_key(location: tuple[int | str, ...]) -> str:
+    *parents, key = (str(part) for part in location)
+    section: type[BaseModel] = Config
+    for name in parents:
+        section = _candidates(section.model_fields[name].annotation)[0]
+    known = list(section.model_fields)
+    near = did_you_mean(key, known)
+    place = f"section '{'.'.join(parents)}'" if parents else "the configuration"
+    return f"unknown key '{key}' in {place}.{near or ' Known: ' + ', '.join(known) + '.'}"
+
+
+def _candidates(annotation: Any) -> list[type[BaseModel]]:
+    """The sections an annotation allows: itself, or the members of a union."""
+    options = get_args(annotation) or (annotation,)
+    return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]

@@ -1,0 +1,143 @@
+"""The training loop: steps, and what happens between them."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from terrazzo.errors import TerrazzoError
+from terrazzo.telemetry import PeakMemory, Stopwatch
+from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
+from terrazzo.train.failure import PREEMPTED
+from terrazzo.train.report import Measured, Report
+from terrazzo.train.session import Session
+from terrazzo.train.stop import StopRequest
+
+__all__ = ["Diverged", "Trainer"]
+
+
+class Diverged(TerrazzoError):
+    """The loss is no longer a finite number."""
+
+
+class Trainer:
+    """Runs a session to its last step, or until it is asked to stop."""
+
+    def __init__(self, session: Session, stop: StopRequest) -> None:
+        self.session, self.stop = session, stop
+        self.engine = engine_of(session.model)
+        self.report = Report(session)
+        self.watch = Stopwatch()
+        self.memory = PeakMemory(session.ranks.device)
+        self.losses: list[Tensor] = []  # of the steps since the last log step, this rank's share of each
+        self.wait_s = 0.0
+        self.tokens_at_log = session.tokens
+        self.saved_step = session.step
+
+    def run(self) -> int:
+        """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
+        session, train = self.session, self.session.config.train
+        self.report.begin()
+        self.watch.reset()
+        stopped = False
+        while session.step < train.steps and not stopped:
+            norm = self.train_step()
+            stopped = self.stop.agreed()
+            last = stopped or session.step == train.steps
+            if last or session.step % session.config.log.every == 0:
+                self.log(norm)
+            with self.watch.pause():
+                self.between_steps(finished=session.step == train.steps, last=last)
+        self.report.end(stopped=stopped and session.step < train.steps)
+        session.loader.close()
+        return PREEMPTED if stopped and session.step < train.steps else 0
+
+    def train_step(self) -> Tensor:
+        """One optimizer step; returns the gradients' global norm before clipping."""
+        session = self.session
+        with self.watch.measure():
+            batch = session.loader.next_step()
+        denominator = max(1, batch.valid_tokens)
+        self.engine.traffic.reset()
+        session.model.set_gradient_denominator(denominator)  # type: ignore[operator]
+        total = torch.zeros((), device=session.ranks.device)
+        for index, micro_batch in enumerate(batch.micro_batches):
+            is_last = index == len(batch.micro_batches) - 1
+            with nullcontext() if is_last else tz.accumulate(session.model):
+                loss = summed_loss(session.model, micro_batch, session.ranks.device)
+                loss.backward()
+            total += loss.detach()
+        norm = tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        session.schedule.step()
+        session.step += 1
+        session.tokens += batch.valid_tokens
+        self.losses.append(total / denominator)
+        self.wait_s += self.engine.traffic.wait_s
+        self.report.step_done(self.engine.traffic)
+        return norm
+
+    def log(self, norm: Tensor) -> None:
+        """Check the losses since the last log step and report the newest."""
+        losses = self.global_losses()
+        session = self.session
+        measured = Measured(
+            loss=losses[-1],
+            grad_norm=float(norm),
+            steps=len(losses),
+            tokens=session.tokens - self.tokens_at_log,
+            total_s=self.watch.total_s,
+            data_wait_s=self.watch.measured_s,
+            communication_s=self.wait_s,
+            peak_memory_bytes=self.memory.peak_bytes,
+        )
+        self.report.train(measured)
+        self.tokens_at_log, self.wait_s = session.tokens, 0.0
+        self.watch.reset()
+
+    def global_losses(self) -> list[float]:
+        """The mean loss per token of each step since the last call; raises `Diverged` at the first that is
+        not finite.
+
+        They are brought together once per log step, so that no step waits for the device; nothing is saved
+        before.
+        """
+        session = self.session
+        losses = torch.stack(self.losses)
+        dist.all_reduce(losses)
+        self.losses = []
+        values: list[float] = losses.tolist()
+        for index, value in enumerate(values):
+            if not math.isfinite(value):
+                step = session.step - len(values) + 1 + index
+                raise Diverged(
+                    f"The loss of step {step} is {value}. Lower optimizer.lr, lengthen"
+                    " schedule.warmup_steps, set"
+                    f" train.clip, or use precision bf16 or fp32; checkpoints up to step {self.saved_step}"
+                    " are intact."
+                )
+        return values
+
+    def between_steps(self, *, finished: bool, last: bool) -> None:
+        """Evaluation, samples and checkpoints that are due after the current step."""
+        session, train = self.session, self.session.config.train
+        if finished or _due(session.step, train.eval_every):
+            self.report.validation(evaluate(session))
+        if train.sample_tokens and (finished or _due(session.step, train.sample_every)):
+            self.report.sample(sample_text(session))
+        if last or _due(session.step, session.config.checkpoint.every):
+            if self.losses:
+                self.global_losses()
+            self.report.saved(session.save())
+            self.saved_step = session.step
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

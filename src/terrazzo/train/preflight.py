@@ -1,0 +1,99 @@
+"""Everything that can be refused before a process is started or a byte is written."""
+
+from __future__ import annotations
+
+import shutil
+from glob import has_magic
+from pathlib import Path
+
+from terrazzo.checkpoint import complete_checkpoints, latest
+from terrazzo.errors import BadInput
+from terrazzo.train import data
+from terrazzo.train.build import (
+    batch_arithmetic,
+    build_plan,
+    build_precision,
+    data_config,
+    decoder_config,
+    mesh_shape,
+    optimizer_class,
+)
+from terrazzo.train.config import Config
+from terrazzo.train.data.sources import find_files
+from terrazzo.train.huggingface import read_config, weight_files
+
+__all__ = ["check", "clear_checkpoints", "resume_from"]
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise `BadInput` for anything in `config` that cannot work with `world_size` ranks. Changes nothing."""
+    build_plan(config)
+    build_precision(config)
+    mesh_shape(config.plan.mesh, world_size)
+    batch_arithmetic(config.batch, world_size)
+    optimizer_class(config.optimizer)
+    _check_model(config)
+    _check_data(config)
+    _check_folders(config)
+    resume_from(config)
+
+
+def resume_from(config: Config) -> Path | None:
+    """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume`
+    demands.
+    """
+    folder = config.checkpoint_folder
+    newest = latest(folder)
+    if config.checkpoint.resume == "required" and newest is None:
+        raise BadInput(
+            f"checkpoint.resume is 'required', but '{folder}' holds no complete checkpoint: correct"
+            " checkpoint.folder, or use checkpoint.resume=if_exists to start anew."
+        )
+    if config.checkpoint.resume == "never":
+        if newest is not None and not config.checkpoint.overwrite:
+            raise BadInput(
+                f"checkpoint.resume is 'never', but '{folder}' holds {newest.name} of another run, which is"
+                " not"
+                " overwritten: use another checkpoint.folder, checkpoint.resume=if_exists to continue it, or"
+                " checkpoint.overwrite=true to remove it."
+            )
+        return None
+    return newest
+
+
+def clear_checkpoints(config: Config) -> None:
+    """Remove what `checkpoint.overwrite` allows to remove. Called by one rank, before training."""
+    if config.checkpoint.resume == "never" and config.checkpoint.overwrite:
+        for path in complete_checkpoints(config.checkpoint_folder):
+            shutil.rmtree(path)
+
+
+def _check_model(config: Config) -> None:
+    if config.model.kind == "decoder":
+        vocab_size = config.model.vocab_size or data.load_tokenizer(config.data.tokenizer).vocab_size
+        decoder_config(config, vocab_size)
+        return
+    assert config.model.path is not None
+    read_config(config.model.path)
+    if config.model.weights == "pretrained":
+        weight_files(config.model.path)
+
+
+def _check_data(config: Config) -> None:
+    settings = data_config(config)
+    find_files(settings.source)
+    if settings.validation_source is not None:
+        find_files(settings.validation_source)
+
+
+def _check_folders(config: Config) -> None:
+    """Checkpoints and logs must not be mixed with the data that is read."""
+    sources = [config.data.source] if isinstance(config.data.source, str) else config.data.source
+    read = {Path(source).resolve() for source in sources if not has_magic(source) and Path(source).exists()}
+    for key, folder in (("log.folder", config.log.folder), ("checkpoint.folder", config.checkpoint_folder)):
+        if folder.resolve() in read or folder.resolve() == Path(folder.resolve().anchor):
+            raise BadInput(
+                f"{key} is '{folder}', which is the data itself or the root: use a folder of its own."
+            )
+        if folder.exists() and not folder.is_dir():
+            raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")

@@ -1,0 +1,88 @@
+"""This rank's place in the run, the process group, and the agreement of all ranks on the configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.checkpoint.exchange import agree, gather_json
+from terrazzo.errors import BadInput
+from terrazzo.train.config import Config, LaunchConfig
+from terrazzo.train.config_file import flatten
+from terrazzo.train.launch import resolve_device, set_threads
+
+__all__ = ["Ranks", "agree_on_config", "join", "refuse_together"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands: `rank` of `world_size`, computing on `device`."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def builds_shared_files(self) -> bool:
+        """Whether this is the first rank of its machine, which makes what the others there read."""
+        return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def join(launch: LaunchConfig) -> Ranks:
+    """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA tensors."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(resolve_device(launch))
+    set_threads(launch, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if device.type == "cuda":
+        # Slurm may show each task only its own device.
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=launch.timeout_s))
+    return Ranks(rank, world_size, device)
+
+
+def refuse_together(problem: str | None) -> None:
+    """Raise the first rank's problem as `BadInput` on every rank; nothing happens when no rank has one.
+    Collective.
+    """
+    if (first := agree(problem)) is not None:
+        raise BadInput(first)
+
+
+def agree_on_config(config: Config) -> None:
+    """Raise `BadInput` on every rank when ranks were given different settings, naming them. Collective."""
+    settings = flatten(config)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    if len(set(gather_json(digest))) == 1:
+        return
+    everyone = gather_json(settings)
+    differing: list[str] = []
+    for key in sorted(set().union(*everyone)):
+        values: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyone):
+            values.setdefault(theirs.get(key, "not set"), []).append(rank)
+        if len(values) > 1:
+            said = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            differing.append(f"{key} ({said})")
+    raise BadInput(
+        f"The configuration differs between ranks in {', '.join(differing)}. Give every rank the same file"
+        " and overrides."
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:4]) + (", ..." if len(ranks) > 4 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,204 @@
+"""What a run says: its header, its log steps, and the summary that holds the plan's promises against
+measurements.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from terrazzo.engine import Traffic, engine_of
+from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard, peak_bf16_flops
+from terrazzo.train.evaluate import Validation
+from terrazzo.train.session import Session
+
+__all__ = ["Measured", "Report"]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the loop measured since the previous log step, on this rank."""
+
+    loss: float
+    grad_norm: float
+    steps: int
+    tokens: int
+    total_s: float
+    data_wait_s: float
+    communication_s: float
+    peak_memory_bytes: int
+
+
+class Report:
+    """Everything that is said and written. Every rank has one; only rank 0's does anything."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._engine = engine_of(session.model)
+        self._speaks = session.ranks.is_first
+        self._start = time.perf_counter()
+        self._first_step = session.step
+        self._traffic: Traffic | None = None
+        self._first_validation: Validation | None = None
+        self._last_validation: Validation | None = None
+        self._peak_flops = None
+        if session.ranks.device.type == "cuda":
+            self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(session.ranks.device))
+        if self._speaks:
+            self._open()
+
+    def _open(self) -> None:
+        session, log = self._session, self._session.config.log
+        log.folder.mkdir(parents=True, exist_ok=True)
+        (log.folder / "config.json").write_text(
+            session.config.model_dump_json(indent=2) + "\n", encoding="utf-8"
+        )
+        self._console = Console(session.config.train.steps, session.step)
+        self._sinks: list[Sink] = [JsonLines(log.folder / "metrics.jsonl", session.step)]
+        if log.tensorboard:
+            self._sinks.append(TensorBoard(log.folder / "tensorboard", session.step))
+
+    def begin(self) -> None:
+        """The header: what is about to run."""
+        if not self._speaks:
+            return
+        session, ranks = self._session, self._session.ranks
+        numel = sum(parameter.numel() for parameter in session.model.parameters())
+        batch = session.config.batch
+        self._say(
+            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters, on {ranks.world_size} ×"
+            f" {ranks.device.type}"
+            f" | {batch.global_batch} × {batch.sequence_length} tokens per step, {session.micro_batches}"
+            " micro-batches"
+            f" per rank | {session.data.train.tokens_numel:,} training tokens"
+        )
+        if session.data.skipped.names:
+            self._say(f"data: {session.data.skipped}")
+        self._say(f"plan {self._engine.plan}\n{self._engine.bill.table()}")
+        if session.step:
+            self._say(f"resumed at step {session.step}")
+
+    def train(self, measured: Measured) -> None:
+        """A log step."""
+        if not self._speaks:
+            return
+        metrics = self._metrics(measured)
+        self._log("train", metrics.as_dict())
+        self._say(metrics.line(self._session.config.train.steps))
+
+    def validation(self, found: Validation | None) -> None:
+        """A validation loss."""
+        if found is None or not self._speaks:
+            return
+        self._first_validation = self._first_validation or found
+        self._last_validation = found
+        self._log("validation", asdict(found))
+        self._say(
+            f"step {self._session.step} | validation loss {found.loss:.4f} | {found.bits_per_byte:.4f} bits"
+            " per byte"
+        )
+
+    def sample(self, text: str) -> None:
+        """A text sample."""
+        if self._speaks:
+            self._log("sample", {"text": text})
+            indented = "\n".join(f"    {line}" for line in text.strip("\n").split("\n"))
+            self._say(f"sample at step {self._session.step}:\n{indented}")
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint was written."""
+        if self._speaks:
+            self._say(f"saved {path}")
+
+    def step_done(self, traffic: Traffic) -> None:
+        """An optimizer step was made with this traffic."""
+        self._traffic = traffic
+        if self._speaks:
+            self._console.advance()
+
+    def end(self, *, stopped: bool) -> None:
+        """The summary, and the end of all files."""
+        if not self._speaks:
+            return
+        self._console.close()
+        session, seconds = self._session, time.perf_counter() - self._start
+        summary = self._summary()
+        self._log("summary", summary)
+        state = "stopped on request, start the same command again to continue" if stopped else "done"
+        self._say(f"\n{state}: step {session.step} of {session.config.train.steps}, {seconds:.0f} s")
+        for line in self._summary_lines(summary):
+            self._say(line)
+        for sink in self._sinks:
+            sink.close()
+
+    def _summary(self) -> dict[str, Any]:
+        """Promised and measured bytes on this rank; traffic is that of one optimizer step."""
+        bill, engine = self._engine.bill, self._engine
+        summary: dict[str, Any] = {
+            "state_bytes": bill.total_bytes - bill.transient_bytes,
+            "transient_bytes_promised": bill.transient_bytes,
+            "transient_bytes_measured": engine.peak_transient_bytes,
+        }
+        if self._traffic is not None:
+            promised = engine.expected_traffic(micro_batches=self._session.micro_batches)
+            summary["traffic_bytes_promised"] = dict(promised.bytes)
+            summary["traffic_bytes_measured"] = dict(self._traffic.bytes)
+        return summary
+
+    def _summary_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        first, last = self._first_validation, self._last_validation
+        lines = [f"plan {self._engine.plan}", self._engine.describe(), self._engine.bill.table()]
+        promised, measured = summary["transient_bytes_promised"], summary["transient_bytes_measured"]
+        lines.append(f"transient peak: promised {promised / MIB:.2f} MiB, measured {measured / MIB:.2f} MiB")
+        for kind, count in summary.get("traffic_bytes_promised", {}).items():
+            sent = summary["traffic_bytes_measured"].get(kind, 0)
+            if count or sent:
+                name = kind.replace("_", "-")
+                lines.append(
+                    f"{name} per step: promised {count / MIB:.2f} MiB, measured {sent / MIB:.2f} MiB"
+                )
+        if first is not None and last is not None:
+            lines.append(f"validation: {first.bits_per_byte:.4f} → {last.bits_per_byte:.4f} bits per byte")
+        folder = self._session.config.log.folder
+        lines.append(
+            f"metrics: {folder / 'metrics.jsonl'} | curves: tensorboard --logdir {folder / 'tensorboard'}"
+        )
+        lines.append(f"checkpoints: {self._session.config.checkpoint_folder}")
+        return lines
+
+    def _metrics(self, measured: Measured) -> StepMetrics:
+        session = self._session
+        per_second = measured.tokens / measured.total_s
+        flops = per_second / session.ranks.world_size * session.flops_per_token
+        fp16 = bool(session.optimizer.scaler_state())
+        return StepMetrics(
+            step=session.step,
+            loss=measured.loss,
+            learning_rate=session.optimizer.param_groups[0]["lr"],
+            tokens=session.tokens,
+            step_s=measured.total_s / measured.steps,
+            tokens_per_s=per_second,
+            data_wait=measured.data_wait_s / measured.total_s,
+            communication=measured.communication_s / measured.total_s,
+            peak_memory_bytes=measured.peak_memory_bytes,
+            grad_norm=measured.grad_norm,
+            tflops=flops / 1e12 if flops else None,
+            mfu=flops / self._peak_flops if flops and self._peak_flops else None,
+            loss_scale=session.optimizer.loss_scale if fp16 else None,
+            skipped_steps=session.optimizer.skipped_steps if fp16 else None,
+        )
+
+    def _log(self, kind: str, values: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.log(kind, self._session.step, json.loads(json.dumps(values)))
+
+    def _say(self, text: str) -> None:
+        self._console.say(text)

@@ -1,0 +1,41 @@
+"""SIGTERM and Ctrl-C as a request: finish the step, save, leave with a code of its own.
+
+One rank that gets the signal is enough: the request travels to all ranks in the small reduction at the end of
+each step, so that every rank saves the same step. A second Ctrl-C leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["StopRequest"]
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class StopRequest:
+    """Listens for SIGTERM and SIGINT from its creation on; `agreed()` is collective."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._interrupts = 0
+        signal.signal(signal.SIGTERM, self._receive)
+        signal.signal(signal.SIGINT, self._receive)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop. Every rank calls this once per step; all get one answer."""
+        flag = torch.tensor(float(self._requested))  # on the CPU: needs no synchronisation with a device
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+        if number == signal.SIGINT:
+            self._interrupts += 1
+        if self._interrupts > 1:
+            os._exit(INTERRUPTED)

@@ -1,0 +1,194 @@
+"""The configuration: what is accepted, and that every refusal names the key, the value and the fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.errors import BadInput
+from terrazzo.train.build import batch_arithmetic, build_plan, mesh_shape, optimizer_class
+from terrazzo.train.config import BatchConfig, Config, MeshConfig, OptimizerConfig
+from terrazzo.train.config_file import config_from_dict, flatten, load_config
+from terrazzo.train.preflight import check, resume_from
+
+JARGON = ("pydantic", "validation error", "extra_forbidden", "input_value", "type=", "Extra inputs")
+
+
+def refusal(raw: dict[str, Any]) -> str:
+    with pytest.raises(BadInput) as caught:
+        config_from_dict(raw)
+    message = str(caught.value)
+    assert not any(word in message for word in JARGON)
+    return message
+
+
+def test_an_empty_file_is_a_complete_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert load_config(path) == Config()
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"trian": {}}, ["'trian'", "'train'"]),
+        ({"train": {"stpes": 3}}, ["'stpes'", "section 'train'", "'steps'"]),
+        ({"plan": {"mesh": {"dp_shrad": 2}}}, ["'dp_shrad'", "section 'plan.mesh'", "'dp_shard'"]),
+        ({"schedule": {"name": "cosin"}}, ["schedule.name", "'cosin'", "'cosine'"]),
+    ],
+)
+def test_unknown_names_are_answered_with_the_nearest_known_one(raw: dict[str, Any], words: list[str]) -> None:
+    message = refusal(raw)
+    assert all(word in message for word in words)
+    assert "Did you mean" in message
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"optimizer": {"lr": -1.0}}, ["optimizer.lr", "-1.0", "at least 0"]),
+        ({"optimizer": {"lr": float("nan")}}, ["optimizer.lr", "nan", "finite"]),
+        ({"train": {"clip": float("inf")}}, ["train.clip", "inf"]),
+        ({"train": {"steps": "many"}}, ["train.steps", "'many'", "whole number"]),
+        ({"train": {"steps": 0}}, ["train.steps", "above 0"]),
+        ({"train": []}, ["train", "section"]),
+        ({"train": {"activation_checkpointing": "every_0"}}, ["every_0", "every_N"]),
+        ({"model": {"kind": "huggingface"}}, ["model.path"]),
+        ({"plan": {"name": "zero3", "grad": "D"}}, ["'zero3'", "grad"]),
+        ({"plan": {"weight": "D", "grad": "D"}}, ["between", "optim"]),
+        ({"schedule": {"warmup_steps": 10}, "train": {"steps": 5}}, ["warmup_steps 10", "train.steps 5"]),
+    ],
+)
+def test_wrong_values_are_refused_with_key_and_expectation(raw: dict[str, Any], words: list[str]) -> None:
+    message = refusal(raw)
+    assert all(word in message for word in words), message
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    message = refusal({"train": {"stpes": 1, "clip": -1}, "model": {"dim": "wide"}})
+    assert "3 problems" in message
+    assert message.count("\n  - ") == 3
+
+
+def test_overrides_are_yaml_values_and_reach_into_shorthands(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("plan: zero2\ntrain: {steps: 7}\n")
+    given = [
+        "plan.mesh.dp_shard=2",
+        "optimizer.lr=1e-3",
+        "train.clip=null",
+        "optimizer.options.betas=[0.9, 0.95]",
+    ]
+    config = load_config(path, given)
+    assert (config.plan.name, config.plan.mesh.dp_shard, config.train.steps) == ("zero2", 2, 7)
+    assert (config.optimizer.lr, config.train.clip) == (1e-3, None)
+    assert config.optimizer.options == {"betas": [0.9, 0.95]}
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=3", "train.steps.deep=3", "train.steps={"])
+def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train: {steps: 7}\n")
+    with pytest.raises(BadInput, match="Override|override"):
+        load_config(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "train: {steps: 1, steps: 2}", "'steps' appears twice"),
+        ("a.json", '{"train": {"steps": 1, "steps": 2}}', "'steps' appears twice"),
+        ("a.yaml", "train: [", "not valid YAML"),
+        ("a.json", "{", "not valid JSON"),
+        ("a.yaml", "- 1", "expected sections"),
+        ("a.yaml", "train: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_malformed_files_are_refused(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(BadInput, match=words):
+        load_config(path)
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text("")
+    with pytest.raises(BadInput, match=r"Did you mean 'quickstart.yaml'"):
+        load_config(tmp_path / "quikstart.yaml")
+
+
+def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
+    raw = {"plan": {"name": "zero1"}, "train": {"steps": 3}}
+    (tmp_path / "a.json").write_text(json.dumps(raw))
+    (tmp_path / "a.yaml").write_text("plan: zero1\ntrain:\n  steps: 3\n")
+    assert load_config(tmp_path / "a.json") == load_config(tmp_path / "a.yaml")
+
+
+def test_flatten_lists_every_key_and_tells_settings_apart() -> None:
+    one, other = flatten(Config()), flatten(config_from_dict({"optimizer": {"options": {"eps": 1e-6}}}))
+    assert one["train.steps"] == "1000"
+    assert set(other.items()) - set(one.items()) == {("optimizer.options.eps", "1e-06")}
+
+
+def test_batch_arithmetic_is_shown_when_it_does_not_come_out_whole() -> None:
+    assert batch_arithmetic(BatchConfig(global_batch=32, micro_batch=4), 2) == 4
+    with pytest.raises(BadInput, match=r"100 / 32 = 3\.125.*Use global_batch 96 or 128"):
+        batch_arithmetic(BatchConfig(global_batch=100, micro_batch=8), 4)
+
+
+def test_mesh_must_make_up_the_world() -> None:
+    assert mesh_shape(MeshConfig(dp_replicate=2), 8) == (2, 4)
+    assert mesh_shape(MeshConfig(), 8) == (8,)
+    with pytest.raises(BadInput, match="their product must be 8"):
+        mesh_shape(MeshConfig(dp_replicate=3), 8)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"name": "zero4"}, "zero"),
+        ({"weight": "D", "between": "-", "grad": "-", "optim": "-"}, "prefix"),
+        ({"name": "hybrid_shard"}, "dp_replicate"),
+    ],
+)
+def test_impossible_plans_are_refused_before_anything_starts(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        build_plan(config_from_dict({"plan": plan}))
+
+
+def test_optimizer_names_and_options_are_checked() -> None:
+    assert optimizer_class(OptimizerConfig(options={"betas": [0.9, 0.99], "fused": True})).__name__ == "AdamW"
+    with pytest.raises(BadInput, match="Did you mean 'AdamW'"):
+        optimizer_class(OptimizerConfig(name="Adamw"))
+    with pytest.raises(BadInput, match="Did you mean 'betas'"):
+        optimizer_class(OptimizerConfig(options={"beta": [0.9, 0.99]}))
+
+
+def test_preflight_accepts_the_default_and_refuses_missing_data(tmp_path: Path) -> None:
+    log = {"folder": str(tmp_path / "run")}
+    check(config_from_dict({"log": log}), 2)
+    with pytest.raises(BadInput, match="nowhere"):
+        check(config_from_dict({"log": log, "data": {"source": str(tmp_path / "nowhere")}}), 2)
+    (tmp_path / "run").write_text("in the way")
+    with pytest.raises(BadInput, match=r"log\.folder.*is a file"):
+        check(config_from_dict({"log": log}), 2)
+
+
+def test_resume_never_guesses(tmp_path: Path) -> None:
+    def config(resume: str, **more: Any) -> Config:
+        return config_from_dict({"checkpoint": {"folder": str(tmp_path), "resume": resume, **more}})
+
+    assert resume_from(config("if_exists")) is None
+    with pytest.raises(BadInput, match="holds no complete checkpoint"):
+        resume_from(config("required"))
+    saved = tmp_path / "step-00000010"
+    saved.mkdir()
+    assert resume_from(config("if_exists")) is None, "a folder without a manifest is not a checkpoint"
+    (saved / "manifest.json").write_text("{}")
+    assert resume_from(config("if_exists")) == resume_from(config("required")) == saved
+    with pytest.raises(BadInput, match="step-00000010 of another run"):
+        resume_from(config("never"))
+    assert resume_from(config("never", overwrite=True)) is None

@@ -1,0 +1,143 @@
+"""How ranks start and how a run ends when one of them fails: real processes, so only as many as needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from terrazzo.errors import BadInput
+from terrazzo.train.config import LaunchConfig
+from terrazzo.train.failure import Failure, first_failure
+from terrazzo.train.launch import adopt_slurm, first_host, local_ranks, resolve_device
+
+RANK = """
+import os, sys, torch, torch.distributed as dist
+from terrazzo.errors import BadInput
+from terrazzo.train.failure import run_rank
+rank = int(os.environ["RANK"])
+
+def work():
+    dist.init_process_group("gloo")
+    if sys.argv[1] == "bad input":
+        raise BadInput("The value 7 is not a fruit: use an apple.")
+    if rank == 1:
+        os.kill(os.getpid(), 9) if sys.argv[1] == "killed" else explode()
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+def explode():
+    raise ZeroDivisionError("the cause of it all")
+
+run_rank(rank, work)
+"""
+
+LAUNCH = """
+import sys
+from terrazzo.train.launch import launch_ranks
+sys.exit(launch_ranks(2, sys.argv[1:]))
+"""
+
+
+def launch(tmp_path: Path, how: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, str(script), how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+    )
+    return done, time.monotonic() - start
+
+
+@pytest.mark.processes
+def test_the_first_failing_ranks_traceback_is_last_on_screen(tmp_path: Path) -> None:
+    done, took_s = launch(tmp_path, "raise")
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ZeroDivisionError: the cause of it all")
+    assert "Rank 1 failed first" in done.stderr
+    assert took_s < 30
+
+
+@pytest.mark.processes
+def test_bad_input_on_every_rank_is_said_once_with_its_own_exit_code(tmp_path: Path) -> None:
+    done, _ = launch(tmp_path, "bad input")
+    assert done.returncode == 2
+    assert done.stderr.count("The value 7 is not a fruit: use an apple.") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.processes
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    done, took_s = launch(tmp_path, "killed")
+    assert done.returncode == 1
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert "Rank 1" in last
+    assert "SIGKILL" in last
+    assert took_s < 30
+
+
+def test_the_earliest_recorded_failure_is_the_first(tmp_path: Path) -> None:
+    assert first_failure(tmp_path) is None
+    for rank, time_ns in ((0, 200), (1, 100), (2, 300)):
+        failure = Failure(rank, time_ns, 1, f"rank {rank}")
+        (tmp_path / f"failure.{rank}.json").write_text(json.dumps(vars(failure)))
+    found = first_failure(tmp_path)
+    assert found is not None
+    assert found.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[003-007,9],login", "gpu003"),
+        ("alone", "alone"),
+        ("a1,a2", "a1"),
+        ("rack2-n[12,14]", "rack2-n12"),
+        ("n[1-2]-ib,m3", "n1-ib"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_a_slurm_task_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # registers the name, so that what is set below is undone
+        monkeypatch.delenv(name)
+    slurm = {"PROCID": "5", "STEP_ID": "0", "STEP_NUM_TASKS": "8", "LOCALID": "1", "JOB_ID": "12345"}
+    slurm |= {"STEP_TASKS_PER_NODE": "4(x2)", "STEP_NODELIST": "n[07-08]"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    adopt_slurm()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [os.environ[name] for name in names] == ["5", "8", "1", "4", "n07", "32345"]
+
+
+def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_STEPID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    adopt_slurm()
+    assert "RANK" not in os.environ
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert local_ranks(LaunchConfig()) == 1
+    assert local_ranks(LaunchConfig(ranks=4)) == 4
+    with pytest.raises(BadInput, match=r"launch\.device=cpu"):
+        resolve_device(LaunchConfig(device="cuda"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(BadInput, match=r"launch\.ranks=2"):
+        local_ranks(LaunchConfig(ranks=4))

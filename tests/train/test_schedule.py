@@ -1,0 +1,57 @@
+"""Learning-rate schedules against their definitions written out by hand, and as torch runs them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from terrazzo.train.config import ScheduleConfig
+from terrazzo.train.schedule import build_schedule, learning_rate_share
+
+
+def shares(config: ScheduleConfig, steps: int) -> list[float]:
+    return [learning_rate_share(config, steps, step) for step in range(steps)]
+
+
+def test_warm_up_is_linear_and_its_first_step_learns() -> None:
+    found = shares(ScheduleConfig(name="constant", warmup_steps=4), 6)
+    assert found == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_cosine_is_half_a_wave_from_the_peak_to_the_final_share() -> None:
+    found = shares(ScheduleConfig(name="cosine", final_fraction=0.1), 11)
+    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(11)]
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_linear_falls_evenly() -> None:
+    found = shares(ScheduleConfig(name="linear", final_fraction=0.0), 5)
+    assert found == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_wsd_is_flat_until_its_decay() -> None:
+    found = shares(ScheduleConfig(name="wsd", warmup_steps=2, decay_steps=3, final_fraction=0.0), 10)
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1.0, 0.5, 0.0])
+    assert shares(ScheduleConfig(name="wsd"), 10).count(1.0) == 9, "the default decay is a fifth: 1, final"
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear", "wsd"])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_shares_stay_between_final_and_one(name: str, steps: int) -> None:
+    config = ScheduleConfig(name=name, warmup_steps=min(2, steps), final_fraction=0.2)
+    assert all(0.2 <= share <= 1.0 for share in shares(config, steps))
+    assert learning_rate_share(config, steps, steps + 5) <= 1.0, "training on is defined too"
+
+
+def test_torch_gives_every_group_its_share() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[0], "lr": 1.0}, {"params": weights[1], "lr": 0.1}])
+    schedule = build_schedule(ScheduleConfig(name="linear", final_fraction=0.5), 3, optimizer)
+    seen = []
+    for _ in range(3):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    assert seen == [pytest.approx(pair) for pair in ([1.0, 0.1], [0.75, 0.075], [0.5, 0.05])]
