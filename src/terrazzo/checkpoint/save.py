@@ -153,7 +153,7 @@ def _manifest(
 
 def _optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     groups = [
-        {key: _plain(value) for key, value in group.items() if key != "params"}
+        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
     return OptimizerEntry(name=type(optimizer).__name__, groups=groups)

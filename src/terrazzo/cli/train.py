@@ -11,7 +11,9 @@ __all__ = ["train"]
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML or JSON file; examples/quickstart.yaml is one.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML or JSON file; examples/quickstart.yaml is one.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(

@@ -24,12 +24,11 @@ __all__ = [
     "build_optimizer",
     "build_plan",
     "build_precision",
-    "data_config",
+    "data_spec",
     "decoder_config",
     "mesh_shape",
     "optimizer_class",
     "prepare_model",
-    "resolve_units",
 ]
 
 DTYPE_KEYS = ("weight", "compute", "reduce", "accumulate", "master", "moments")
@@ -104,10 +103,10 @@ def batch_arithmetic(batch: BatchConfig, world_size: int) -> int:
     return batch.global_batch // at_once
 
 
-def data_config(config: Config) -> data.DataConfig:
+def data_spec(config: Config) -> data.DataSpec:
     """The data settings in the loader's own form."""
     settings = {key: getattr(config.data, key) for key in type(config.data).model_fields}
-    return data.DataConfig(sequence_length=config.batch.sequence_length, **settings)
+    return data.DataSpec(sequence_length=config.batch.sequence_length, **settings)
 
 
 def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
@@ -137,7 +136,7 @@ def prepare_model(config: Config, vocab_size: int, device: torch.device) -> nn.M
     """
     spec = model_spec(config.model, config, vocab_size)
     model = build_model(spec, device="meta", pretrained=False)
-    units = resolve_units(config.plan.units, model)
+    units = config.plan.units
     mode, every = config.train.activation_checkpointing, 1
     if mode.startswith("every_"):
         mode, every = "full", int(mode.removeprefix("every_"))
@@ -158,23 +157,6 @@ def model_spec(model: ModelConfig, config: Config, vocab_size: int) -> DecoderCo
     return model.path
 
 
-def resolve_units(names: list[str] | None, model: nn.Module) -> list[Any] | None:
-    """Class names become classes of the model, everything else is a glob over module names, None stays None."""
-    if names is None:
-        return None
-    classes = {type(module).__name__: type(module) for module in model.modules()}
-    paths = [path for path, _ in model.named_modules() if path]
-    units: list[Any] = []
-    for name in names:
-        if name not in classes and not any(fnmatchcase(path, name) for path in paths):
-            raise BadInput(
-                f"plan.units: '{name}' is neither a module class of the model nor matches a module name."
-                f"{did_you_mean(name, classes)} Classes: {', '.join(sorted(classes))}."
-            )
-        units.append(classes.get(name, name))
-    return units
-
-
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     """The torch.optim class of that name, its options checked; raises `BadInput` for unknown names."""
     known = {
@@ -185,9 +167,10 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         and value is not torch.optim.Optimizer
     }
     if config.name not in known:
+        same = next((name for name in known if name.lower() == config.name.lower()), config.name)
         raise BadInput(
             f"optimizer.name is '{config.name}', which torch.optim does not have."
-            f"{did_you_mean(config.name, known)} Known: {', '.join(sorted(known))}."
+            f"{did_you_mean(same, known)} Known: {', '.join(sorted(known))}."
         )
     chosen: type[torch.optim.Optimizer] = known[config.name]
     options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}

@@ -39,7 +39,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which model is trained: the built-in decoder by its sizes, or a Hugging Face causal LM by its folder."""
+    """Which model is trained: the built-in decoder by its sizes, or a Hugging Face causal LM by folder."""
 
     kind: Literal["decoder", "huggingface"] = "decoder"
     path: Path | None = Field(

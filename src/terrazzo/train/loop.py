@@ -11,7 +11,7 @@ from torch import Tensor
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.errors import TerrazzoError
+from terrazzo.errors import Diverged
 from terrazzo.telemetry import PeakMemory, Stopwatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
 from terrazzo.train.failure import PREEMPTED
@@ -19,11 +19,7 @@ from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 from terrazzo.train.stop import StopRequest
 
-__all__ = ["Diverged", "Trainer"]
-
-
-class Diverged(TerrazzoError):
-    """The loss is no longer a finite number."""
+__all__ = ["Trainer"]
 
 
 class Trainer:

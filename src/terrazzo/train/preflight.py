@@ -13,7 +13,7 @@ from terrazzo.train.build import (
     batch_arithmetic,
     build_plan,
     build_precision,
-    data_config,
+    data_spec,
     decoder_config,
     mesh_shape,
     optimizer_class,
@@ -80,10 +80,10 @@ def _check_model(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    settings = data_config(config)
-    find_files(settings.source)
-    if settings.validation_source is not None:
-        find_files(settings.validation_source)
+    spec = data_spec(config)
+    find_files(spec.source)
+    if spec.validation_source is not None:
+        find_files(spec.validation_source)
 
 
 def _check_folders(config: Config) -> None:

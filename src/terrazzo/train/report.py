@@ -132,7 +132,9 @@ class Report:
         session, seconds = self._session, time.perf_counter() - self._start
         summary = self._summary()
         self._log("summary", summary)
-        state = "stopped on request, start the same command again to continue" if stopped else "done"
+        state = "stopped on request and saved" if stopped else "done"
+        if stopped and session.config.checkpoint.resume != "never":
+            state += ", start the same command again to continue"
         self._say(f"\n{state}: step {session.step} of {session.config.train.steps}, {seconds:.0f} s")
         for line in self._summary_lines(summary):
             self._say(line)

@@ -19,9 +19,8 @@ from terrazzo.train.build import (
     build_optimizer,
     build_plan,
     build_precision,
-    data_config,
+    data_spec,
     prepare_model,
-    resolve_units,
 )
 from terrazzo.train.config import Config
 from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
@@ -84,7 +83,7 @@ def open_session(config: Config, ranks: Ranks) -> Session:
     newest = gather_json(str(resume_from(config) or ""))[0]  # rank 0 decides: file systems may lag
     if ranks.is_first:
         clear_checkpoints(config)
-    data = load_data(data_config(config), builds=ranks.builds_shared_files, agree=agree)
+    data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
     loader = _loader(config, ranks, data)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     model, flops_per_token = _model(config, ranks, data)
@@ -93,7 +92,7 @@ def open_session(config: Config, ranks: Ranks) -> Session:
         model,
         optimizer,
         plan=build_plan(config),
-        units=resolve_units(config.plan.units, model),
+        units=config.plan.units,
         precision=build_precision(config),
         mesh=build_mesh(config, ranks.device, ranks.world_size),
         prefetch=config.plan.prefetch,

@@ -1,0 +1,221 @@
+"""Saving and loading sharded training state on ranks that are threads; the oracle is the uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo import checkpoint
+from terrazzo.checkpoint import save as save_module
+from terrazzo.errors import BadInput, Misuse
+from tests.helpers.threads import exclusive, run_in_threads
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+Trained = tuple[nn.Module, Any]
+
+
+def build(plan: str, width: int = 10, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> Trained:
+    with exclusive():
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(width), Layer(width), nn.Linear(width, 3))
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters()), "lr": 1e-2}]
+    return tz.shard(model, optimizer(groups, lr=3e-3), plan=plan, units=[Layer])
+
+
+def train(model: nn.Module, optimizer: Any, first: int, last: int) -> list[float]:
+    """Steps `first` up to, not including, `last`, on the same examples on every rank; the losses."""
+    losses = []
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        loss = model(torch.randn(8, 10, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    with tz.gathered(model) as parameters:
+        state = {name: value.detach().clone() for name, value in parameters.items()}
+    return state | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def saved_after_three_steps(path: Path, plan: str, world_size: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Train three steps, save, train three more: the state that was saved and the losses after it."""
+
+    def body(rank: int) -> tuple[dict[str, Tensor], list[float]]:
+        model, optimizer = build(plan)
+        train(model, optimizer, 0, 3)
+        optimizer.param_groups[1]["lr"] = 5e-3
+        checkpoint.save(path, model, optimizer, {"step": 3, "note": [1, None, 0.1]})
+        return full_state(model), train(model, optimizer, 3, 6)
+
+    return run_in_threads(world_size, body)[0]
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3"])
+def test_the_same_ranks_continue_bitwise(tmp_path: Path, plan: str) -> None:
+    path = tmp_path / "step-00000003"
+    state, losses = saved_after_three_steps(path, plan, 2)
+
+    def resume(rank: int) -> None:
+        model, optimizer = build(plan)
+        train(model, optimizer, 7, 9)  # somewhere else entirely
+        extra = checkpoint.load(path, model, optimizer)
+        assert extra == {"step": 3, "note": [1, None, 0.1]}
+        assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 5e-3]
+        loaded = full_state(model)
+        assert loaded.keys() == state.keys()
+        assert all(torch.equal(loaded[name], state[name]) for name in state)
+        assert train(model, optimizer, 3, 6) == losses
+
+    run_in_threads(2, resume)
+
+
+@pytest.mark.parametrize(("plan", "world_size"), [("zero0", 1), ("zero1", 3), ("zero3", 3), ("zero2", 4)])
+def test_other_ranks_and_plans_continue_from_the_same_bits(
+    tmp_path: Path, plan: str, world_size: int
+) -> None:
+    path = tmp_path / "step-00000003"
+    state, losses = saved_after_three_steps(path, "zero3", 2)
+
+    def resume(rank: int) -> None:
+        model, optimizer = build(plan)
+        checkpoint.load(path, model, optimizer)
+        loaded = full_state(model)
+        assert all(torch.equal(loaded[name], state[name]) for name in state)
+        assert train(model, optimizer, 3, 6) == pytest.approx(losses, abs=1e-6)
+
+    run_in_threads(world_size, resume)
+
+
+def test_replicated_states_are_written_once(tmp_path: Path) -> None:
+    sizes = {}
+    for plan in ("zero0", "zero3"):
+        saved_after_three_steps(tmp_path / plan, plan, 2)
+        sizes[plan] = sum(file.stat().st_size for file in (tmp_path / plan).glob("*.safetensors"))
+    assert sizes["zero0"] == pytest.approx(sizes["zero3"], rel=0.25), "the rest is names"
+
+
+def test_before_the_first_step_there_is_only_weight(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = build("zero3")
+        checkpoint.save(tmp_path / "new", model, optimizer, {})
+        expected = train(model, optimizer, 0, 2)
+        model, optimizer = build("zero3")
+        train(model, optimizer, 5, 6)
+        with tz.gathered(model, write=True) as parameters:
+            for value in parameters.values():
+                value.zero_()
+        model, optimizer = build("zero3")
+        checkpoint.load(tmp_path / "new", model, optimizer)
+        assert train(model, optimizer, 0, 2) == expected
+
+    run_in_threads(2, body)
+
+
+def test_weights_alone_can_be_taken_from_a_checkpoint_or_a_mapping(tmp_path: Path) -> None:
+    state, _ = saved_after_three_steps(tmp_path / "a", "zero3", 2)
+
+    def body(rank: int) -> None:
+        for source in (tmp_path / "a", state):
+            model, _ = build("zero1")
+            checkpoint.load_weights(model, source)
+            loaded = full_state(model)
+            assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+    run_in_threads(3, body)
+
+
+def test_what_does_not_fit_is_listed_in_full_and_nothing_is_changed(tmp_path: Path) -> None:
+    saved_after_three_steps(tmp_path / "a", "zero3", 2)
+
+    def body(rank: int) -> None:
+        model, optimizer = build("zero3", width=12)
+        before = full_state(model)
+        with pytest.raises(BadInput) as caught:
+            checkpoint.load(tmp_path / "a", model, optimizer)
+        message = str(caught.value)
+        assert "0.linear.weight is [10, 10] in the checkpoint and [12, 12] in the model" in message
+        assert "1.norm.running_mean" in message
+        assert all(torch.equal(value, before[name]) for name, value in full_state(model).items())
+        model, optimizer = build("zero3", optimizer=torch.optim.SGD)
+        with pytest.raises(BadInput, match="its optimizer is AdamW, this one is SGD"):
+            checkpoint.load(tmp_path / "a", model, optimizer)
+
+    run_in_threads(2, body)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    saved_after_three_steps(tmp_path / "a", "zero3", 2)
+    (tmp_path / "a" / "rank-00001.safetensors").unlink()
+
+    def body(rank: int) -> None:
+        model, optimizer = build("zero3")
+        with pytest.raises(BadInput, match="rank-00001"):
+            checkpoint.load(tmp_path / "a", model, optimizer)
+
+    run_in_threads(2, body)
+
+
+def test_an_existing_checkpoint_and_values_beyond_json_are_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = build("zero3")
+        with pytest.raises(BadInput, match="extra holds a value"):
+            checkpoint.save(tmp_path / "a", model, optimizer, {"step": {1, 2}})
+        checkpoint.save(tmp_path / "a", model, optimizer, {})
+        with pytest.raises(BadInput, match="exists already"):
+            checkpoint.save(tmp_path / "a", model, optimizer, {})
+
+    run_in_threads(2, body)
+
+
+def test_a_rank_that_cannot_write_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_on_the_second_file(tensors: dict[str, Tensor], file: Path) -> None:
+        if file.name == "rank-00001.safetensors":
+            raise OSError(28, "No space left on device")
+        file.touch()
+
+    monkeypatch.setattr(save_module, "save_file", fails_on_the_second_file)
+
+    def body(rank: int) -> None:
+        model, optimizer = build("zero3")
+        with pytest.raises(Misuse, match=r"rank 1: OSError.*No space left"):
+            checkpoint.save(tmp_path / "step-00000001", model, optimizer, {})
+        assert checkpoint.latest(tmp_path) is None
+        assert not (tmp_path / "step-00000001").exists()
+
+    run_in_threads(2, body)
+
+
+def test_nothing_but_safetensors_and_json_is_written(tmp_path: Path) -> None:
+    saved_after_three_steps(tmp_path / "a", "zero1", 2)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    assert manifest["world_size"] == 2
+    assert manifest["entries"]["0.linear.weight"]["shape"] == [10, 10]
+    assert set(manifest["entries"]["0.linear.weight"]["states"]) == {
+        "weight",
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    }

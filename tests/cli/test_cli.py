@@ -1,0 +1,65 @@
+"""The command line: help, version, and refusals that come before anything is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from terrazzo import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_lists_the_verbs_and_their_arguments() -> None:
+    runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"})
+    assert "train" in runner.invoke(cli.app, ["--help"]).output
+    shown = runner.invoke(cli.app, ["train", "--help"])
+    assert shown.exit_code == 0
+    assert all(word in shown.output for word in ("CONFIG", "section.key=value", "exit", "75"))
+
+
+def test_version_is_the_installed_one() -> None:
+    try:
+        installed = version("terrazzo")
+    except PackageNotFoundError:
+        pytest.skip("the package is imported from its sources, so it has no version")
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"terrazzo {installed}\n"
+
+
+def test_bad_input_is_one_paragraph_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("plan: zero33\n")
+    monkeypatch.setattr(sys, "argv", ["terrazzo", "train", str(path)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    shown = capsys.readouterr()
+    assert caught.value.code == 2
+    assert shown.err.startswith("Error: ")
+    assert "Did you mean 'zero3'" in shown.err
+    assert "Traceback" not in shown.err
+
+
+@pytest.mark.processes
+def test_a_batch_that_does_not_divide_starts_no_process(tmp_path: Path) -> None:
+    start = time.monotonic()
+    overrides = ["batch.global_batch=7", f"log.folder={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "terrazzo", "train", str(ROOT / "examples/quickstart.yaml"), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+    )
+    assert done.returncode == 2
+    assert "7 / 16 = 0.4375" in done.stderr
+    assert not list(tmp_path.iterdir())
+    assert time.monotonic() - start < 20

@@ -1,0 +1,131 @@
+"""Training from the command line: resuming, stopping, agreement between ranks. Few starts: each takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.checkpoint.exchange import agree, gather_json
+from terrazzo.errors import BadInput
+from terrazzo.train.config_file import config_from_dict
+from terrazzo.train.ranks import agree_on_config
+from tests.helpers.threads import run_in_threads
+
+CONFIG = """
+model: {dim: 32, layers: 2, heads: 2, dropout: 0.1}
+data: {source: SOURCE, validation_fraction: 0.2, cache_dir: FOLDER/cache}
+plan: zero3
+batch: {global_batch: 8, micro_batch: 2, sequence_length: 32}
+optimizer: {lr: 1.0e-2}
+train: {steps: 6, eval_every: 3, eval_batches: 2, sample_tokens: 4}
+checkpoint: {every: 3, keep_last: null}
+launch: {ranks: 2, device: cpu, threads: 1}
+log: {every: 1, folder: FOLDER/run, tensorboard: false}
+"""
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    text = folder / "text.txt"
+    text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(1500)))
+    config = folder / "config.yaml"
+    config.write_text(CONFIG.replace("SOURCE", str(text)).replace("FOLDER", str(folder)))
+    return [sys.executable, "-m", "terrazzo", "train", str(config), *overrides]
+
+
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, *overrides), capture_output=True, text=True, timeout=90, env=environment()
+    )
+
+
+def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def curve(folder: Path) -> list[tuple[float, ...]]:
+    return [
+        (m["step"], m["loss"], m["grad_norm"], m["learning_rate"], m["tokens"])
+        for m in metrics(folder, "train")
+    ]
+
+
+@pytest.mark.processes
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected, validation = curve(tmp_path), metrics(tmp_path, "validation")
+    assert [point[0] for point in expected] == [1, 2, 3, 4, 5, 6]
+    assert expected[-1][1] < expected[0][1]
+    assert "done: step 6 of 6" in done.stdout
+    summary = metrics(tmp_path, "summary")[0]
+    assert summary["transient_bytes_measured"] <= summary["transient_bytes_promised"]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(checkpoints / "step-00000006")
+
+    done = run(tmp_path, "checkpoint.resume=required")
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step 3" in done.stdout
+    assert curve(tmp_path) == expected
+    assert metrics(tmp_path, "validation") == validation
+
+
+@pytest.mark.processes
+def test_sigterm_saves_the_step_and_leaves_with_its_own_code(tmp_path: Path) -> None:
+    arguments = command(tmp_path, "train.steps=100000", "checkpoint.every=null", "schedule.name=constant")
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and "| loss" in line:
+            break
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    rest = process.stdout.read()
+    assert process.wait(60) == 75
+    assert time.monotonic() - start < 30
+    assert "stopped on request" in rest
+    saved = list((tmp_path / "run" / "checkpoints").iterdir())
+    assert len(saved) == 1
+    assert (
+        json.loads((saved[0] / "manifest.json").read_text())["step"] == metrics(tmp_path, "train")[-1]["step"]
+    )
+
+
+def test_settings_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+    def body(rank: int) -> str:
+        agree_on_config(config_from_dict({"train": {"steps": 5}}))
+        config = config_from_dict(
+            {"train": {"steps": 5 + (rank == 2)}, "optimizer": {"options": {"eps": 1e-6}}}
+        )
+        with pytest.raises(BadInput) as caught:
+            agree_on_config(config)
+        return str(caught.value)
+
+    messages = run_in_threads(3, body)
+    assert len(set(messages)) == 1
+    assert "train.steps (5 on ranks 0, 1; 6 on rank 2)" in messages[0]
+    assert "options" not in messages[0]
+
+
+def test_values_of_any_length_travel_between_ranks() -> None:
+    def body(rank: int) -> list[Any]:
+        assert agree(None) is None
+        assert agree(f"rank {rank} says no" if rank else None) == "rank 1 says no"
+        return gather_json(["ü" * 50 * rank, {"rank": rank}])
+
+    expected = [["ü" * 50 * rank, {"rank": rank}] for rank in range(3)]
+    assert run_in_threads(3, body) == [expected] * 3
