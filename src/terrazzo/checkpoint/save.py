@@ -130,7 +130,7 @@ def _manifest(
     optimizer: torch.optim.Optimizer | None,
     extra: dict[str, Any],
 ) -> Manifest:
-    entries: dict[str, Entry] = {}
+    entries = {name: Entry(shape=list(value.shape), states={}) for name, value in model.named_parameters()}
     for rank, part in enumerate(parts):
         for piece in part["ranges"]:
             entry = entries.setdefault(piece["name"], Entry(shape=piece["shape"], states={}))

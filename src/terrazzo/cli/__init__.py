@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from terrazzo import __version__
 from terrazzo.cli.train import train
 from terrazzo.errors import BadInput
 
@@ -26,9 +27,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        print(f"terrazzo {version('terrazzo')}")
+        print(f"terrazzo {__version__}")
         raise typer.Exit
 
 

@@ -1,0 +1,101 @@
+"""Activation checkpointing and per-unit compilation, applied to a model before it is sharded.
+
+Both wrap the unit's own `forward`, inside the hooks: recomputation happens while the unit's weights are gathered for its
+backward, and compiled graphs never see the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from terrazzo.engine.partition import Units, find_units
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["SAVED_OPS", "checkpoint_activations", "compile_units"]
+
+MODES = ("none", "full", "selective")
+SAVED_OPS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+)
+"""Default of `selective`: results worth keeping, because recomputing them costs more than their memory."""
+
+
+def checkpoint_activations(
+    model: nn.Module, mode: str, *, units: Units | None = None, every: int = 1, ops: Sequence[str] | None = None
+) -> None:
+    """Recompute units' activations in backward instead of keeping them. Call it before `tz.shard`.
+
+    Args:
+        mode: `none`; `full`, which keeps a unit's inputs alone; `selective`, which also keeps the results of `ops`.
+        units: as for `tz.shard`.
+        every: only the first of every so many units is treated; 1 for all.
+        ops: names of aten operators such as `"mm"`, for `selective`.
+
+    Errors: `BadInput` for an unknown mode, operator or count.
+    """
+    if mode not in MODES:
+        raise BadInput(f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, MODES)} Modes: {', '.join(MODES)}.")
+    if every < 1:
+        raise BadInput(f"activation checkpointing on every {every}th unit: the count must be 1 or more.")
+    if mode == "none":
+        return
+    context = _selective_context(SAVED_OPS if ops is None else ops) if mode == "selective" else None
+    for module in _unit_modules(model, units)[::every]:
+        module.forward = _checkpointed(module.forward, context)
+
+
+def compile_units(model: nn.Module, *, units: Units | None = None, **options: Any) -> None:
+    """Compile each unit's forward. Call it before `tz.shard`, after `checkpoint_activations`.
+
+    Args:
+        units: as for `tz.shard`.
+        options: for `torch.compile`.
+    """
+    for module in _unit_modules(model, units):
+        module.forward = torch.compile(module.forward, **options)
+
+
+def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
+    names, _ = find_units(model, units)
+    return [model.get_submodule(name) for name in names]
+
+
+def _checkpointed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False}
+    if context is not None:
+        options["context_fn"] = context
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return wrapped
+
+
+def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
+    saved = {_operator(name) for name in ops}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def _operator(name: str) -> Any:
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        raise BadInput(f"activation checkpointing: torch.ops.aten has no operator {name!r}.")
+    return packet.default

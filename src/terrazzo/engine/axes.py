@@ -1,0 +1,85 @@
+"""The data axes of a device mesh: their sizes, this rank's place on them, and the collectives along each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.engine.collectives import Collectives, Ledger, Traffic, collectives_for
+from terrazzo.engine.place import DATA_AXES
+
+__all__ = ["Axes"]
+
+
+class Axes:
+    """Mesh axes along which ranks see different data, innermost first.
+
+    Attributes:
+        names: the mesh's data axes.
+        device: the device whose memory holds every state.
+        traffic: what this rank has sent through these axes.
+        ledger: transient memory held for this model.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        dims = mesh.mesh_dim_names or ()
+        self.names = tuple(axis for axis in DATA_AXES if axis in dims)
+        self.device = _local_device(mesh.device_type)
+        self.traffic, self.ledger = Traffic(), Ledger()
+        self._collectives: dict[str, Collectives] = {
+            axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger)
+            for axis in self.names
+        }
+
+    def along(self, axis: str) -> Collectives:
+        return self._collectives[axis]
+
+    def size(self, axes: Iterable[str] | None = None) -> int:
+        """How many ranks the axes span; all data axes by default."""
+        return math.prod(self._collectives[axis].size for axis in (self.names if axes is None else axes))
+
+    def live(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The axes with more than one rank: the others split nothing and need no communication."""
+        return tuple(axis for axis in axes if self._collectives[axis].size > 1)
+
+    def cuts(self, axes: Iterable[str]) -> list[tuple[int, int]]:
+        """This rank's (index, parts) on each axis."""
+        return [(self._collectives[axis].rank, self._collectives[axis].size) for axis in axes]
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether this rank is the first on each of the axes."""
+        return all(self._collectives[axis].rank == 0 for axis in axes)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over all data ranks, in place; blocks."""
+        for axis in self.live(self.names):
+            self.along(axis).maximum(values)
+        return values
+
+    def total(
+        self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum
+    ) -> Tensor:
+        """`reduce` of the values of the ranks of `axes`, on gathered rows so that all ranks get the same bits; blocks."""
+        for axis in self.live(axes):
+            value = reduce(self.along(axis).gather_rows(value), dim=0)
+        return value
+
+    def agree(self, values: Tensor) -> bool:
+        """Whether all data ranks hold the same int64 `values`; blocks."""
+        both = self.maximum(torch.stack([values, ~values]))
+        return bool((both[0] == ~both[1]).all())
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrite `values` with those of the first data rank; blocks."""
+        for axis in self.live(self.names):
+            self.along(axis).broadcast(values)
+
+
+def _local_device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,138 @@
+"""What a plan costs in memory and traffic, computed before anything is allocated.
+
+States follow from shapes, places and dtypes. The transient peak follows from running the real `Schedule` on units that
+only count bytes, so there is no second description of the engine to drift from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.collectives import Handle, Ledger, Moves, Traffic
+from terrazzo.engine.optimizer import state_of
+from terrazzo.engine.order import Order
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.segment import held_range, runs
+from terrazzo.engine.unit import Unit
+
+__all__ = ["MemoryBill", "expected_traffic", "memory_bill"]
+
+
+@dataclass(frozen=True)
+class MemoryBill:
+    """Bytes that the engine holds on this rank. Activations and the framework's own memory come on top.
+
+    Attributes:
+        weight_bytes: weights at rest; they include the master weights wherever both are one memory.
+        master_bytes: master weights in memory of their own.
+        grad_bytes: finished gradients, from the end of backward to `zero_grad`.
+        moments_bytes: what the optimizer keeps after its first step.
+        transient_bytes: the most ever held at once beside these: gathered weights, unreduced gradients, receive
+            buffers, weights kept between forward and backward.
+    """
+
+    weight_bytes: int
+    master_bytes: int
+    grad_bytes: int
+    moments_bytes: int
+    transient_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.master_bytes + self.grad_bytes + self.moments_bytes + self.transient_bytes
+
+    def table(self) -> str:
+        rows = {
+            "weights": self.weight_bytes,
+            "master weights": self.master_bytes,
+            "gradients": self.grad_bytes,
+            "optimizer state": self.moments_bytes,
+            "transient peak": self.transient_bytes,
+            "total": self.total_bytes,
+        }
+        return "\n".join(f"  {name:<16}{value / 2**20:>12,.1f} MiB" for name, value in rows.items())
+
+
+def memory_bill(units: Sequence[Unit], optimizer: Optimizer | None, prefetch: int) -> MemoryBill:
+    """The bill of these units, whether or not they have been built.
+
+    Args:
+        units: in registration order.
+        optimizer: before or after sharding; None counts no optimizer state.
+        prefetch: units gathered ahead.
+    """
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    trainable = [bucket for bucket in buckets if bucket.trainable]
+    precision = buckets[0].recipe.precision
+    return MemoryBill(
+        weight_bytes=sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in buckets),
+        master_bytes=sum(
+            _numel(b, b.optim_axes) * precision.master.itemsize for b in trainable if b.has_own_master
+        ),
+        grad_bytes=sum(_numel(b, b.optim_axes) * precision.accumulate.itemsize for b in trainable),
+        moments_bytes=_moments_bytes(trainable, optimizer) if optimizer is not None else 0,
+        transient_bytes=_transient_peak(units, prefetch),
+    )
+
+
+def _numel(bucket: Bucket, axes: tuple[str, ...]) -> int:
+    return bucket.space.range(axes).numel
+
+
+def _moments_bytes(buckets: Sequence[Bucket], optimizer: Optimizer) -> int:
+    precision = buckets[0].recipe.precision if buckets else None
+    per_group = [_probe(optimizer, group) for group in optimizer.param_groups]
+    total = 0
+    for bucket in buckets:
+        for first, last in runs(bucket):
+            group, numel = bucket.members[first].group, held_range(bucket, first, last).numel
+            if group >= 0 and numel and precision is not None:
+                elementwise, fixed_bytes = per_group[group]
+                total += elementwise * numel * precision.moments.itemsize + fixed_bytes
+    return total
+
+
+def _probe(optimizer: Optimizer, group: dict[str, Any]) -> tuple[int, int]:
+    """(states per element, bytes beside them) that this optimizer keeps for one tensor."""
+    state = [value for value in state_of(optimizer, group).values() if isinstance(value, Tensor)]
+    elementwise = [value for value in state if value.shape == (2,)]
+    return len(elementwise), sum(value.nbytes for value in state) - sum(value.nbytes for value in elementwise)
+
+
+def _transient_peak(units: Sequence[Unit], prefetch: int) -> int:
+    ledger = Ledger()
+    paper = [_PaperUnit(unit, ledger) for unit in units]
+    schedule = Schedule(paper, Order.of_registration(units), prefetch)
+    schedule.begin_forward()
+    for index in schedule.order.forward:
+        schedule.enter_forward(paper[index], training=True)
+    schedule.end_forward(training=True)
+    return ledger.peak_bytes
+
+
+class _PaperUnit:
+    """A unit that only keeps a ledger."""
+
+    def __init__(self, unit: Unit, ledger: Ledger) -> None:
+        self.index, self.has_gradients, self._unit, self._ledger = unit.index, unit.has_gradients, unit, ledger
+
+    def fetch(self) -> None: ...
+    def wait(self) -> None: ...
+    def rest_between(self) -> None: ...
+    def release(self) -> None: ...
+    def rest(self) -> None: ...
+    def reduce(self, denominator: float | None) -> Moves:
+        yield Handle(Traffic(), [])
+        return torch.empty(0)
+
+
+def expected_traffic(units: Sequence[Unit], micro_batches: int, local_sums: bool) -> Traffic:
+    """What one step sends from this rank."""
+    raise NotImplementedError

@@ -1,0 +1,186 @@
+"""One sharded model: its units, their schedule, and what can be asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.bill import MemoryBill, expected_traffic
+from terrazzo.engine.bucket import Bucket, Recipe
+from terrazzo.engine.collectives import Traffic, Transfer
+from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.optimizer import OptimizerDriver
+from terrazzo.engine.place import Plan
+from terrazzo.engine.precision import Precision
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.state import (
+    Piece,
+    Read,
+    model_pieces,
+    optimizer_pieces,
+    restore_model,
+    restore_optimizer,
+)
+from terrazzo.engine.unit import Unit
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["Engine", "engine_of"]
+
+
+@dataclass
+class Engine:
+    """What `tz.shard` builds behind a model.
+
+    Attributes:
+        plan: as asked for, in the mesh's axes.
+        recipe: the same with only the axes that have more than one rank, and the precision.
+        units: in registration order, root first.
+        why_units: how the units were found.
+        bill: promised memory.
+        driver: of the optimizer, or None.
+    """
+
+    plan: Plan
+    recipe: Recipe
+    units: Sequence[Unit]
+    why_units: str
+    bill: MemoryBill
+    schedule: Schedule
+    hooks: Hooks
+    driver: OptimizerDriver | None = None
+    denominator: float | None = None
+
+    @property
+    def axes(self) -> Axes:
+        return self.recipe.axes
+
+    @property
+    def precision(self) -> Precision:
+        return self.recipe.precision
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent since the last `reset()`."""
+        return self.axes.traffic
+
+    @property
+    def peak_transient_bytes(self) -> int:
+        """The most transient memory held at once since sharding; the bill promises `transient_bytes`."""
+        return self.axes.ledger.peak_bytes
+
+    def buckets(self) -> list[Bucket]:
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def trainable(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets() if bucket.trainable]
+
+    def gradient_denominator(self) -> float:
+        """What finished gradient sums are divided by: the user's, or the number of data ranks; times the loss scale."""
+        chosen = float(self.axes.size()) if self.denominator is None else self.denominator
+        scaler = self.hooks.scaler
+        return chosen * (scaler.scale if scaler else 1.0)
+
+    def sums_locally(self, local: bool | None) -> bool:
+        """Whether micro-batches before the last are only added on this rank.
+
+        Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
+        micro-batch is reduced, which keeps less memory.
+        """
+        split = bool(self.recipe.plan.grad.axes)
+        if local is False and not split:
+            raise BadInput(
+                f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.plan.name} keeps whole "
+                "gradients on every rank. Leave 'local' out, or use zero2."
+            )
+        return not split if local is None else local
+
+    def publish(self) -> None:
+        """Bring resting compute weights in line with the master weights."""
+        self.schedule.rest()
+        for transfer in [Transfer(unit.publish()) for unit in self.units]:
+            transfer.finish()
+
+    def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
+        """What one step sends from this rank, in exact counts and bytes."""
+        return expected_traffic(self.units, micro_batches, self.sums_locally(local))
+
+    @contextlib.contextmanager
+    def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
+        """Full weights of the whole model; see `tz.gathered`."""
+        with self.schedule.gathered():
+            members = [member for bucket in self.buckets() for member in bucket.members]
+            yield {name: member.parameter for member in members for name in member.names}
+            if write:
+                with torch.no_grad():
+                    for bucket in self.buckets():
+                        bucket.take_written()
+        if write:
+            self.publish()
+
+    def load(self, state: Mapping[str, Tensor]) -> set[str]:
+        """Set weights from full tensors by name, this rank keeping its own ranges; returns the names not found.
+
+        Args:
+            state: may be lazy; one tensor at a time is looked up. A tied parameter may come under any of its names.
+
+        Errors: `BadInput` listing every tensor of the wrong shape, before anything is changed.
+        """
+        found = {}
+        for bucket in self.buckets():
+            for slot in bucket.slots:
+                found[slot.name] = next((name for name in slot.names if name in state), None)
+        self._check_shapes(state, found)
+        self.schedule.rest()
+        with torch.no_grad():
+            for bucket in self.buckets():
+                for slot in bucket.slots:
+                    if (name := found[slot.name]) is not None:
+                        bucket.write(slot, state[name])
+        return {own for own, name in found.items() if name is None}
+
+    def _check_shapes(self, state: Mapping[str, Tensor], found: Mapping[str, str | None]) -> None:
+        wrong = []
+        for bucket in self.buckets():
+            for slot in bucket.slots:
+                name = found[slot.name]
+                if name is not None and tuple(state[name].shape) != slot.shape:
+                    wrong.append(f"{slot.name} is {tuple(state[name].shape)} and should be {slot.shape}")
+        if wrong:
+            raise BadInput(f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}.")
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's share of all state, by original names; over all ranks each element comes once."""
+        yield from model_pieces(self.buckets())
+        if self.driver is not None:
+            yield from optimizer_pieces(self.driver)
+
+    def restore(self, read: Read) -> None:
+        """Set all state from `read`, which may come from any plan and number of ranks."""
+        self.schedule.rest()
+        with torch.no_grad():
+            restore_model(self.buckets(), read)
+            if self.driver is not None:
+                restore_optimizer(self.driver, read)
+
+    def describe(self) -> str:
+        """The plan's places, the dtypes and the units, as text."""
+        places = [f"  {state:<8}{place!s:<24}" for state, place in self.plan.places().items()]
+        sizes = ", ".join(f"{axis} {self.axes.along(axis).size}" for axis in self.axes.names)
+        lines = [f"plan {self.plan.name} on {sizes} ({self.axes.device})", *places, f"precision: {self.precision}"]
+        lines.append(f"{len(self.units)} units ({self.why_units}):")
+        lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements" for unit in self.units]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine behind a sharded model. Errors: `Misuse` for a model that is not sharded."""
+    engine = getattr(model, "_terrazzo", None)
+    if not isinstance(engine, Engine):
+        raise Misuse(f"This {type(model).__name__} is not sharded. Call tz.shard(model, optimizer, plan=...) first.")
+    return engine
+

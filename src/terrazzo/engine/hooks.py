@@ -1,0 +1,255 @@
+"""Connects a schedule to a model: module, parameter and autograd hooks, and the agreement at the end of a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.order import Order
+from terrazzo.engine.precision import Precision
+from terrazzo.engine.scaler import LossScaler, scale_backward
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.unit import Unit
+from terrazzo.errors import Misuse
+
+__all__ = ["Hooks"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Hooks:
+    """The hooks of one sharded model. They hold this object weakly, so that the model can be freed at once.
+
+    Args:
+        units: in registration order, root first.
+        scaler: set when gradients inside the model are scaled.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision, scaler: LossScaler | None
+    ) -> None:
+        self.units, self.schedule, self.axes, self.precision, self.scaler = units, schedule, axes, precision, scaler
+        self._late: set[int] = set()
+
+    def attach(self, model: nn.Module) -> None:
+        """Register every hook on `model` and its units' modules and trainable parameters."""
+        hooks = weakref.ref(self)
+        model.register_forward_pre_hook(_before_model(hooks), with_kwargs=True, prepend=True)
+        for unit in self.units:
+            if unit.module is not model:
+                unit.module.register_forward_pre_hook(_before_unit(hooks, unit.index), prepend=True)
+                unit.module.register_forward_hook(_after_unit(hooks, unit.index))
+            for bucket in unit.trainable():
+                for index, member in enumerate(bucket.members):
+                    hook = _gradient(hooks, unit.index, weakref.ref(bucket), index)
+                    member.parameter.register_post_accumulate_grad_hook(hook)
+        model.register_forward_hook(_after_model(hooks), always_call=True)
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def before_model(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not _inside_backward():
+            for unit in self.units:
+                _check_flags(unit)
+            abandoned = self.schedule.in_backward
+            self.schedule.begin_forward()
+            if abandoned:
+                self._drop_gradients()
+        if self.units[0].is_root:
+            self.before_unit(self.units[0])
+        if self.precision.compute in _HALF:
+            return self._cast(args), self._cast(kwargs)
+        return args, kwargs
+
+    def after_model(self, output: Any) -> Any:
+        if _inside_backward():
+            return output
+        if output is None:  # torch calls this hook so when the forward raised
+            self.schedule.abandon_forward()
+            return output
+        if self.units[0].is_root:
+            self.after_unit(self.units[0], output)
+        self.schedule.end_forward(torch.is_grad_enabled())
+        return scale_backward(output, self.scaler) if self.scaler else output
+
+    def before_unit(self, unit: Unit) -> None:
+        if _inside_backward():  # activation checkpointing runs the forward again
+            self._ensure_backward()
+            unit.wait()
+        else:
+            self.schedule.enter_forward(unit, torch.is_grad_enabled())
+
+    def after_unit(self, unit: Unit, output: Any) -> None:
+        if _inside_backward():
+            return
+        training = torch.is_grad_enabled()
+        if not training or self._watch(unit, output):
+            self.schedule.leave_forward(unit, training)
+        # else: no telling when its backward begins, so its weights stay until some backward is over
+
+    def before_backward(self, unit: Unit) -> None:
+        self._ensure_backward()
+        self.schedule.enter_backward(unit)
+
+    def take_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
+        self._ensure_backward()
+        dtype = self.precision.accumulate if self.schedule.sums_locally else self.precision.reduce
+        bucket.take_gradient(index, dtype)
+        if unit.index in self.schedule.closed:
+            self._late.add(unit.index)
+
+    def end_backward(self) -> None:
+        if self.schedule.in_backward:
+            self.schedule.end_backward()
+            if not self.schedule.accumulating:
+                self._agree()
+            self.schedule.finish()
+
+    def _ensure_backward(self) -> None:
+        if not self.schedule.in_backward:
+            self.schedule.begin_backward()
+            self._late.clear()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(_end(weakref.ref(self)))  # type: ignore[no-untyped-call, unused-ignore]
+
+    def _watch(self, unit: Unit, output: Any) -> bool:
+        """Have the backward of `unit` announced by its outputs. False if an output may hide a tensor."""
+        leaves = tree_leaves(output)
+        differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not differentiable:
+            return all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
+        hook = _backward(weakref.ref(self), unit.index)
+        for leaf in differentiable:
+            leaf.register_hook(hook)
+        return True
+
+    def _cast(self, inputs: Any) -> Any:
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self.precision.compute) if tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, cast, inputs)
+
+    def _drop_gradients(self) -> None:
+        for unit in self.units:
+            for bucket in unit.trainable():
+                bucket.drop_unfinished()
+
+    # -- the end of a step -------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """One small reduction: which parameters got a gradient, which units got one too late, which order ran."""
+        schedule = self.schedule
+        buckets = [bucket for unit in self.units for bucket in unit.trainable()]
+        late = [int(unit.index in self._late) for unit in self.units]
+        seen = [int(flag) for bucket in buckets for flag in bucket.seen]
+        digest = schedule.recorder.digest()
+        values = torch.tensor([digest, ~digest, *late, *seen], dtype=torch.int64, device=self.axes.device)
+        flags: list[int] = self.axes.maximum(values).tolist()
+        late, seen = flags[2 : 2 + len(late)], flags[2 + len(late) :]
+        for bucket in buckets:
+            count = len(bucket.seen)
+            bucket.seen, seen = [bool(flag) for flag in seen[:count]], seen[count:]
+        for unit in (unit for unit in self.units if late[unit.index]):
+            schedule.start_reducing(unit)
+        if flags[0] == ~flags[1]:
+            self._adopt_order()
+
+    def _adopt_order(self) -> None:
+        """Every rank ran the units in the same order: expect that order next time."""
+        trainable = {unit.index for unit in self.units if unit.has_gradients}
+        recorded: Order | None = self.schedule.recorder.order(self.schedule.order, trainable)
+        self.schedule.order = recorded or self.schedule.order
+
+
+def _inside_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _check_flags(unit: Unit) -> None:
+    for bucket in unit.buckets:
+        for member in bucket.members:
+            if member.parameter.requires_grad != bucket.trainable:
+                raise Misuse(
+                    f"{member.name!r} had requires_grad={bucket.trainable} when the model was sharded and has "
+                    f"{member.parameter.requires_grad} now. Freeze or unfreeze parameters before tz.shard."
+                )
+
+
+# Hook functions. Each reaches its `Hooks` through a weak reference, and stays out of compiled graphs.
+
+HooksRef = weakref.ref[Hooks]
+
+
+def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
+    return disabled
+
+
+def _before_model(hooks: HooksRef) -> Callable[..., Any]:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        live = hooks()
+        return live.before_model(args, kwargs) if live is not None else (args, kwargs)
+
+    return _eager(before)
+
+
+def _after_model(hooks: HooksRef) -> Callable[..., Any]:
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        live = hooks()
+        return live.after_model(output) if live is not None else output
+
+    return _eager(after)
+
+
+def _before_unit(hooks: HooksRef, index: int) -> Callable[..., None]:
+    def before(module: nn.Module, args: Any) -> None:
+        if (live := hooks()) is not None:
+            live.before_unit(live.units[index])
+
+    return _eager(before)
+
+
+def _after_unit(hooks: HooksRef, index: int) -> Callable[..., None]:
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if (live := hooks()) is not None:
+            live.after_unit(live.units[index], output)
+
+    return _eager(after)
+
+
+def _gradient(hooks: HooksRef, unit: int, bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None]:
+    def gradient(parameter: Tensor) -> None:
+        live, owner = hooks(), bucket()
+        if live is not None and owner is not None:
+            live.take_gradient(live.units[unit], owner, index)
+
+    return gradient
+
+
+def _backward(hooks: HooksRef, index: int) -> Callable[[Tensor], None]:
+    """Tells once that the backward of one call of a unit begins, whichever of its outputs gets there first."""
+    fired = False
+
+    def backward(grad: Tensor) -> None:
+        nonlocal fired
+        live = hooks()
+        if live is not None and not fired:
+            fired = True
+            live.before_backward(live.units[index])
+
+    return backward
+
+
+def _end(hooks: HooksRef) -> Callable[[], None]:
+    def end() -> None:
+        if (live := hooks()) is not None:
+            live.end_backward()
+
+    return end

@@ -1,0 +1,97 @@
+"""Gives a unit's parameters and buffers real values, one unit at a time, equal on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.bucket import Member
+from terrazzo.errors import BadInput
+
+__all__ = ["Initializer", "initializer_of", "materialize", "move_buffers", "synchronize"]
+
+Initializer = Callable[[nn.Module], None]
+"""Sets the parameters and buffers that a module itself owns, not those of its children."""
+
+
+def initializer_of(model: nn.Module) -> Initializer:
+    """How this model initialises one module: its own `_init_weights`, as Hugging Face models have, else the module's
+    `reset_parameters`. Errors: `BadInput` from the call, for a module that has neither."""
+    own = getattr(model, "_init_weights", None)
+
+    def initialize(module: nn.Module) -> None:
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        if callable(own):
+            own(module)
+        elif not callable(reset):
+            raise BadInput(
+                f"{type(module).__name__} was built on the meta device and has no reset_parameters() to give its "
+                "parameters values. Add that method, or build the model on a real device."
+            )
+
+    return initialize
+
+
+def materialize(members: Iterable[Member], initialize: Initializer, device: torch.device) -> list[Member]:
+    """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them."""
+    materialized, touched = [], {}
+    for member in members:
+        old = member.parameter
+        if not old.is_meta:
+            materialized.append(member)
+            continue
+        new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+        for module, attribute in member.holders:
+            module._parameters[attribute] = new
+            touched[id(module)] = module
+        materialized.append(replace(member, parameter=new))
+    for module in touched.values():
+        _materialize_buffers(module, device)
+        initialize(module)
+    return materialized
+
+
+def _materialize_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+
+
+def move_buffers(model: nn.Module, initialize: Initializer, axes: Axes) -> None:
+    """Bring every buffer to the device; modules whose buffers are still meta and that own no parameters are initialised."""
+    for module in model.modules():
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            _materialize_buffers(module, axes.device)
+            initialize(module)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != axes.device:
+                module._buffers[name] = buffer.to(axes.device)
+    synchronize([buffer for buffer in model.buffers()], axes)
+
+
+def synchronize(tensors: list[Tensor], axes: Axes) -> None:
+    """Make `tensors` equal on all data ranks: those that differ take the first rank's values, as in DDP."""
+    if not axes.live(axes.names) or not tensors:
+        return
+    digests = torch.stack([_digest(tensor) for tensor in tensors]).to(axes.device)
+    both = axes.maximum(torch.stack([digests, ~digests]))
+    for tensor, same in zip(tensors, (both[0] == ~both[1]).tolist(), strict=True):
+        if not same:
+            value = tensor.detach().to(axes.device).contiguous()
+            axes.broadcast(value)
+            with torch.no_grad():
+                tensor.copy_(value)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """An order-sensitive 64-bit checksum of a tensor's bytes."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = raw[: raw.numel() // 4 * 4].view(torch.int32)
+    digest = torch.hash_tensor(words).view(torch.int64) if words.numel() else torch.zeros((), dtype=torch.int64)
+    return digest ^ raw[words.numel() * 4 :].sum().to(torch.int64)

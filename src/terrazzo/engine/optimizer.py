@@ -1,0 +1,274 @@
+"""Drives a stock `torch.optim` optimizer over flat shards of master weights, and clips by the global norm.
+
+The user's optimizer object stays the same one, with its param groups, hyper-parameters and schedulers: only the tensors
+in its groups are replaced. Before its own step, gradients are handed to those tensors; after it, the updated master
+weights are published to the compute weights. A step that must not happen simply finds no gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket, Member, Recipe
+from terrazzo.engine.scaler import LossScaler
+from terrazzo.engine.segment import Segment, segments_of
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = [
+    "ELEMENTWISE",
+    "OptimizerDriver",
+    "ShardedOptimizer",
+    "adopt",
+    "assign_groups",
+    "check_optimizer",
+    "clip_grad_norm",
+    "state_of",
+    "unhooked_step",
+]
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+)
+"""Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Errors: `BadInput` for an optimizer that is not known to be elementwise, or has already stepped."""
+    name = type(optimizer).__name__
+    if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
+        raise BadInput(
+            f"{name} cannot run on flat shards: it is not known to update each element from that element's values alone "
+            "(Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
+            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
+            "optimizer class if its update is elementwise."
+        )
+    if optimizer.state:
+        raise BadInput(
+            f"The {name} has already stepped: its state is not sharded. Call tz.shard first, then restore a checkpoint."
+        )
+
+
+def assign_groups(optimizer: Optimizer, members: Sequence[Member]) -> None:
+    """Note on each member which param group owns it. Errors: `BadInput` for parameters that are not the model's."""
+    by_parameter = {member.parameter: member for member in members}
+    foreign = 0
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter in by_parameter:
+                by_parameter[parameter].group = index
+            else:
+                foreign += 1
+    if foreign:
+        total = sum(len(group["params"]) for group in optimizer.param_groups)
+        raise BadInput(
+            f"{foreign} of the optimizer's {total} parameters are not parameters of this model. Build the optimizer over "
+            "model.parameters() of the model you shard, after any step that replaces parameters."
+        )
+
+
+def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """What this optimizer keeps for a tensor of two elements in `group`, found by stepping one on zeros."""
+    tensor = nn.Parameter(torch.zeros(2))
+    tensor.grad = torch.zeros(2)
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**group, "params": [tensor]}]
+    unhooked_step(probe)
+    return dict(probe.state[tensor])
+
+
+def unhooked_step(optimizer: Optimizer) -> None:
+    """The optimizer class's own update, without step hooks, profiling or a scheduler's wrapper."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+class OptimizerDriver:
+    """Feeds one optimizer from the buckets of one model.
+
+    Args:
+        optimizer: its groups' tensors are replaced by segments.
+        buckets: the trainable ones.
+        publish: brings compute weights in line with updated master weights.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, buckets: Sequence[Bucket], recipe: Recipe, publish: Callable[[], None]
+    ) -> None:
+        self.buckets, self.recipe, self._publish = buckets, recipe, publish
+        self.segments = [segment for segment in segments_of(buckets) if segment.group >= 0]
+        scaling = recipe.precision.loss_scaling
+        self.scaler = LossScaler(scaling) if scaling else None
+        self._optimizer = weakref.ref(optimizer)
+        self._moments_differ = recipe.precision.moments != recipe.precision.master
+        self._fill_groups(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _fill_groups(self, optimizer: Optimizer) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            segments = [segment for segment in self.segments if segment.group == index]
+            group["params"] = [segment.parameter for segment in segments]
+            if "param_names" in group:
+                group["param_names"] = [segment.bucket.members[segment.first].name for segment in segments]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer is gone"
+        return optimizer
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (args[1:] and args[1] is not None) or kwargs.get("closure") is not None:
+            raise Misuse("optimizer.step(closure) is not supported on sharded weights: run forward and backward first.")
+        if any(bucket.unfinished for bucket in self.buckets):
+            raise Misuse(
+                "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
+                "backward outside 'with tz.accumulate(model)', so that it reduces them."
+            )
+        if self.scaler is not None:
+            overflow = self._overflowed()
+            self.scaler.update(overflow)
+            if overflow:
+                return
+        self._cut_segments(optimizer)
+        if self._moments_differ:
+            self._step_one_by_one(optimizer)
+        else:
+            for segment in self.segments:
+                segment.parameter.grad = segment.gradient()
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for segment in self.segments:
+            segment.parameter.grad = None
+        self._publish()
+
+    def _cut_segments(self, optimizer: Optimizer) -> None:
+        self.recut(optimizer, [segment.cut(segment.seen, optimizer) for segment in self.segments])
+
+    def recut(self, optimizer: Optimizer, parts: list[list[Segment]]) -> None:
+        """Put `parts` in the place of the segments that they were cut from."""
+        segments = [segment for pieces in parts for segment in pieces]
+        if len(segments) != len(self.segments):
+            self.segments = segments
+            self._fill_groups(optimizer)
+
+    def _step_one_by_one(self, optimizer: Optimizer) -> None:
+        """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
+        precision = self.recipe.precision
+        for segment in self.segments:
+            segment.parameter.grad = segment.gradient()
+            if segment.parameter.grad is None:
+                continue
+            _cast_moments(optimizer, segment.parameter, precision.master)
+            with _only(optimizer, segment):
+                unhooked_step(optimizer)
+            _cast_moments(optimizer, segment.parameter, precision.moments)
+            segment.parameter.grad = None
+
+    def _overflowed(self) -> bool:
+        """Whether any rank holds a non-finite gradient."""
+        grads = [bucket.grad for bucket in self.buckets if bucket.grad is not None]
+        finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+        flag = torch.tensor([int(not finite)], dtype=torch.int64, device=self.recipe.axes.device)
+        return bool(self.recipe.axes.maximum(flag).item())
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for bucket in self.buckets:
+            bucket.zero_grad(set_to_none)
+
+
+class ShardedOptimizer(Optimizer):
+    """Mixed into the class of an optimizer that drives a sharded model."""
+
+    _driver: OptimizerDriver
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._driver.zero_grad(set_to_none)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that a non-finite fp16 gradient on any rank has cancelled."""
+        return self._driver.scaler.skipped_steps if self._driver.scaler else 0
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor now applied to gradients inside the model; 1 without loss scaling."""
+        return self._driver.scaler.scale if self._driver.scaler else 1.0
+
+    def scaler_state(self) -> dict[str, float]:
+        """The loss scaler's counters as plain numbers; empty without loss scaling."""
+        return self._driver.scaler.state() if self._driver.scaler else {}
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        if self._driver.scaler and state:
+            self._driver.scaler.load_state(state)
+
+    def state_dict(self) -> Any:
+        raise Misuse(
+            "A sharded optimizer's state_dict would hold only this rank's flat shards. Save with tz.checkpoint.save, "
+            "which names every piece by its parameter and resumes on any number of ranks."
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise Misuse("A sharded optimizer cannot load a plain state_dict: restore with tz.checkpoint.load.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise Misuse("A sharded optimizer cannot be deep-copied: its tensors are views of the model's master weights.")
+
+
+def adopt(optimizer: Optimizer, driver: OptimizerDriver) -> None:
+    """Turn `optimizer` into a `ShardedOptimizer` of its own class, in place."""
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__})
+    optimizer._driver = driver  # type: ignore[attr-defined]
+
+
+def clip_grad_norm(
+    buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, norm_type: float
+) -> Tensor:
+    """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
+    grads = [bucket.grad for bucket in buckets if bucket.grad is not None]
+    axes, split = recipe.axes, recipe.plan.optim.axes
+    local = [torch.linalg.vector_norm(grad, norm_type).double() for grad in grads]
+    norms = torch.stack(local) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
+    if norm_type == float("inf"):
+        total = axes.total(norms.max(), split, reduce=torch.amax)
+    else:
+        total = axes.total((norms**norm_type).sum(), split) ** (1 / norm_type)
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(coefficient.to(grad.dtype))
+    return total.float()
+
+
+def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    state = optimizer.state[parameter]
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            state[key] = value.to(dtype)
+
+
+@contextlib.contextmanager
+def _only(optimizer: Optimizer, segment: Segment) -> Iterator[None]:
+    """The optimizer with this segment as its only parameter."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**groups[segment.group], "params": [segment.parameter]}]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+

@@ -1,0 +1,79 @@
+"""What a parameter looks like while its values are split over ranks.
+
+Its class becomes `AtRest`: questions about shape, dtype, device or flags are answered as always, and anything that
+would touch the values raises `Misuse` with the parameter's name. The object stays the same one throughout, so ties,
+hooks and the user's own references stay valid; only its class and its memory come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.errors import Misuse
+
+__all__ = ["AtRest", "set_at_rest", "set_present"]
+
+_T = Tensor
+_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "grad", "is_leaf", "grad_fn",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "retains_grad", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "output_nr", "_version", "grad_dtype",
+)  # fmt: skip
+_METHODS = (
+    "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "get_device", "requires_grad_", "storage_offset", "register_hook", "__len__",
+    "register_post_accumulate_grad_hook",
+)  # fmt: skip
+
+
+def _harmless() -> frozenset[Any]:
+    descriptors = [getattr(_T, name) for name in _PROPERTIES if hasattr(_T, name)]
+    accesses = [getattr(d, access, None) for d in descriptors for access in ("__get__", "__set__", "__delete__")]
+    return frozenset([*accesses, *(getattr(_T, name) for name in _METHODS)])
+
+
+_HARMLESS = _harmless()
+
+
+class AtRest(nn.Parameter):
+    """A parameter whose values are not on this rank now."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, AtRest)), None)
+        if func is _T.__repr__ and touched is not None:
+            return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
+        name = getattr(touched, "terrazzo_name", "a parameter")
+        raise Misuse(
+            f"{getattr(func, '__name__', func)!s} was called on {name!r}, whose values are sharded over ranks: outside its "
+            "unit's forward and backward they are not on this rank. Read or write them inside "
+            "'with tz.gathered(model):', or use the module's own forward."
+        )
+
+
+def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    flat: list[Any] = []
+    for arg in [*args, *(kwargs or {}).values()]:
+        flat += arg if isinstance(arg, list | tuple) else [arg]
+    return flat
+
+
+def set_at_rest(parameter: nn.Parameter) -> None:
+    parameter.__class__ = AtRest
+
+
+def set_present(parameter: nn.Parameter, original: type) -> None:
+    parameter.__class__ = original

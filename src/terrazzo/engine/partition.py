@@ -1,0 +1,140 @@
+"""Which module becomes a unit, and which unit owns each parameter."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from terrazzo.engine.bucket import Member
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["UnitSpec", "Units", "find_units", "partition"]
+
+Units = Sequence[type[nn.Module] | str]
+"""Module classes, class names or globs over module names such as `"layers.*"`."""
+
+MIN_UNIT_NUMEL = 1_000_000
+"""Elements. Where no block repeats, a module becomes a unit once it holds this many parameters of its own."""
+
+
+@dataclass
+class UnitSpec:
+    """A unit before anything is allocated: its module's name, the module, and the parameters that it owns."""
+
+    name: str
+    module: nn.Module
+    members: list[Member]
+
+
+def find_units(model: nn.Module, units: Units | None) -> tuple[list[str], str]:
+    """Names of the modules that become units, in registration order, and why these.
+
+    Args:
+        units: what the user asked for. None: a Hugging Face model's own list of blocks; else the class of the most
+            repeated block in a `ModuleList` or `Sequential`; else each module with a million parameters of its own.
+
+    Errors: `BadInput` when a class or glob matches nothing.
+    """
+    if units is not None:
+        return _asked_for(model, units), "as asked"
+    no_split = _no_split_modules(model)
+    if no_split:
+        names = [name for name, module in _children(model) if type(module).__name__ in no_split]
+        if names:
+            return names, f"the model's own list of blocks: {', '.join(sorted(no_split))}"
+    return _repeated_blocks(model)
+
+
+def _children(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if name]
+
+
+def _no_split_modules(model: nn.Module) -> set[str]:
+    declared = getattr(model, "_no_split_modules", None) or ()
+    return set(declared)
+
+
+def _asked_for(model: nn.Module, units: Units) -> list[str]:
+    children = _children(model)
+    chosen: set[str] = set()
+    for unit in units:
+        found = {name for name, module in children if _matches(unit, name, module)}
+        if not found:
+            label = unit if isinstance(unit, str) else unit.__name__
+            classes = sorted({type(module).__name__ for _, module in children})
+            raise BadInput(
+                f"units: {label!r} matches no module of {type(model).__name__}.{did_you_mean(label, classes)} Give a module "
+                f"class, or a glob over module names such as 'layers.*'. Classes here: {', '.join(classes)}."
+            )
+        chosen |= found
+    return [name for name, module in children if name in chosen and _has_parameters(module)]
+
+
+def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    if isinstance(unit, str):
+        return type(module).__name__ == unit or fnmatch.fnmatchcase(name, unit) and name.count(".") == unit.count(".")
+    return isinstance(module, unit)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(model: nn.Module) -> tuple[list[str], str]:
+    weights: Counter[type] = Counter()
+    for container in model.modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
+            for child in container:
+                weights[type(child)] += sum(p.numel() for p in child.parameters()) if len(list(child.children())) else 0
+    block, numel = next(iter(weights.most_common(1)), (None, 0))
+    if block is not None and numel:
+        names = [name for name, module in _children(model) if type(module) is block and _has_parameters(module)]
+        return names, f"the repeated block {block.__name__}"
+    names = [
+        name
+        for name, module in _children(model)
+        if sum(p.numel() for p in module.parameters(recurse=False)) >= MIN_UNIT_NUMEL
+    ]
+    return names, f"modules with at least {MIN_UNIT_NUMEL:,} parameters of their own"
+
+
+def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
+    """Assign each parameter to the innermost unit that encloses every module holding it; the root takes the rest.
+
+    A parameter tied across units thus goes to their lowest common ancestor that is a unit. Units left without
+    parameters are dropped.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    specs = {name: UnitSpec(name, modules[name], []) for name in ["", *unit_names]}
+    for member in _members(model, modules):
+        specs[_owner([name.rpartition(".")[0] for name in member.names], set(unit_names))].members.append(member)
+    return [spec for spec in specs.values() if spec.members]
+
+
+def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    members = []
+    for parameter, aliases in names.items():
+        paths = [name.rpartition(".") for name in aliases]
+        holders = tuple((modules[path], attribute) for path, _, attribute in paths)
+        members.append(Member(tuple(aliases), parameter, holders))
+    return members
+
+
+def _owner(holders: list[str], units: set[str]) -> str:
+    common = holders[0].split(".") if holders[0] else []
+    for holder in holders[1:]:
+        parts = holder.split(".") if holder else []
+        length = 0
+        while length < min(len(common), len(parts)) and common[length] == parts[length]:
+            length += 1
+        common = common[:length]
+    while common and ".".join(common) not in units:
+        common.pop()
+    return ".".join(common)

@@ -1,0 +1,95 @@
+"""Dynamic loss scaling, invisible to the user's loop.
+
+The model's outputs pass through `scale_backward`: forward, it hands them over in fp32; backward, it multiplies what comes
+back by the scale before anything is rounded to fp16. The engine divides the scale out when it divides by the
+denominator. The loss itself is never scaled, so neither are logged losses, gradients seen after backward, or norms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from terrazzo.engine.precision import LossScaling
+from terrazzo.errors import Diverged
+
+__all__ = ["LossScaler", "scale_backward"]
+
+
+class LossScaler:
+    """The running scale.
+
+    Attributes:
+        scale: factor on gradients inside the model; a power of two.
+        skipped_steps: steps that an overflow on any rank has cancelled, since the start.
+    """
+
+    def __init__(self, settings: LossScaling) -> None:
+        self.settings, self.scale = settings, settings.init
+        self.skipped_steps = 0
+        self._good_steps = 0
+        self._patience = settings.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale after a step. Errors: `Diverged` on an overflow at the minimum scale."""
+        settings = self.settings
+        if not overflow:
+            self._good_steps += 1
+            if self._good_steps % settings.interval == 0:
+                self.scale *= settings.growth
+                self._patience = settings.hysteresis
+            return
+        self.skipped_steps += 1
+        self._good_steps = 0
+        self._patience -= 1
+        if self._patience > 0:
+            return
+        if self.scale <= settings.minimum:
+            raise Diverged(
+                f"Gradients overflowed at the minimum loss scale {settings.minimum:g} ({self.skipped_steps} steps skipped "
+                "so far): they are non-finite whatever the scale. Lower the learning rate, clip, or train in bf16."
+            )
+        self._patience = settings.hysteresis
+        self.scale = max(settings.minimum, self.scale * settings.backoff)
+
+    def state(self) -> dict[str, float]:
+        """Plain numbers to restore by `load_state`."""
+        return {
+            "scale": self.scale,
+            "skipped_steps": self.skipped_steps,
+            "good_steps": self._good_steps,
+            "patience": self._patience,
+        }
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self.skipped_steps = int(state["skipped_steps"])
+        self._good_steps, self._patience = int(state["good_steps"]), int(state["patience"])
+
+
+class _ScaleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, scaler: LossScaler) -> Tensor:
+        ctx.scaler, ctx.dtype = scaler, output.dtype
+        return output.float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0] * ctx.scaler.scale).to(ctx.dtype), None
+
+
+def scale_backward(output: Any, scaler: LossScaler) -> Any:
+    """The same structure of outputs, in fp32, whose gradients are multiplied by the scale on their way in."""
+
+    def wrap(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        scaled: Tensor = _ScaleBackward.apply(tensor, scaler)  # type: ignore[no-untyped-call]
+        return scaled
+
+    return tree_map_only(Tensor, wrap, output)
+
+

@@ -1,0 +1,207 @@
+"""When things happen: gathers, releases and reductions, along an order that all ranks share.
+
+Four events drive everything. Forward of a unit begins: gather it, start gathering the next ones, wait. Forward ends:
+weights go to the plan's `between`. Backward of a unit begins: release the units that have ended, gather this one, start
+gathering the next ones, start reducing the ended ones, wait. Backward ends: reduce the rest.
+
+`hooks` connects these events to a model; `bill` runs the same code on units that only count bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from terrazzo.engine.collectives import Moves, Transfer
+from terrazzo.engine.order import Order, Recorder
+
+__all__ = ["Runnable", "Schedule"]
+
+
+class Runnable(Protocol):
+    """What the schedule asks of a unit; see `Unit`."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def has_gradients(self) -> bool: ...
+    def fetch(self) -> None: ...
+    def wait(self) -> None: ...
+    def rest_between(self) -> None: ...
+    def release(self) -> None: ...
+    def rest(self) -> None: ...
+    def reduce(self, denominator: float | None) -> Moves: ...
+
+
+class Schedule:
+    """Runs the units of one model.
+
+    Args:
+        units: in registration order, root first.
+        order: the program to start with.
+        prefetch: how many units ahead of the running one are gathered.
+
+    Attributes:
+        denominator: divides finished gradient sums.
+        accumulating: whether this micro-batch is not the step's last.
+        reduce_each: whether such a micro-batch's gradients are reduced, to the plan's `grad` place, or only added.
+    """
+
+    def __init__(self, units: Sequence[Runnable], order: Order, prefetch: int) -> None:
+        self.units, self.order, self.prefetch = units, order, prefetch
+        self.denominator: Callable[[], float] = lambda: 1.0
+        self.accumulating = False
+        self.reduce_each = True
+        self.recorder = Recorder()
+        self.closed: set[int] = set()
+        self.in_forward = self.in_backward = False
+        self._reducing: list[Transfer] = []
+        self._forward_cursor = self._backward_cursor = 0
+
+    # -- forward -----------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The model's own forward begins."""
+        if self.in_backward:
+            self.abandon_backward()  # an earlier backward raised: its end never came
+        self.in_forward, self._forward_cursor = True, 0
+        self.recorder.forward.clear()
+
+    def enter_forward(self, unit: Runnable, training: bool) -> None:
+        """Forward of `unit` begins; returns once its weights may be read."""
+        if self.in_forward:
+            self._forward_to(unit, training)
+        unit.wait()
+
+    def leave_forward(self, unit: Runnable, training: bool) -> None:
+        if training:
+            unit.rest_between()
+        else:
+            unit.release()
+
+    def end_forward(self, training: bool) -> None:
+        """The model's own forward has ended: take part in what other ranks may still run."""
+        self.in_forward = False
+        for skipped in self.order.forward[self._forward_cursor :]:
+            self._pass(self.units[skipped], training)
+
+    def abandon_forward(self) -> None:
+        """The model's own forward raised."""
+        self.in_forward = False
+        for unit in self.units:
+            unit.release()
+
+    def _forward_to(self, unit: Runnable, training: bool) -> None:
+        self.recorder.forward.append(unit.index)
+        order = self.order.forward
+        position = _find(order, unit.index, self._forward_cursor)
+        if position is None:
+            return
+        for skipped in order[self._forward_cursor : position]:
+            self._pass(self.units[skipped], training)
+        self._forward_cursor = position + 1
+        for ahead in order[position : position + 1 + self.prefetch]:
+            self.units[ahead].fetch()
+
+    def _pass(self, unit: Runnable, training: bool) -> None:
+        """Take part in the gather of a unit that only other ranks run."""
+        unit.wait()
+        self.leave_forward(unit, training)
+
+    # -- backward ----------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        self.in_backward, self._backward_cursor = True, 0
+        self.closed.clear()
+        self.recorder.backward.clear()
+
+    def enter_backward(self, unit: Runnable) -> None:
+        """Backward of `unit` begins; returns once its weights may be read."""
+        self.recorder.backward.append(unit.index)
+        position = _find(self.order.backward, unit.index, self._backward_cursor)
+        if position is not None:
+            self._backward_to(position)
+        unit.wait()
+
+    def end_backward(self) -> None:
+        """Autograd is done: run the program to its end. `finish` must follow."""
+        self._backward_to(len(self.order.backward) - 1)
+        for unit in self.units:
+            unit.rest()
+        for index in self.order.remaining:
+            self._close(self.units[index])
+
+    def finish(self) -> None:
+        """Wait for every reduction under way."""
+        for transfer in self._reducing:
+            transfer.finish()
+        self._reducing.clear()
+        self.in_backward = False
+
+    def abandon_backward(self) -> None:
+        """A backward raised, here and on every other rank: let go of what it left behind."""
+        for transfer in self._reducing:
+            with contextlib.suppress(RuntimeError):
+                transfer.finish()
+        self._reducing.clear()
+        self.in_backward = False
+        for unit in self.units:
+            unit.rest()
+
+    def _backward_to(self, position: int) -> None:
+        """Run the program up to `position`: the same calls in the same order on every rank."""
+        order = self.order
+        for step in range(self._backward_cursor, position + 1):
+            ended = [self.units[index] for index in order.closes[step]]
+            for unit in ended:
+                unit.rest()
+            for ahead in order.backward[step : step + 1 + self.prefetch]:
+                self.units[ahead].fetch()
+            for unit in ended:
+                self._close(unit)
+        self._backward_cursor = position + 1
+
+    def _close(self, unit: Runnable) -> None:
+        """The unit's gradients are complete: start summing them over ranks, unless this micro-batch only adds."""
+        self.closed.add(unit.index)
+        if unit.has_gradients and not self.sums_locally:
+            self.start_reducing(unit)
+
+    def start_reducing(self, unit: Runnable) -> None:
+        """Start summing a unit's gradients, after moving the earlier reductions one collective on."""
+        for transfer in self._reducing:
+            transfer.advance()
+        self._reducing = [transfer for transfer in self._reducing if not transfer.done]
+        self._reducing.append(Transfer(unit.reduce(None if self.accumulating else self.denominator())))
+
+    @property
+    def sums_locally(self) -> bool:
+        """Whether this micro-batch's gradients are only added to what is on this rank."""
+        return self.accumulating and not self.reduce_each
+
+    # -- outside a step ----------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Every unit back to the plan's `weight` place."""
+        for unit in self.units:
+            unit.rest()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Full weights of every unit."""
+        for unit in self.units:
+            unit.fetch()
+        for unit in self.units:
+            unit.wait()
+        try:
+            yield
+        finally:
+            self.rest()
+
+
+def _find(order: Sequence[int], unit: int, start: int) -> int | None:
+    for position in range(start, len(order)):
+        if order[position] == unit:
+            return position
+    return None

@@ -1,0 +1,255 @@
+"""`tz.shard` and the functions that act on a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.bill import memory_bill
+from terrazzo.engine.bucket import Bucket, Member, Recipe
+from terrazzo.engine.checks import check_agreement, check_mesh, check_model, check_precision, model_facts
+from terrazzo.engine.engine import Engine, engine_of
+from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.materialize import initializer_of, materialize, move_buffers, synchronize
+from terrazzo.engine.optimizer import OptimizerDriver, adopt, assign_groups, check_optimizer, clip_grad_norm
+from terrazzo.engine.order import Order
+from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
+from terrazzo.engine.place import Place, Plan
+from terrazzo.engine.precision import Precision
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.unit import Unit
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["accumulate", "clip_grad_norm_", "gathered", "shard"]
+
+M = TypeVar("M", bound=nn.Module)
+OptimizerLike = Optimizer | Callable[[Any], Optimizer] | None
+
+
+def shard(
+    model: M,
+    optimizer: OptimizerLike = None,
+    plan: Plan | str = "zero3",
+    *,
+    units: Units | None = None,
+    precision: Precision | str = "fp32",
+    mesh: DeviceMesh | None = None,
+    prefetch: int = 1,
+) -> tuple[M, Any]:
+    """Place a model's weights, gradients and optimizer state over ranks as `plan` says.
+
+    Both objects are changed in place and returned: the model runs, and the optimizer steps, as before. Weights that
+    differ between ranks take the first rank's values. A model on the meta device is given values unit by unit, so that
+    no rank ever holds all of it.
+
+    Args:
+        model: any module with contiguous parameters. Freeze what is to be frozen before.
+        optimizer: an elementwise `torch.optim` optimizer over `model.parameters()` that has not stepped yet; a callable
+            that builds one from the parameters; or None.
+        plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`, `hybrid_shard`,
+            `hybrid_shard_zero2`, `hfsdp`, `hpz`.
+        units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
+        precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`.
+        mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.
+        prefetch: how many units ahead of the running one are gathered; 0 for none.
+
+    Errors: `BadInput` or `Misuse` on every rank, before anything is changed.
+    """
+    check_model(model)
+    if prefetch < 0:
+        raise BadInput(f"prefetch is {prefetch}; it counts units gathered ahead, so it must be 0 or more.")
+    mesh = _default_mesh(model) if mesh is None else mesh
+    axes = Axes(mesh)
+    check_mesh(mesh, axes)
+    plan = (Plan.named(plan) if isinstance(plan, str) else plan).resolve(axes.names)
+    precision = Precision.named(precision) if isinstance(precision, str) else precision
+    check_precision(precision, axes.device)
+    recipe = Recipe(axes, _live(plan, axes), precision)
+
+    names, why = find_units(model, units)
+    specs = partition(model, names)
+    built = _build_optimizer(model, optimizer, specs)
+    check_agreement(
+        axes,
+        {"plan": str(plan), "precision": str(precision), "prefetch": prefetch, "parameters": model_facts(specs)},
+    )
+    sharded_units = _build_units(model, specs, recipe)
+    axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
+    axes.traffic.reset()
+
+    schedule = Schedule(sharded_units, Order.of_registration(sharded_units), prefetch)
+    bill = memory_bill(sharded_units, built, prefetch)
+    hooks = Hooks(sharded_units, schedule, axes, precision, None)
+    engine = Engine(plan, recipe, sharded_units, why, bill, schedule, hooks)
+    if built is not None:
+        engine.driver = OptimizerDriver(built, engine.trainable(), recipe, engine.publish)
+        hooks.scaler = engine.driver.scaler
+        adopt(built, engine.driver)
+    schedule.denominator = engine.gradient_denominator
+    hooks.attach(model)
+    _adopt_model(model, engine)
+    return model, built
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]:
+    """Backward passes inside belong to micro-batches that are not the step's last.
+
+    Args:
+        local: add their gradients on this rank and send nothing (fewer bytes), or reduce each micro-batch to the plan's
+            `grad` place (less memory). By default as the plan says: local where `grad` is not split, reduced where it is.
+
+    Errors: `BadInput` for `local=False` under a plan that keeps whole gradients.
+    """
+    engine = engine_of(model)
+    schedule = engine.schedule
+    before = schedule.accumulating, schedule.reduce_each
+    schedule.accumulating, schedule.reduce_each = True, not engine.sums_locally(local)
+    try:
+        yield
+    finally:
+        schedule.accumulating, schedule.reduce_each = before
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip the gradients of all ranks by their global norm, as `torch.nn.utils.clip_grad_norm_` does in one process.
+
+    Call it on every rank, after the last micro-batch's backward.
+
+    Args:
+        max_norm: gradients are scaled by `min(1, max_norm / (norm + 1e-6))`.
+        norm_type: p of the p-norm; `float("inf")` for the maximum.
+
+    Returns:
+        The norm before clipping, a 0-d fp32 tensor equal on all ranks.
+    """
+    engine = engine_of(model)
+    if not max_norm > 0 or not norm_type > 0:
+        raise BadInput(f"clip_grad_norm_ with max_norm {max_norm} and norm_type {norm_type}: both must be positive.")
+    return clip_grad_norm(engine.trainable(), engine.recipe, max_norm, float(norm_type))
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Full parameters on every rank, by original name; call it on every rank.
+
+    Args:
+        write: take over what was written into them, which must be the same on every rank. Master weights change only
+            where the value read from them was changed.
+    """
+    with engine_of(model).gathered(write) as parameters:
+        yield parameters
+
+
+class _Loaded(NamedTuple):
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class ShardedModule(nn.Module):
+    """Mixed into the class of a sharded model."""
+
+    _terrazzo: Engine
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, as the optimizer's `zero_grad` does."""
+        for bucket in self._terrazzo.trainable():
+            bucket.zero_grad(set_to_none)
+
+    def set_gradient_denominator(self, denominator: float | None) -> None:
+        """Divide the sum of gradients over ranks and micro-batches by this from now on, such as the number of valid
+        tokens in the global batch when losses are sums over tokens. None: by the number of data ranks, DDP's mean."""
+        if denominator is not None and not denominator > 0:
+            raise BadInput(f"The gradient denominator is {denominator}; it must be positive.")
+        self._terrazzo.denominator = denominator
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy."""
+        buffers = _persistent_buffers(self)
+        missing = self._terrazzo.load(state_dict)
+        missing |= {name for name in buffers if name not in state_dict}
+        known = {name for bucket in self._terrazzo.buckets() for slot in bucket.slots for name in slot.names}
+        unexpected = [name for name in state_dict if name not in known and name not in buffers]
+        if strict and (missing or unexpected):
+            raise BadInput(
+                f"load_state_dict: missing {sorted(missing) or 'nothing'}, unexpected {unexpected or 'nothing'}. Pass "
+                "strict=False to load what matches."
+            )
+        for name, buffer in buffers.items():
+            if name in state_dict:
+                buffer.copy_(state_dict[name])
+        return _Loaded(sorted(missing), unexpected)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy the "
+            "model before tz.shard, or load its weights into a second model."
+        )
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers[f"{path}.{name}" if path else name] = buffer
+    return buffers
+
+
+def _default_mesh(model: nn.Module) -> DeviceMesh:
+    device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+
+
+def _live(plan: Plan, axes: Axes) -> Plan:
+    rows = {state: Place(axes.live(place.axes), place.tier) for state, place in plan.places().items()}
+    return Plan(**rows, name=plan.name)
+
+
+def _build_optimizer(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> Optimizer | None:
+    built = optimizer(model.parameters()) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
+    if built is None:
+        return None
+    if not isinstance(built, Optimizer):
+        raise BadInput(f"optimizer is a {type(built).__name__}; pass a torch.optim.Optimizer or a callable that builds one.")
+    check_optimizer(built)
+    assign_groups(built, [member for spec in specs for member in spec.members])
+    return built
+
+
+def _build_units(model: nn.Module, specs: list[UnitSpec], recipe: Recipe) -> list[Unit]:
+    initialize = initializer_of(model)
+    units = []
+    for index, spec in enumerate(specs):
+        members = materialize(spec.members, initialize, recipe.axes.device)
+        synchronize([member.parameter for member in members], recipe.axes)
+        buckets = [Bucket(group, recipe, keep=not spec.name) for group in _bucket_groups(members)]
+        for bucket in buckets:
+            bucket.build()
+        units.append(Unit(spec.name, index, spec.module, buckets))
+    move_buffers(model, initialize, recipe.axes)
+    return units
+
+
+def _bucket_groups(members: list[Member]) -> list[list[Member]]:
+    """Members that can share a flat space: trainable ones sorted by param group, frozen ones by dtype if not floating."""
+    groups: dict[tuple[bool, str], list[Member]] = {}
+    for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
+        dtype = member.parameter.dtype
+        key = (not member.trainable, "" if dtype.is_floating_point else str(dtype))
+        groups.setdefault(key, []).append(member)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _adopt_model(model: nn.Module, engine: Engine) -> None:
+    kind = type(model)
+    model._terrazzo = engine  # type: ignore[assignment]
+    model.__class__ = type(kind.__name__, (ShardedModule, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -1,0 +1,167 @@
+"""A sharded model's and optimizer's state as named pieces, for whatever writes it down or reads it back.
+
+A piece is a contiguous run of one parameter's elements, under the parameter's own name: nothing of the plan, the units
+or the number of ranks remains in it, so pieces written under one plan can be restored under any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.layout import Range, Slot
+from terrazzo.engine.optimizer import OptimizerDriver, state_of
+from terrazzo.engine.segment import Segment
+
+__all__ = ["Piece", "Read", "model_pieces", "optimizer_pieces", "restore_model", "restore_optimizer"]
+
+Read = Callable[[str, str, int, int], Tensor | None]
+"""(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent."""
+
+_PAIR = (2,)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of one state of one parameter.
+
+    Attributes:
+        name: the parameter's fully qualified name.
+        kind: `weight`, or the optimizer's own key such as `exp_avg`; a state that is not per element, such as `step`, is
+            given whole as [0, its number of elements).
+        shape: the parameter's.
+        tensor: 1-D, of the elements.
+    """
+
+    name: str
+    kind: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    tensor: Tensor
+
+
+def model_pieces(buckets: list[Bucket]) -> Iterator[Piece]:
+    """This rank's share of the weights, master weights where there are any; over all ranks each element comes once."""
+    for bucket in buckets:
+        if _is_owner(bucket):
+            state = bucket.master if bucket.trainable else bucket.weight
+            for slot, held in _held(bucket):
+                yield _piece(slot, "weight", held, state.part(held))
+
+
+def optimizer_pieces(driver: OptimizerDriver) -> Iterator[Piece]:
+    """This rank's share of the optimizer's state."""
+    for segment in driver.segments:
+        state = driver.optimizer.state.get(segment.parameter)
+        if not state or not _is_owner(segment.bucket):
+            continue
+        for slot, held in segment.slots():
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
+                    yield _piece(slot, kind, held, value[held.within(segment.range)])
+                else:
+                    whole = torch.as_tensor(value).reshape(-1)
+                    yield Piece(slot.name, kind, 0, whole.numel(), slot.shape, whole)
+
+
+def restore_model(buckets: list[Bucket], read: Read) -> None:
+    """Set weights, master weights included; a parameter that `read` does not have keeps its values."""
+    for bucket in buckets:
+        for state in (bucket.master, bucket.weight) if bucket.has_own_master else (bucket.weight,):
+            for slot in bucket.slots:
+                held = state.range.intersect(slot.range)
+                if held.numel:
+                    value = read(slot.name, "weight", held.start - slot.offset, held.stop - slot.offset)
+                    if value is not None:
+                        state.part(held).copy_(value)
+
+
+def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
+    """Set the optimizer's state; parameters for which `read` has none go back to having none."""
+    optimizer = driver.optimizer
+    templates = [state_of(optimizer, group) for group in optimizer.param_groups]
+    parts = []
+    for segment in driver.segments:
+        optimizer.state.pop(segment.parameter, None)
+        fixed = [_read_fixed(slot, templates[segment.group], read) for slot in _slots(segment)]
+        labels = [None if state is None else str(state) for state in fixed]
+        parts.append(segment.cut(labels, optimizer))
+    driver.recut(optimizer, parts)
+    for segment in driver.segments:
+        template = templates[segment.group]
+        first = _read_fixed(_slots(segment)[0], template, read)
+        if first is not None:
+            _restore_segment(segment, optimizer, template, first, read)
+            if segment.parameter.numel() and driver.recipe.precision.moments != segment.parameter.dtype:
+                cast_state(optimizer.state[segment.parameter], segment, driver.recipe.precision.moments)
+
+
+def cast_state(state: dict[str, Any], segment: Segment, dtype: torch.dtype) -> None:
+    for kind, value in state.items():
+        if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
+            state[kind] = value.to(dtype)
+
+
+def _restore_segment(
+    segment: Segment, optimizer: Optimizer, template: dict[str, Any], fixed: dict[str, Any], read: Read
+) -> None:
+    state = dict(fixed)
+    for kind, example in template.items():
+        if kind in fixed:
+            continue
+        assert isinstance(example, Tensor)
+        whole = torch.zeros_like(segment.parameter)
+        for slot, held in segment.slots():
+            value = read(slot.name, kind, held.start - slot.offset, held.stop - slot.offset)
+            if value is not None:
+                whole[held.within(segment.range)].copy_(value)
+        state[kind] = whole
+    optimizer.state[segment.parameter] = state
+
+
+def _read_fixed(slot: Slot, template: dict[str, Any], read: Read) -> dict[str, Any] | None:
+    """The states of a parameter that are not per element; None when it has no state at all."""
+    fixed: dict[str, Any] = {}
+    for kind, example in template.items():
+        if isinstance(example, Tensor) and example.shape == _PAIR:
+            if slot.numel and read(slot.name, kind, 0, 1) is None:
+                return None
+            continue
+        numel = example.numel() if isinstance(example, Tensor) else 1
+        value = read(slot.name, kind, 0, numel)
+        if value is None:
+            return None
+        if isinstance(example, Tensor):
+            fixed[kind] = value.to(example).reshape(example.shape).clone()
+        else:
+            fixed[kind] = type(example)(value.item())
+    return fixed
+
+
+def _slots(segment: Segment) -> tuple[Slot, ...]:
+    return tuple(segment.bucket.slots[segment.first : segment.last])
+
+
+def _held(bucket: Bucket) -> Iterator[tuple[Slot, Range]]:
+    own = bucket.space.range(bucket.recipe.plan.optim.axes)
+    for slot in bucket.slots:
+        held = own.intersect(slot.range)
+        if held.numel:
+            yield slot, held
+
+
+def _is_owner(bucket: Bucket) -> bool:
+    """Of the replicas that hold the same range, the first one writes it."""
+    recipe = bucket.recipe
+    return recipe.axes.is_first(axis for axis in recipe.axes.names if axis not in recipe.plan.optim.axes)
+
+
+def _piece(slot: Slot, kind: str, held: Range, tensor: Tensor) -> Piece:
+    return Piece(slot.name, kind, held.start - slot.offset, held.stop - slot.offset, slot.shape, tensor)

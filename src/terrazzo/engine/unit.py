@@ -1,0 +1,116 @@
+"""A unit: the parameters that are gathered and reduced together, normally one transformer block's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from torch import nn
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.collectives import Moves, Transfer
+
+__all__ = ["Unit"]
+
+
+class Unit:
+    """One unit's buckets, and the one gather that may be under way for them.
+
+    Attributes:
+        name: of its module in the model; empty for the root.
+        index: position in the order of registration, root first.
+    """
+
+    def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket]) -> None:
+        self.name, self.index, self.buckets = name, index, buckets
+        self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
+        self._gathering: Transfer | None = None
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or 'root'!r}, {self.numel:,} elements)"
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the model is gone"
+        return module
+
+    @property
+    def is_root(self) -> bool:
+        return not self.name
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unit's flat spaces, padding included."""
+        return sum(bucket.space.layout.numel for bucket in self.buckets)
+
+    @property
+    def transient(self) -> bool:
+        """Whether full weights come and go."""
+        return any(not bucket.resident for bucket in self.buckets)
+
+    @property
+    def present(self) -> bool:
+        return all(bucket.present for bucket in self.buckets)
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(bucket.trainable for bucket in self.buckets)
+
+    def trainable(self) -> Iterator[Bucket]:
+        return (bucket for bucket in self.buckets if bucket.trainable)
+
+    def fetch(self) -> None:
+        """Start gathering full weights, unless they are here or on their way."""
+        if self._gathering is None and not self.present:
+            self._gathering = Transfer(self._gather_all())
+
+    def _gather_all(self) -> Moves:
+        for bucket in self.buckets:
+            if not bucket.present:
+                yield from bucket.gather()
+        return self.buckets[0].full.data
+
+    def wait(self) -> None:
+        """Return once modules can read the full weights."""
+        self.fetch()
+        if self._gathering is not None:
+            self._gathering.finish()
+            self._gathering = None
+        for bucket in self.buckets:
+            bucket.install()
+
+    def rest_between(self) -> None:
+        """From forward to backward: keep what the plan's `between` names."""
+        self._settle()
+        for bucket in self.buckets:
+            bucket.rest_between()
+
+    def release(self) -> None:
+        """Give back the memory of full weights."""
+        self._settle()
+        for bucket in self.buckets:
+            bucket.release()
+
+    def rest(self) -> None:
+        """Go back to the plan's `weight` place alone."""
+        self._settle()
+        for bucket in self.buckets:
+            bucket.rest()
+
+    def _settle(self) -> None:
+        if self._gathering is not None:
+            self.wait()
+
+    def reduce(self, denominator: float | None) -> Moves:
+        """Sum the unit's gradients over ranks; see `Bucket.reduce`."""
+        buckets = list(self.trainable())
+        for bucket in buckets:
+            data = yield from bucket.reduce(denominator)
+        return data
+
+    def publish(self) -> Moves:
+        """Bring resting weights in line with updated master weights."""
+        for bucket in self.trainable():
+            yield from bucket.publish()
+        return self.buckets[0].weight.data
