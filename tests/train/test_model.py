@@ -71,7 +71,7 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def plain_rotate(head: Tensor, theta: float) -> Tensor:
-    """`[T, head_dim]`: channels i and i + half are real and imaginary part of one number, turned by its angle."""
+    """`[T, head_dim]`: channels i and i + half form one complex number, turned by its angle."""
     half = head.shape[1] // 2
     numbers = torch.complex(head[:, :half], head[:, half:])
     for position in range(head.shape[0]):

@@ -137,11 +137,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def give_reset_parameters(model: nn.Module) -> None:
-    """Gives every module that owns tensors a `reset_parameters()` that draws what the architecture prescribes.
+    """Gives every module that owns tensors a `reset_parameters()` that draws as the architecture prescribes.
 
-    `transformers` keeps initialisation in one method of the whole model; those of torch's own layers draw from
-    other distributions. What a module there changes in its children afterwards is not repeated: GPT-2's residual
-    projections get the plain standard deviation. Weak references, so that deleting the model frees it at once.
+    `transformers` keeps initialisation in one method of the whole model; those of torch's own layers draw
+    from other distributions. What a module there changes in its children afterwards is not repeated: GPT-2's
+    residual projections get the plain standard deviation. Weak references: deleting the model frees it.
     """
     for module in model.modules():
         if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:

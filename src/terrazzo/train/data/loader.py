@@ -39,12 +39,14 @@ class GlobalOrder:
         self.drawn: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Int64 `[num_sequences]`. The last one asked for is kept."""
-        if self.drawn is None or self.drawn[0] != epoch:
+        """Int64 `[num_sequences]`. The last one drawn is kept; two threads may ask at once."""
+        drawn = self.drawn
+        if drawn is None or drawn[0] != epoch:
             generator = np.random.default_rng([self.seed, epoch])
             count = self.num_sequences
-            self.drawn = (epoch, generator.permutation(count) if self.shuffle else np.arange(count))
-        return self.drawn[1]
+            drawn = (epoch, generator.permutation(count) if self.shuffle else np.arange(count))
+            self.drawn = drawn
+        return drawn[1]
 
     def take(self, cursor: Cursor, count: int) -> tuple[npt.NDArray[np.int64], Cursor]:
         """The next `count` sequence indices from `cursor`, and the cursor after them."""
@@ -127,19 +129,14 @@ class Loader:
         self.order = GlobalOrder(len(dataset), config.seed, config.shuffle)
         self.cursor = Cursor()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data") if config.prefetch else None
-        self.ahead: tuple[Cursor, Future[tuple[GlobalBatch, Cursor]]] | None = None
+        self.ahead: Future[tuple[GlobalBatch, Cursor]] | None = None  # the step at the cursor, being read
 
     def next_step(self) -> GlobalBatch:
         """The step at the cursor, which then moves on. An error while reading it ahead is raised here."""
         ahead, self.ahead = self.ahead, None
-        if ahead is not None and ahead[0] == self.cursor:
-            batch, following = ahead[1].result()
-        else:
-            self.settle(ahead)
-            batch, following = self.read(self.cursor)
-        self.cursor = following
+        batch, self.cursor = self.read(self.cursor) if ahead is None else ahead.result()
         if self.thread is not None:
-            self.ahead = (following, self.thread.submit(self.read, following))
+            self.ahead = self.thread.submit(self.read, self.cursor)
         return batch
 
     def read(self, cursor: Cursor) -> tuple[GlobalBatch, Cursor]:
@@ -158,9 +155,7 @@ class Loader:
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,
             "dataset": self.dataset.fingerprint,
-            "order": GlobalOrder(len(self.dataset), self.config.seed, self.config.shuffle).fingerprint(
-                self.cursor.epoch
-            ),
+            "order": self.order.fingerprint(self.cursor.epoch),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -170,12 +165,11 @@ class Loader:
             BadInput: the data, the sequence length or the order is not the one that the state is of.
         """
         cursor = Cursor(int(state["epoch"]), int(state["samples"]))
-        order = GlobalOrder(len(self.dataset), self.config.seed, self.config.shuffle)
         found = {
             "dataset": self.dataset.fingerprint,
             "seed": self.config.seed,
             "shuffle": self.config.shuffle,
-            "order": order.fingerprint(cursor.epoch),
+            "order": self.order.fingerprint(cursor.epoch),
         }
         for name, value in found.items():
             if state[name] != value:
@@ -185,13 +179,7 @@ class Loader:
                     "sequence_length, split, seed and numpy of the saved run, or start a new run from its "
                     "weights."
                 )
-        self.settle(self.ahead)
-        self.ahead, self.cursor, self.order = None, cursor, order
-
-    def settle(self, ahead: tuple[Cursor, Future[tuple[GlobalBatch, Cursor]]] | None) -> None:
-        """Waits out a step read ahead that is not wanted any more: the order is not for two threads."""
-        if ahead is not None:
-            ahead[1].exception()
+        self.ahead, self.cursor = None, cursor
 
     def close(self) -> None:
         """Ends the reading thread; the loader can still be used, without reading ahead."""
