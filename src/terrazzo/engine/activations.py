@@ -45,7 +45,9 @@ def checkpoint_activations(
     Errors: `BadInput` for an unknown mode, operator or count.
     """
     if mode not in MODES:
-        raise BadInput(f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, MODES)} Modes: {', '.join(MODES)}.")
+        raise BadInput(
+            f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, MODES)} Modes: {', '.join(MODES)}."
+        )
     if every < 1:
         raise BadInput(f"activation checkpointing on every {every}th unit: the count must be 1 or more.")
     if mode == "none":

@@ -31,8 +31,7 @@ class Axes:
         self.device = _local_device(mesh.device_type)
         self.traffic, self.ledger = Traffic(), Ledger()
         self._collectives: dict[str, Collectives] = {
-            axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger)
-            for axis in self.names
+            axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger) for axis in self.names
         }
 
     def along(self, axis: str) -> Collectives:
@@ -60,9 +59,7 @@ class Axes:
             self.along(axis).maximum(values)
         return values
 
-    def total(
-        self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum
-    ) -> Tensor:
+    def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of the ranks of `axes`, on gathered rows so that all ranks get the same bits; blocks."""
         for axis in self.live(axes):
             value = reduce(self.along(axis).gather_rows(value), dim=0)

@@ -1,7 +1,6 @@
-"""What a plan costs in memory and traffic, computed before anything is allocated.
+"""What a plan costs in memory, computed before anything is allocated.
 
-States follow from shapes, places and dtypes. The transient peak follows from running the real `Schedule` on units that
-only count bytes, so there is no second description of the engine to drift from it.
+States follow from shapes, places and dtypes, the transient peak from a step rehearsed on paper.
 """
 
 from __future__ import annotations
@@ -10,19 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.collectives import Handle, Ledger, Moves, Traffic
 from terrazzo.engine.optimizer import state_of
-from terrazzo.engine.order import Order
-from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.rehearsal import rehearse
 from terrazzo.engine.segment import held_range, runs
 from terrazzo.engine.unit import Unit
 
-__all__ = ["MemoryBill", "expected_traffic", "memory_bill"]
+__all__ = ["MemoryBill", "memory_bill"]
 
 
 @dataclass(frozen=True)
@@ -60,25 +56,27 @@ class MemoryBill:
         return "\n".join(f"  {name:<16}{value / 2**20:>12,.1f} MiB" for name, value in rows.items())
 
 
-def memory_bill(units: Sequence[Unit], optimizer: Optimizer | None, prefetch: int) -> MemoryBill:
+def memory_bill(
+    units: Sequence[Unit], optimizer: Optimizer | None, prefetch: int, micro_batches: int, local_sums: bool
+) -> MemoryBill:
     """The bill of these units, whether or not they have been built.
 
     Args:
         units: in registration order.
         optimizer: before or after sharding; None counts no optimizer state.
         prefetch: units gathered ahead.
+        micro_batches: in a step.
+        local_sums: whether those before the last only add their gradients on this rank.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     trainable = [bucket for bucket in buckets if bucket.trainable]
     precision = buckets[0].recipe.precision
     return MemoryBill(
         weight_bytes=sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in buckets),
-        master_bytes=sum(
-            _numel(b, b.optim_axes) * precision.master.itemsize for b in trainable if b.has_own_master
-        ),
+        master_bytes=sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in trainable if b.has_own_master),
         grad_bytes=sum(_numel(b, b.optim_axes) * precision.accumulate.itemsize for b in trainable),
         moments_bytes=_moments_bytes(trainable, optimizer) if optimizer is not None else 0,
-        transient_bytes=_transient_peak(units, prefetch),
+        transient_bytes=rehearse(units, prefetch, micro_batches, local_sums)[0].peak_bytes,
     )
 
 
@@ -104,35 +102,3 @@ def _probe(optimizer: Optimizer, group: dict[str, Any]) -> tuple[int, int]:
     state = [value for value in state_of(optimizer, group).values() if isinstance(value, Tensor)]
     elementwise = [value for value in state if value.shape == (2,)]
     return len(elementwise), sum(value.nbytes for value in state) - sum(value.nbytes for value in elementwise)
-
-
-def _transient_peak(units: Sequence[Unit], prefetch: int) -> int:
-    ledger = Ledger()
-    paper = [_PaperUnit(unit, ledger) for unit in units]
-    schedule = Schedule(paper, Order.of_registration(units), prefetch)
-    schedule.begin_forward()
-    for index in schedule.order.forward:
-        schedule.enter_forward(paper[index], training=True)
-    schedule.end_forward(training=True)
-    return ledger.peak_bytes
-
-
-class _PaperUnit:
-    """A unit that only keeps a ledger."""
-
-    def __init__(self, unit: Unit, ledger: Ledger) -> None:
-        self.index, self.has_gradients, self._unit, self._ledger = unit.index, unit.has_gradients, unit, ledger
-
-    def fetch(self) -> None: ...
-    def wait(self) -> None: ...
-    def rest_between(self) -> None: ...
-    def release(self) -> None: ...
-    def rest(self) -> None: ...
-    def reduce(self, denominator: float | None) -> Moves:
-        yield Handle(Traffic(), [])
-        return torch.empty(0)
-
-
-def expected_traffic(units: Sequence[Unit], micro_batches: int, local_sums: bool) -> Traffic:
-    """What one step sends from this rank."""
-    raise NotImplementedError

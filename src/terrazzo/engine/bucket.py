@@ -87,7 +87,9 @@ class Bucket:
         self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype
         self.seen = [False] * len(self.members)
         self.grad: Tensor | None = None
-        self._clear_gradients()
+        self.pending: Tensor | None = None
+        self._partial: Tensor | None = None
+        self._filled = [False] * len(self.members)
 
     def _weight_serves_as_master(self, stored: torch.dtype) -> bool:
         master = self.recipe.precision.master
@@ -135,7 +137,9 @@ class Bucket:
         """
         if not self.resident:
             written = self.full.narrow(self.weight_axes).data
-            self.weight.data.copy_(torch.where(written == self.weight.data.to(written.dtype), self.weight.data, written))
+            self.weight.data.copy_(
+                torch.where(written == self.weight.data.to(written.dtype), self.weight.data, written)
+            )
         if self.has_own_master:
             written = self.weight.narrow(self.optim_axes).data
             master = self.master.data
@@ -241,31 +245,48 @@ class Bucket:
             denominator: divides the finished sum on the last micro-batch; None on earlier ones, whose sums stay at the
                 plan's `grad` place.
         """
-        plan, precision, ledger = self.recipe.plan, self.recipe.precision, self.recipe.axes.ledger
-        wire, dtype = precision.reduce, precision.accumulate
-        first = plan.grad.axes or (self.optim_axes if denominator is not None else ())
-        pending = self._take_pending(wire)
+        precision, ledger = self.recipe.precision, self.recipe.axes.ledger
+        last = denominator is not None
+        first = self.first_reduction(last)
+        pending = self._take_pending(precision.reduce)
         held_bytes = pending.nbytes
-        data = yield from Buffer(self.space, (), pending).reduce(first, wire, dtype)
+        data = yield from Buffer(self.space, (), pending).reduce(first, precision.reduce, precision.accumulate)
         if data is not pending:
             del pending  # its memory goes as soon as its sum has arrived
             ledger.give(held_bytes)
             held_bytes = 0
         if self._partial is not None:
+            ledger.give(self._partial.nbytes)
             data, self._partial = self._partial.add_(data), None
         if denominator is None:
             self._partial = data
+            ledger.take(data.nbytes)
         else:
+            counted = data.nbytes if not held_bytes and self.moves_after(first) else 0
+            ledger.take(counted)
             data = yield from self._finish(Buffer(self.space, first, data), denominator)
+            ledger.give(counted)
         ledger.give(held_bytes)
         return data
+
+    def first_reduction(self, last: bool) -> tuple[str, ...]:
+        """The axes over which a micro-batch's gradient is reduced before it meets those of earlier micro-batches."""
+        return self.recipe.plan.grad.axes or (self.optim_axes if last else ())
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Data axes whose ranks hold the same optimizer state."""
+        return tuple(axis for axis in self.recipe.axes.names if axis not in self.optim_axes)
+
+    def moves_after(self, first: tuple[str, ...]) -> bool:
+        """Whether a sum over `first` still has to be reduced further at the end of a step."""
+        return first != self.optim_axes or bool(self.recipe.axes.live(self.replica_axes))
 
     def _finish(self, partial: Buffer, denominator: float) -> Moves:
         """From the plan's `grad` place to `optim`'s, summed over every data rank and divided once."""
         wire, dtype = self.recipe.precision.reduce, self.recipe.precision.accumulate
         own = Buffer(self.space, self.optim_axes, (yield from partial.reduce(self.optim_axes, wire, dtype)))
-        replicas = tuple(axis for axis in self.recipe.axes.names if axis not in self.optim_axes)
-        data = yield from own.all_reduce(replicas, wire, dtype)
+        data = yield from own.all_reduce(self.replica_axes, wire, dtype)
         if denominator != 1:
             data.div_(denominator)
         self.grad = data if self.grad is None else self.grad.add_(data)
@@ -281,11 +302,6 @@ class Bucket:
         self.pending, self._filled = None, [False] * len(self.members)
         return pending
 
-    def _clear_gradients(self) -> None:
-        self.pending: Tensor | None = None
-        self._filled = [False] * len(self.members)
-        self._partial: Tensor | None = None
-
     @property
     def unfinished(self) -> bool:
         """Whether micro-batches have left gradients that no last one has finished."""
@@ -293,9 +309,11 @@ class Bucket:
 
     def drop_unfinished(self) -> None:
         """Forget gradients of a step that was abandoned or has been consumed."""
-        if self.pending is not None:
-            self.recipe.axes.ledger.give(self.pending.nbytes)
-        self._clear_gradients()
+        for part in (self.pending, self._partial):
+            if part is not None:
+                self.recipe.axes.ledger.give(part.nbytes)
+        self.pending = self._partial = None
+        self._filled = [False] * len(self.members)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""

@@ -168,6 +168,13 @@ class Collectives(ABC):
     @abstractmethod
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves: ...
 
+    all_reduce_steps = 2
+    """Collectives in a row that an all-reduce is made of."""
+
+    @abstractmethod
+    def receive_bytes(self, full_bytes: int) -> int:
+        """Memory that summing a tensor of `full_bytes` needs besides it and its result."""
+
     def _all_reduce(self, full: Tensor, dtype: torch.dtype) -> Moves:
         own = yield from self._reduce_scatter(full, dtype)
         self._chunks(full)[self.rank].copy_(own)
@@ -210,6 +217,9 @@ class GlooCollectives(Collectives):
             yield self._exchange("scatter", chunks, parts)
             return self._sum(parts, dtype)
 
+    def receive_bytes(self, full_bytes: int) -> int:
+        return full_bytes // self.size * (self.size - 1)
+
     def _exchange(self, kind: str, outgoing: list[Tensor], incoming: list[Tensor]) -> Handle:
         tag = self._tag[kind] = (self._tag[kind] + 2) % (1 << 30)
         works: list[Any] = []
@@ -223,6 +233,8 @@ class GlooCollectives(Collectives):
 class NativeCollectives(Collectives):
     """The backend's own collectives: NCCL, and the `fake` backend of simulations."""
 
+    all_reduce_steps = 1
+
     def _all_gather(self, full: Tensor) -> Moves:
         own = self._chunks(full)[self.rank]
         yield Handle(self.traffic, [_all_gather_single(full, own, group=self.group, async_op=True)], [full])
@@ -232,6 +244,9 @@ class NativeCollectives(Collectives):
         own = full.new_empty(full.numel() // self.size)
         yield Handle(self.traffic, [_reduce_scatter_single(own, full, group=self.group, async_op=True)], [full, own])
         return own.to(dtype)
+
+    def receive_bytes(self, full_bytes: int) -> int:
+        return 0
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype) -> Moves:
         yield Handle(self.traffic, [dist.all_reduce(full, group=self.group, async_op=True)], [full])
@@ -251,6 +266,9 @@ class ThreadedCollectives(Collectives):
             yield Handle(self.traffic, [dist.all_to_all_single(received, full, group=self.group)])
             return self._sum(self._chunks(received), dtype)
 
+    def receive_bytes(self, full_bytes: int) -> int:
+        return full_bytes
+
 
 _KINDS: dict[str, type[Collectives]] = {
     "gloo": GlooCollectives,
@@ -260,9 +278,7 @@ _KINDS: dict[str, type[Collectives]] = {
 }
 
 
-def collectives_for(
-    group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger
-) -> Collectives:
+def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger) -> Collectives:
     """The collectives of the backend that serves `device` in `group`."""
     return _KINDS.get(backend_of(group, device), NativeCollectives)(group, traffic, ledger)
 

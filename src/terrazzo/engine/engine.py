@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.bill import MemoryBill, expected_traffic
+from terrazzo.engine.bill import MemoryBill, memory_bill
 from terrazzo.engine.bucket import Bucket, Recipe
 from terrazzo.engine.collectives import Traffic, Transfer
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.optimizer import OptimizerDriver
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.rehearsal import rehearse
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.state import (
     Piece,
@@ -41,7 +42,6 @@ class Engine:
         recipe: the same with only the axes that have more than one rank, and the precision.
         units: in registration order, root first.
         why_units: how the units were found.
-        bill: promised memory.
         driver: of the optimizer, or None.
     """
 
@@ -49,7 +49,6 @@ class Engine:
     recipe: Recipe
     units: Sequence[Unit]
     why_units: str
-    bill: MemoryBill
     schedule: Schedule
     hooks: Hooks
     driver: OptimizerDriver | None = None
@@ -62,6 +61,22 @@ class Engine:
     @property
     def precision(self) -> Precision:
         return self.recipe.precision
+
+    @property
+    def bill(self) -> MemoryBill:
+        """Promised memory of a step with one micro-batch; see `memory_bill`."""
+        return self.memory_bill()
+
+    def memory_bill(self, micro_batches: int = 1, local: bool | None = None) -> MemoryBill:
+        """Promised memory of a step.
+
+        Args:
+            micro_batches: in the step.
+            local: as for `tz.accumulate`.
+        """
+        optimizer = self.driver.optimizer if self.driver is not None else None
+        sums_locally = self.sums_locally(local)
+        return memory_bill(self.units, optimizer, self.schedule.prefetch, micro_batches, sums_locally)
 
     @property
     def traffic(self) -> Traffic:
@@ -106,8 +121,13 @@ class Engine:
             transfer.finish()
 
     def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
-        """What one step sends from this rank, in exact counts and bytes."""
-        return expected_traffic(self.units, micro_batches, self.sums_locally(local))
+        """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
+
+        Args:
+            micro_batches: in the step.
+            local: as for `tz.accumulate`.
+        """
+        return rehearse(self.units, self.schedule.prefetch, micro_batches, self.sums_locally(local))[1]
 
     @contextlib.contextmanager
     def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
@@ -183,4 +203,3 @@ def engine_of(model: nn.Module) -> Engine:
     if not isinstance(engine, Engine):
         raise Misuse(f"This {type(model).__name__} is not sharded. Call tz.shard(model, optimizer, plan=...) first.")
     return engine
-

@@ -236,9 +236,7 @@ def adopt(optimizer: Optimizer, driver: OptimizerDriver) -> None:
     optimizer._driver = driver  # type: ignore[attr-defined]
 
 
-def clip_grad_norm(
-    buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, norm_type: float
-) -> Tensor:
+def clip_grad_norm(buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, norm_type: float) -> Tensor:
     """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
     grads = [bucket.grad for bucket in buckets if bucket.grad is not None]
     axes, split = recipe.axes, recipe.plan.optim.axes
@@ -270,5 +268,3 @@ def _only(optimizer: Optimizer, segment: Segment) -> Iterator[None]:
         yield
     finally:
         optimizer.param_groups = groups
-
-

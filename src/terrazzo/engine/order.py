@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from terrazzo.engine.unit import Unit
 
-__all__ = ["Order", "Recorder"]
+__all__ = ["Order", "Recorder", "contains"]
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ class Order:
         ends: list[int] = []
         open_units: list[Unit] = []
         for unit in units:
-            while open_units and not _contains(open_units[-1], unit):
+            while open_units and not contains(open_units[-1], unit):
                 ends.append(open_units.pop().index)
             open_units.append(unit)
         ends += [unit.index for unit in reversed(open_units)]
         return cls.of(forward, ends[::-1])
 
 
-def _contains(outer: Unit, inner: Unit) -> bool:
+def contains(outer: Unit, inner: Unit) -> bool:
+    """Whether the module of `inner` lies inside that of `outer`."""
     return outer.is_root or inner.name.startswith(outer.name + ".")
 
 

@@ -91,5 +91,3 @@ def scale_backward(output: Any, scaler: LossScaler) -> Any:
         return scaled
 
     return tree_map_only(Tensor, wrap, output)
-
-

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.bill import memory_bill
 from terrazzo.engine.bucket import Bucket, Member, Recipe
 from terrazzo.engine.checks import check_agreement, check_mesh, check_model, check_precision, model_facts
 from terrazzo.engine.engine import Engine, engine_of
@@ -86,9 +85,8 @@ def shard(
     axes.traffic.reset()
 
     schedule = Schedule(sharded_units, Order.of_registration(sharded_units), prefetch)
-    bill = memory_bill(sharded_units, built, prefetch)
     hooks = Hooks(sharded_units, schedule, axes, precision, None)
-    engine = Engine(plan, recipe, sharded_units, why, bill, schedule, hooks)
+    engine = Engine(plan, recipe, sharded_units, why, schedule, hooks)
     if built is not None:
         engine.driver = OptimizerDriver(built, engine.trainable(), recipe, engine.publish)
         hooks.scaler = engine.driver.scaler
@@ -219,7 +217,9 @@ def _build_optimizer(model: nn.Module, optimizer: OptimizerLike, specs: list[Uni
     if built is None:
         return None
     if not isinstance(built, Optimizer):
-        raise BadInput(f"optimizer is a {type(built).__name__}; pass a torch.optim.Optimizer or a callable that builds one.")
+        raise BadInput(
+            f"optimizer is a {type(built).__name__}; pass a torch.optim.Optimizer or a callable that builds one."
+        )
     check_optimizer(built)
     assign_groups(built, [member for spec in specs for member in spec.members])
     return built
@@ -252,4 +252,6 @@ def _bucket_groups(members: list[Member]) -> list[list[Member]]:
 def _adopt_model(model: nn.Module, engine: Engine) -> None:
     kind = type(model)
     model._terrazzo = engine  # type: ignore[assignment]
-    model.__class__ = type(kind.__name__, (ShardedModule, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    model.__class__ = type(
+        kind.__name__, (ShardedModule, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
