@@ -1,4 +1,4 @@
-"""Saving and loading sharded training state on ranks that are threads; the oracle is the uninterrupted run."""
+"""Saving and loading sharded training state on ranks that are threads; the oracle is a run never stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint import save as save_module
+from terrazzo.checkpoint import write
 from terrazzo.errors import BadInput, Misuse
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -89,9 +89,7 @@ def test_the_same_ranks_continue_bitwise(tmp_path: Path, plan: str) -> None:
 
 
 @pytest.mark.parametrize(("plan", "world_size"), [("zero0", 1), ("zero1", 3), ("zero3", 3), ("zero2", 4)])
-def test_other_ranks_and_plans_continue_from_the_same_bits(
-    tmp_path: Path, plan: str, world_size: int
-) -> None:
+def test_other_ranks_and_plans_continue_from_the_same_bits(tmp_path: Path, plan: str, world_size: int) -> None:
     path = tmp_path / "step-00000003"
     state, losses = saved_after_three_steps(path, "zero3", 2)
 
@@ -120,7 +118,7 @@ def test_before_the_first_step_there_is_only_weight(tmp_path: Path) -> None:
         expected = train(model, optimizer, 0, 2)
         model, optimizer = build("zero3")
         train(model, optimizer, 5, 6)
-        with tz.gathered(model, write=True) as parameters:
+        with tz.gathered(model, write=True) as parameters, torch.no_grad():
             for value in parameters.values():
                 value.zero_()
         model, optimizer = build("zero3")
@@ -186,15 +184,13 @@ def test_an_existing_checkpoint_and_values_beyond_json_are_refused(tmp_path: Pat
     run_in_threads(2, body)
 
 
-def test_a_rank_that_cannot_write_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_cannot_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_on_the_second_file(tensors: dict[str, Tensor], file: Path) -> None:
         if file.name == "rank-00001.safetensors":
             raise OSError(28, "No space left on device")
         file.touch()
 
-    monkeypatch.setattr(save_module, "save_file", fails_on_the_second_file)
+    monkeypatch.setattr(write, "save_file", fails_on_the_second_file)
 
     def body(rank: int) -> None:
         model, optimizer = build("zero3")

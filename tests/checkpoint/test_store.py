@@ -91,9 +91,7 @@ def test_damaged_manifests_are_refused(tmp_path: Path, change: dict[str, Any], w
 
 
 @pytest.mark.parametrize("ranges", [[[1, 4, 0]], [[0, 2, 0], [3, 4, 0]], [[0, 3, 0], [2, 4, 0]], [[0, 4, 7]]])
-def test_ranges_with_gaps_overlaps_or_unknown_files_are_refused(
-    tmp_path: Path, ranges: list[list[int]]
-) -> None:
+def test_ranges_with_gaps_overlaps_or_unknown_files_are_refused(tmp_path: Path, ranges: list[list[int]]) -> None:
     entries = {"w": {"shape": [4], "states": {"weight": {"dtype": "float32", "ranges": ranges}}}}
     (tmp_path / MANIFEST).write_text(json.dumps(MINIMAL | {"entries": entries}))
     with pytest.raises(BadInput, match="w, weight"):

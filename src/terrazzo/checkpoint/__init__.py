@@ -7,8 +7,8 @@ Each rank writes the element ranges it owns; reading asks for ranges, whoever wr
 name only when it is complete and on disk. Nothing is pickled.
 """
 
-from terrazzo.checkpoint.load import load, load_weights
-from terrazzo.checkpoint.save import save
+from terrazzo.checkpoint.read import load, load_weights
+from terrazzo.checkpoint.write import save
 from terrazzo.checkpoint.store import complete_checkpoints, latest, prune, step_folder
 from terrazzo.checkpoint.weights import SafetensorsWeights
 

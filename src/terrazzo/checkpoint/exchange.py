@@ -13,11 +13,7 @@ __all__ = ["agree", "gather_json"]
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's `value` (anything JSON can hold), in rank order, on every rank. Collective."""
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     world_size = dist.get_world_size()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
@@ -27,10 +23,7 @@ def gather_json(value: Any) -> list[Any]:
     padded[: data.numel()] = data
     received = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(received, padded)
-    return [
-        json.loads(part[: int(size)].cpu().numpy().tobytes())
-        for part, size in zip(received, sizes, strict=True)
-    ]
+    return [json.loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(received, sizes, strict=True)]
 
 
 def agree(problem: str | None) -> str | None:

@@ -87,8 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise BadInput(
-            f"'{folder}' is not a complete checkpoint: it has no {MANIFEST}. Give a folder such as"
-            " step-00000100."
+            f"'{folder}' is not a complete checkpoint: it has no {MANIFEST}. Give a folder such as step-00000100."
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -110,7 +109,6 @@ def _check_ranges(where: str, state: StateEntry, files: int) -> None:
     for start, stop, file in state.ranges:
         if start != position or stop < start or file >= files:
             raise BadInput(
-                f"{where}: the range {start}..{stop} does not continue at {position}; the manifest is"
-                " damaged."
+                f"{where}: the range {start}..{stop} does not continue at {position}; the manifest is damaged."
             )
         position = stop

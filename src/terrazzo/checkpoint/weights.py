@@ -24,16 +24,12 @@ class SafetensorsWeights(Mapping[str, torch.Tensor]):
         path = Path(path)
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
-            raise BadInput(
-                f"The folder '{path}' holds no .safetensors file. Pickled weights (.bin, .pt) are not read."
-            )
+            raise BadInput(f"The folder '{path}' holds no .safetensors file. Pickled weights (.bin, .pt) are not read.")
         self._file_of: dict[str, Path] = {}
         for file in files:
             for name in _names(file):
                 if name in self._file_of:
-                    raise BadInput(
-                        f"'{name}' is in both '{self._file_of[name]}' and '{file}': remove one of them."
-                    )
+                    raise BadInput(f"'{name}' is in both '{self._file_of[name]}' and '{file}': remove one of them.")
                 self._file_of[name] = file
 
     def __getitem__(self, name: str) -> torch.Tensor:

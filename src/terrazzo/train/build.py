@@ -37,12 +37,7 @@ DTYPE_KEYS = ("weight", "compute", "reduce", "accumulate", "master", "moments")
 def build_plan(config: Config) -> Plan:
     """The plan by its name or from its four places; raises `BadInput` when it breaks the prefix rule."""
     plan = config.plan
-    if (
-        plan.weight is not None
-        and plan.between is not None
-        and plan.grad is not None
-        and plan.optim is not None
-    ):
+    if plan.weight is not None and plan.between is not None and plan.grad is not None and plan.optim is not None:
         built = Plan(plan.weight, plan.between, plan.grad, plan.optim)
     else:
         built = Plan.named(plan.name or "zero3")
@@ -141,11 +136,9 @@ def prepare_model(config: Config, vocab_size: int, device: torch.device) -> nn.M
     if mode.startswith("every_"):
         mode, every = "full", int(mode.removeprefix("every_"))
     if mode != "none":
-        checkpoint_activations(
-            model, mode, units=units, every=every, ops=config.train.activation_checkpointing_ops
-        )
+        checkpoint_activations(model, mode, units=units, every=every, ops=config.train.activation_checkpointing_ops)
     if config.train.compile:
-        compile_units(model, units)
+        compile_units(model, units=units)
     return model
 
 
@@ -162,9 +155,7 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     known = {
         name: value
         for name, value in vars(torch.optim).items()
-        if inspect.isclass(value)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     if config.name not in known:
         same = next((name for name in known if name.lower() == config.name.lower()), config.name)
@@ -200,9 +191,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     ]
     if "weight_decay" not in inspect.signature(chosen).parameters:
         groups = [{"params": [p for _, p in named]}]
-    options = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in config.options.items()
-    }
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in config.options.items()}
     arguments: dict[str, Any] = {"lr": config.lr, **options}
     try:
         return chosen([group for group in groups if group["params"]], **arguments)

@@ -42,34 +42,24 @@ class ModelConfig(Section):
     """Which model is trained: the built-in decoder by its sizes, or a Hugging Face causal LM by folder."""
 
     kind: Literal["decoder", "huggingface"] = "decoder"
-    path: Path | None = Field(
-        None, description="huggingface: local folder with config.json (and safetensors)"
-    )
+    path: Path | None = Field(None, description="huggingface: local folder with config.json (and safetensors)")
     weights: Literal["random", "pretrained"] = "random"
     vocab_size: int | None = Field(None, gt=0, description="decoder: default: the tokenizer's")
     dim: int = Field(256, gt=0, description="decoder: width of the residual stream")
     layers: int = Field(6, gt=0, description="decoder: number of blocks")
     heads: int = Field(4, gt=0, description="decoder: query heads per block")
-    kv_heads: int | None = Field(
-        None, gt=0, description="decoder: key and value heads; default: as many as heads"
-    )
-    ffn_dim: int | None = Field(
-        None, gt=0, description="decoder: width of the MLP; default: 8/3 dim, in steps of 64"
-    )
+    kv_heads: int | None = Field(None, gt=0, description="decoder: key and value heads; default: as many as heads")
+    ffn_dim: int | None = Field(None, gt=0, description="decoder: width of the MLP; default: 8/3 dim, in steps of 64")
     tie_embeddings: bool = Field(True, description="decoder: the head is the embedding matrix")
     rope_theta: float = Field(10_000.0, gt=0, description="decoder: base of the rotary position embedding")
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training"
-    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training")
 
     @model_validator(mode="after")
     def _agrees(self) -> ModelConfig:
         if self.kind == "huggingface" and self.path is None:
             raise ValueError("kind 'huggingface' needs model.path, a local folder holding config.json")
         if self.kind == "decoder" and (self.path is not None or self.weights == "pretrained"):
-            raise ValueError(
-                "path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random"
-            )
+            raise ValueError("path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random")
         return self
 
 
@@ -79,30 +69,18 @@ class DataConfig(Section):
     source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs")
     text_field: str = Field("text", description="field of JSONL and parquet rows that holds the text")
     tokenizer: str = Field("bytes", description="'bytes', or the local path of a Hugging Face tokenizer")
-    end_of_document: str | None = Field(
-        None, description="the token that ends a document; default: the tokenizer's"
-    )
-    max_bytes: int | None = Field(
-        None, gt=0, description="read at most this many bytes of text from each source"
-    )
-    validation_source: str | list[str] | None = Field(
-        None, description="default: a part of source is held out"
-    )
-    validation_fraction: float = Field(
-        0.05, ge=0, lt=0.5, description="share of the tokens held out; 0: none"
-    )
-    cache_dir: Path | None = Field(
-        None, description="folder of the token cache; default: the user's cache folder"
-    )
+    end_of_document: str | None = Field(None, description="the token that ends a document; default: the tokenizer's")
+    max_bytes: int | None = Field(None, gt=0, description="read at most this many bytes of text from each source")
+    validation_source: str | list[str] | None = Field(None, description="default: a part of source is held out")
+    validation_fraction: float = Field(0.05, ge=0, lt=0.5, description="share of the tokens held out; 0: none")
+    cache: Path | None = Field(None, description="folder of the token cache; default: the user's cache folder")
 
 
 class MeshConfig(Section):
     """How the ranks are arranged: `dp_replicate` groups of `dp_shard` ranks each."""
 
     dp_replicate: int = Field(1, gt=0)
-    dp_shard: int | None = Field(
-        None, gt=0, description="default: the number of ranks divided by dp_replicate"
-    )
+    dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by dp_replicate")
 
 
 class PlanConfig(Section):
@@ -114,9 +92,7 @@ class PlanConfig(Section):
     grad: str | None = Field(None, description="gradients, once reduced")
     optim: str | None = Field(None, description="master weights and optimizer state")
     mesh: MeshConfig = MeshConfig()
-    units: list[str] | None = Field(
-        None, description="class names or name globs; default: found by themselves"
-    )
+    units: list[str] | None = Field(None, description="class names or name globs; default: found by themselves")
     prefetch: int = Field(1, ge=0, description="units gathered ahead of the one that runs")
 
     @model_validator(mode="before")
@@ -129,9 +105,7 @@ class PlanConfig(Section):
         rows = {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
         given = [key for key, value in rows.items() if value is not None]
         if given and self.name is not None:
-            raise ValueError(
-                f"a preset name ('{self.name}') and custom places ({', '.join(given)}): give one of them"
-            )
+            raise ValueError(f"a preset name ('{self.name}') and custom places ({', '.join(given)}): give one of them")
         if given and len(given) < len(rows):
             missing = ", ".join(key for key in rows if key not in given)
             raise ValueError(f"a custom plan names all four places; missing: {missing} ('-' means not split)")
@@ -180,12 +154,8 @@ class ScheduleConfig(Section):
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup_steps: int = Field(0, ge=0)
-    final_fraction: float = Field(
-        0.1, ge=0, le=1, description="share of the peak that is left at the last step"
-    )
-    decay_steps: int | None = Field(
-        None, gt=0, description="wsd: length of the final decay; default: a fifth"
-    )
+    final_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak that is left at the last step")
+    decay_steps: int | None = Field(None, gt=0, description="wsd: length of the final decay; default: a fifth")
 
     @model_validator(mode="after")
     def _agrees(self) -> ScheduleConfig:
@@ -202,15 +172,11 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0)
     eval_every: int | None = Field(None, gt=0, description="steps between evaluations; null: only at the end")
     eval_batches: int = Field(8, gt=0, description="micro-batches per rank in one evaluation")
-    sample_every: int | None = Field(
-        None, gt=0, description="steps between text samples; null: only at the end"
-    )
+    sample_every: int | None = Field(None, gt=0, description="steps between text samples; null: only at the end")
     sample_tokens: int = Field(128, ge=0, description="length of a text sample; 0: none at all")
     sample_prompt: str = "\n"
     activation_checkpointing: str = "none"
-    activation_checkpointing_ops: list[str] | None = Field(
-        None, description="selective: operators kept, not redone"
-    )
+    activation_checkpointing_ops: list[str] | None = Field(None, description="selective: operators kept, not redone")
     compile: bool = False
 
     @field_validator("activation_checkpointing")
@@ -225,14 +191,10 @@ class CheckpointConfig(Section):
     """When training state is saved, where, and what a new start does with what is there."""
 
     folder: Path | None = Field(None, description="default: log.folder/checkpoints")
-    every: int | None = Field(
-        None, gt=0, description="steps between checkpoints; null: at the end and on SIGTERM"
-    )
+    every: int | None = Field(None, gt=0, description="steps between checkpoints; null: at the end and on SIGTERM")
     keep_last: int | None = Field(2, gt=0, description="older checkpoints are removed; null: all are kept")
     resume: Literal["if_exists", "required", "never"] = "if_exists"
-    overwrite: bool = Field(
-        False, description="with resume 'never': remove checkpoints already in the folder"
-    )
+    overwrite: bool = Field(False, description="with resume 'never': remove checkpoints already in the folder")
 
 
 class LaunchConfig(Section):
@@ -241,9 +203,7 @@ class LaunchConfig(Section):
     ranks: int | None = Field(None, gt=0, description="default: one per GPU, or one on a CPU")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = Field(600.0, gt=0, description="longest wait for another rank")
-    threads: int | None = Field(
-        None, gt=0, description="CPU threads per rank; default: cores divided by ranks"
-    )
+    threads: int | None = Field(None, gt=0, description="CPU threads per rank; default: cores divided by ranks")
 
 
 class LogConfig(Section):

@@ -23,6 +23,26 @@ __all__ = ["config_from_dict", "flatten", "load_config"]
 SHORTHANDS = ("plan", "precision")  # sections that may be given as just their name
 
 
+# How pydantic's kinds of error read in plain words: bounds by (name of the limit, comparison), types by their
+# family.
+BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "dict": "a section of keys",
+    "model": "a section of keys",
+    "path": "a path",
+}
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML, with two repairs: `1e-3` is a number (as in YAML 1.2), and a key given twice is an error."""
 
@@ -30,9 +50,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             if (key := key_node.value) in seen:
-                raise BadInput(
-                    f"key '{key}' appears twice in one section (line {key_node.start_mark.line + 1})"
-                )
+                raise BadInput(f"key '{key}' appears twice in one section (line {key_node.start_mark.line + 1})")
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -98,9 +116,7 @@ def _read(path: Path) -> dict[str, Any]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise BadInput(
-            f"'{path}' holds a {type(raw).__name__}, expected sections such as 'model:' and 'train:'."
-        )
+        raise BadInput(f"'{path}' holds a {type(raw).__name__}, expected sections such as 'model:' and 'train:'.")
     return raw
 
 
@@ -118,9 +134,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     """Set `section.key=value` in place; the value is read as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip("."):
-        raise BadInput(
-            f"Override '{override}' has no value: write section.key=value, such as train.steps=100."
-        )
+        raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
         value = _yaml(text)
     except yaml.YAMLError:
@@ -156,21 +170,10 @@ def _sentence(error: dict[str, Any]) -> str:
 
 
 def _expected(kind: str, context: dict[str, Any]) -> str:
-    bounds = {
-        "greater_than": ("gt", "above"),
-        "greater_than_equal": ("ge", "at least"),
-        "less_than": ("lt", "below"),
-    }
-    bounds["less_than_equal"] = ("le", "at most")
-    if kind in bounds:
-        name, words = bounds[kind]
-        return f"a number {words} {context[name]:g}"
-    if kind == "finite_number":
-        return "a finite number"
-    family = kind.split("_")[0]
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text"}
-    words |= {"list": "a list", "dict": "a section of keys", "model": "a section of keys", "path": "a path"}
-    return words.get(family, "another value")
+    if kind in BOUNDS:
+        limit, comparison = BOUNDS[kind]
+        return f"a number {comparison} {context[limit]:g}"
+    return "a finite number" if kind == "finite_number" else KINDS.get(kind.split("_")[0], "another value")
 
 
 def _shown(value: Any) -> str:

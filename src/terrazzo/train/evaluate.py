@@ -32,9 +32,7 @@ def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
     inputs = batch.inputs.to(device, non_blocking=True)
     targets = batch.targets.to(device, non_blocking=True)
     logits = logits_of(model(inputs))
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @torch.no_grad()

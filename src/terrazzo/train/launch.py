@@ -108,9 +108,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="terrazzo-"))
     os.environ[SHARED_FOLDER] = str(folder)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # our own report says it in one place
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our own report says it in one place
     agent = AgentConfig(
         min_nodes=1,
         max_nodes=1,

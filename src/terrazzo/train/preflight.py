@@ -92,8 +92,6 @@ def _check_folders(config: Config) -> None:
     read = {Path(source).resolve() for source in sources if not has_magic(source) and Path(source).exists()}
     for key, folder in (("log.folder", config.log.folder), ("checkpoint.folder", config.checkpoint_folder)):
         if folder.resolve() in read or folder.resolve() == Path(folder.resolve().anchor):
-            raise BadInput(
-                f"{key} is '{folder}', which is the data itself or the root: use a folder of its own."
-            )
+            raise BadInput(f"{key} is '{folder}', which is the data itself or the root: use a folder of its own.")
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")

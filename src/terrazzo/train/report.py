@@ -46,7 +46,7 @@ class Report:
         self._speaks = session.ranks.is_first
         self._start = time.perf_counter()
         self._first_step = session.step
-        self._traffic: Traffic | None = None
+        self._traffic: dict[str, int] = {}  # bytes of the newest step, by kind of collective
         self._first_validation: Validation | None = None
         self._last_validation: Validation | None = None
         self._peak_flops = None
@@ -58,9 +58,7 @@ class Report:
     def _open(self) -> None:
         session, log = self._session, self._session.config.log
         log.folder.mkdir(parents=True, exist_ok=True)
-        (log.folder / "config.json").write_text(
-            session.config.model_dump_json(indent=2) + "\n", encoding="utf-8"
-        )
+        (log.folder / "config.json").write_text(session.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         self._console = Console(session.config.train.steps, session.step)
         self._sinks: list[Sink] = [JsonLines(log.folder / "metrics.jsonl", session.step)]
         if log.tensorboard:
@@ -73,12 +71,11 @@ class Report:
         session, ranks = self._session, self._session.ranks
         numel = sum(parameter.numel() for parameter in session.model.parameters())
         batch = session.config.batch
+        micro = f"{session.micro_batches} micro-batch{'es' if session.micro_batches > 1 else ''} per rank"
         self._say(
-            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters, on {ranks.world_size} ×"
-            f" {ranks.device.type}"
-            f" | {batch.global_batch} × {batch.sequence_length} tokens per step, {session.micro_batches}"
-            " micro-batches"
-            f" per rank | {session.data.train.tokens_numel:,} training tokens"
+            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters, {ranks.world_size} × {ranks.device.type} | "
+            f"{batch.global_batch} × {batch.sequence_length} tokens per step in {micro} | "
+            f"{session.data.train.tokens_numel:,} training tokens"
         )
         if session.data.skipped.names:
             self._say(f"data: {session.data.skipped}")
@@ -102,8 +99,7 @@ class Report:
         self._last_validation = found
         self._log("validation", asdict(found))
         self._say(
-            f"step {self._session.step} | validation loss {found.loss:.4f} | {found.bits_per_byte:.4f} bits"
-            " per byte"
+            f"step {self._session.step} | validation loss {found.loss:.4f} | {found.bits_per_byte:.4f} bits per byte"
         )
 
     def sample(self, text: str) -> None:
@@ -120,7 +116,7 @@ class Report:
 
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""
-        self._traffic = traffic
+        self._traffic = dict(traffic.bytes)
         if self._speaks:
             self._console.advance()
 
@@ -149,30 +145,24 @@ class Report:
             "transient_bytes_promised": bill.transient_bytes,
             "transient_bytes_measured": engine.peak_transient_bytes,
         }
-        if self._traffic is not None:
-            promised = engine.expected_traffic(micro_batches=self._session.micro_batches)
-            summary["traffic_bytes_promised"] = dict(promised.bytes)
-            summary["traffic_bytes_measured"] = dict(self._traffic.bytes)
+        promised = engine.expected_traffic(micro_batches=self._session.micro_batches)
+        kinds = [kind for kind in promised.bytes if kind != "control"]  # flags and norms: a few bytes
+        summary["traffic_bytes_promised"] = {kind: promised.bytes[kind] for kind in kinds}
+        summary["traffic_bytes_measured"] = {kind: self._traffic.get(kind, 0) for kind in kinds}
         return summary
 
     def _summary_lines(self, summary: Mapping[str, Any]) -> list[str]:
         first, last = self._first_validation, self._last_validation
-        lines = [f"plan {self._engine.plan}", self._engine.describe(), self._engine.bill.table()]
+        lines = [self._engine.describe(), self._engine.bill.table()]
         promised, measured = summary["transient_bytes_promised"], summary["transient_bytes_measured"]
         lines.append(f"transient peak: promised {promised / MIB:.2f} MiB, measured {measured / MIB:.2f} MiB")
-        for kind, count in summary.get("traffic_bytes_promised", {}).items():
-            sent = summary["traffic_bytes_measured"].get(kind, 0)
-            if count or sent:
-                name = kind.replace("_", "-")
-                lines.append(
-                    f"{name} per step: promised {count / MIB:.2f} MiB, measured {sent / MIB:.2f} MiB"
-                )
+        for kind, count in summary["traffic_bytes_promised"].items():
+            name, sent = kind.replace("_", "-"), summary["traffic_bytes_measured"][kind]
+            lines.append(f"{name} per step: promised {count / MIB:.2f} MiB, measured {sent / MIB:.2f} MiB")
         if first is not None and last is not None:
             lines.append(f"validation: {first.bits_per_byte:.4f} → {last.bits_per_byte:.4f} bits per byte")
         folder = self._session.config.log.folder
-        lines.append(
-            f"metrics: {folder / 'metrics.jsonl'} | curves: tensorboard --logdir {folder / 'tensorboard'}"
-        )
+        lines.append(f"metrics: {folder / 'metrics.jsonl'} | curves: tensorboard --logdir {folder / 'tensorboard'}")
         lines.append(f"checkpoints: {self._session.config.checkpoint_folder}")
         return lines
 

@@ -114,9 +114,7 @@ class _Reader:
             with safe_open(self._path / file, framework="pt") as opened:
                 values: torch.Tensor = opened.get_slice(key)[start:stop]
         except (SafetensorError, OSError) as error:
-            raise BadInput(
-                f"The checkpoint file '{self._path / file}' cannot give '{key}': {error}."
-            ) from None
+            raise BadInput(f"The checkpoint file '{self._path / file}' cannot give '{key}': {error}.") from None
         if values.numel() != stop - start:
             raise BadInput(f"'{key}' in '{self._path / file}' is shorter than the manifest says.")
         return values
@@ -136,9 +134,7 @@ def _checked(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimize
     return manifest
 
 
-def _check_fit(
-    path: Path, manifest: Manifest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> None:
+def _check_fit(path: Path, manifest: Manifest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     saved = {name: entry.shape for name, entry in manifest.entries.items()}
@@ -162,9 +158,7 @@ def _optimizer_problems(optimizer: torch.optim.Optimizer, saved: OptimizerEntry)
     if type(optimizer).__name__ != saved.name:
         return [f"its optimizer is {saved.name}, this one is {type(optimizer).__name__}"]
     if len(optimizer.param_groups) != len(saved.groups):
-        return [
-            f"its optimizer has {len(saved.groups)} parameter groups, this one {len(optimizer.param_groups)}"
-        ]
+        return [f"its optimizer has {len(saved.groups)} parameter groups, this one {len(optimizer.param_groups)}"]
     return []
 
 

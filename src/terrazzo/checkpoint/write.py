@@ -85,13 +85,9 @@ def _check(path: Path, extra: dict[str, Any]) -> None:
     try:
         json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BadInput(
-            f"extra holds a value that JSON cannot: {error}. Use numbers, text, lists and dicts."
-        ) from None
+        raise BadInput(f"extra holds a value that JSON cannot: {error}. Use numbers, text, lists and dicts.") from None
     if agree(f"'{path}' exists" if path.exists() else None):
-        raise BadInput(
-            f"The checkpoint '{path}' exists already and is not replaced: remove it or use another name."
-        )
+        raise BadInput(f"The checkpoint '{path}' exists already and is not replaced: remove it or use another name.")
 
 
 def _held(model: torch.nn.Module) -> list[_Range]:
@@ -117,8 +113,7 @@ def _assigned(held: list[_Range]) -> list[_Range]:
 
 def _write_ranges(file: Path, ranges: list[_Range]) -> None:
     tensors = {
-        tensor_key(part.name, part.kind, part.start): part.tensor.detach().cpu().contiguous().clone()
-        for part in ranges
+        tensor_key(part.name, part.kind, part.start): part.tensor.detach().cpu().contiguous().clone() for part in ranges
     }
     save_file(tensors, file)
     store.sync(file)
