@@ -28,9 +28,7 @@ Option = typer.Option
 
 def main(  # structure: signature fixed by the command line, one argument per option
     case: Annotated[str, Option(help=f"comma-separated, of: {', '.join(CASES)}")] = "traffic,compute",
-    contenders: Annotated[str, Option(help=f"comma-separated, of: {', '.join(CONTENDERS)}")] = ",".join(
-        CONTENDERS
-    ),
+    contenders: Annotated[str, Option(help=f"comma-separated, of: {', '.join(CONTENDERS)}")] = ",".join(CONTENDERS),
     baselines: Annotated[str, Option(help="whose step time others are divided by")] = "ddp,fsdp2",
     rounds: Annotated[int, Option(help="turns of each contender")] = 5,
     steps: Annotated[int, Option(help="timed steps per turn")] = 2,

@@ -30,9 +30,7 @@ class Gang:
         self._ranks = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(ranks)]
         store = os.path.join(self._folder.name, "store")
         starts = [Start(case, contender, seed, rank, ranks, store) for rank in range(ranks)]
-        self._all(
-            [executor.submit(_begin, start) for executor, start in zip(self._ranks, starts, strict=True)]
-        )
+        self._all([executor.submit(_begin, start) for executor, start in zip(self._ranks, starts, strict=True)])
 
     def __enter__(self) -> Self:
         return self

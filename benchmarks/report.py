@@ -96,9 +96,7 @@ def table(outcomes: Sequence[Outcome], baselines: Sequence[str]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def markdown(
-    case: str, effort: Effort, outcomes: Sequence[Outcome], baselines: Sequence[str], command: str
-) -> str:
+def markdown(case: str, effort: Effort, outcomes: Sequence[Outcome], baselines: Sequence[str], command: str) -> str:
     """The table with what a reader needs to judge and repeat it."""
     return f"""# {case}
 
