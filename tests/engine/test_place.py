@@ -1,0 +1,158 @@
+"""The table of plans, the texts of places, and the prefix rule."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terrazzo.engine.place import PLANS, Place, Plan
+from terrazzo.errors import BadInput
+
+S, R = "dp_shard", "dp_replicate"
+ONE = (S,)
+BOTH = (R, S)  # as init_device_mesh names them: outermost first
+
+# The table of the design, written out: weight, between, grad, optim.
+ON_ONE_AXIS = {
+    "zero0": ((), (), (), ()),
+    "ddp": ((), (), (), ()),
+    "no_shard": ((), (), (), ()),
+    "zero1": ((), (), (), (S,)),
+    "zero2": ((), (), (S,), (S,)),
+    "zero3": ((S,), (S,), (S,), (S,)),
+    "full_shard": ((S,), (S,), (S,), (S,)),
+    "shard_grad_op": ((S,), (), (S,), (S,)),
+}
+ON_TWO_AXES = {
+    "zero0": ((), (), (), ()),
+    "ddp": ((), (), (), ()),
+    "no_shard": ((), (), (), ()),
+    "zero1": ((), (), (), (S, R)),
+    "zero2": ((), (), (S, R), (S, R)),
+    "zero3": ((S, R), (S, R), (S, R), (S, R)),
+    "full_shard": ((S, R), (S, R), (S, R), (S, R)),
+    "shard_grad_op": ((S, R), (), (S, R), (S, R)),
+    "hybrid_shard": ((S,), (S,), (S,), (S,)),
+    "hybrid_shard_zero2": ((S,), (), (S,), (S,)),
+    "hfsdp": ((S,), (S,), (S,), (S, R)),
+    "hpz": ((S, R), (S,), (S,), (S, R)),
+}
+
+
+def _axes(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    return (plan.weight.axes, plan.between.axes, plan.grad.axes, plan.optim.axes)
+
+
+@pytest.mark.parametrize("name", ON_ONE_AXIS)
+def test_presets_on_one_axis(name: str) -> None:
+    assert _axes(Plan.named(name).resolve(ONE)) == ON_ONE_AXIS[name]
+
+
+@pytest.mark.parametrize("name", ON_TWO_AXES)
+def test_presets_on_two_axes(name: str) -> None:
+    assert _axes(Plan.named(name).resolve(BOTH)) == ON_TWO_AXES[name]
+
+
+def test_every_preset_is_in_the_tables_of_this_test() -> None:
+    assert set(PLANS) == set(ON_TWO_AXES)
+
+
+def test_data_axes_are_cut_innermost_first() -> None:
+    assert Plan.named("zero3").resolve((R, S, "cp")).weight.axes == (S, "cp", R)
+
+
+def test_names_ignore_case_and_dashes() -> None:
+    assert Plan.named("Full-Shard").weight == Plan.named("full_shard").weight
+    assert Plan.named("HYBRID-SHARD").name == "hybrid_shard"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("-", Place()),
+        ("", Place()),
+        ("D", Place(("D",))),
+        ("S,R", Place(("S", "R"))),
+        (" S , R ", Place(("S", "R"))),
+        ("dp_shard", Place(("dp_shard",))),
+        ("D@cpu", Place(("D",), "cpu")),
+        ("-@nvme", Place((), "nvme")),
+    ],
+)
+def test_texts_of_places(text: str, place: Place) -> None:
+    assert Place.parse(text) == place
+
+
+@given(st.lists(st.sampled_from(["S", "R", "D", S, R, "cp"]), max_size=3), st.sampled_from(["device", "cpu", "nvme"]))
+def test_a_place_is_parsed_from_its_own_text(axes: list[str], tier: str) -> None:
+    place = Place(tuple(axes), tier)
+    assert Place.parse(str(place)) == place
+
+
+def test_a_plan_reads_as_its_row() -> None:
+    assert str(Plan.named("hpz")) == "hpz: weight S,R | between S | grad S | optim S,R"
+    assert str(Plan.named("zero1")) == "zero1: weight - | between - | grad - | optim D"
+
+
+def test_a_custom_plan_takes_texts_or_places() -> None:
+    plan = Plan(weight="S", between=Place(("S",)), grad="S", optim="S,R")
+    assert plan.name == "custom"
+    assert _axes(plan.resolve(BOTH)) == ON_TWO_AXES["hfsdp"]
+
+
+def test_plans_are_values() -> None:
+    assert Plan.named("zero3") == Plan("D", "D", "D", "D", name="zero3")
+    assert hash(Plan.named("zero3")) == hash(Plan("D", "D", "D", "D", name="zero3"))
+    with pytest.raises(AttributeError):
+        Plan.named("zero3").name = "other"  # type: ignore[misc]
+
+
+PLACES = [(), (S,), (R,), (S, R), (R, S)]
+
+
+@pytest.mark.parametrize("optim", PLACES)
+def test_the_prefix_rule_over_every_combination(optim: tuple[str, ...]) -> None:
+    for weight, between, grad in itertools.product(PLACES, repeat=3):
+        allowed = optim[: len(weight)] == weight and optim[: len(grad)] == grad and weight[: len(between)] == between
+        rows = (weight, between, grad, optim)
+        plan = Plan(*(Place(axes) for axes in rows))
+        if allowed:
+            assert _axes(plan.resolve(BOTH)) == rows
+        else:
+            with pytest.raises(BadInput, match="prefix"):
+                plan.resolve(BOTH)
+
+
+def test_a_broken_prefix_names_both_states_and_the_fix() -> None:
+    with pytest.raises(BadInput) as caught:
+        Plan(weight="R", between="R", grad="S", optim="S,R", name="mine").resolve(BOTH)
+    text = str(caught.value)
+    assert all(part in text for part in ("mine", "weight", "dp_replicate", "optim", "dp_shard,dp_replicate"))
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("zero4", "zero"), ("zeor3", "zero3"), ("fullshard", "full_shard")])
+def test_an_unknown_plan_names_the_nearest(wrong: str, meant: str) -> None:
+    with pytest.raises(BadInput, match=f"no plan '{wrong}'.*Did you mean '{meant}"):
+        Plan.named(wrong)
+
+
+@pytest.mark.parametrize("name", ["hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz"])
+def test_a_two_axis_plan_on_one_axis_says_which_mesh_it_needs(name: str) -> None:
+    with pytest.raises(BadInput, match=r"dp_replicate and dp_shard.*init_device_mesh"):
+        Plan.named(name).resolve(ONE)
+
+
+def test_an_absent_axis_is_named() -> None:
+    with pytest.raises(BadInput, match="dp_replicate"):
+        Plan("R", "R", "R", "R").resolve(ONE)
+    with pytest.raises(BadInput, match="tensor"):
+        Plan("tensor", "tensor", "tensor", "tensor").resolve(ONE)
+
+
+@pytest.mark.parametrize(("tier", "word"), [("cpu", "device"), ("nvme", "device"), ("disk", "tiers are")])
+def test_tiers_that_cannot_be_used_are_refused(tier: str, word: str) -> None:
+    with pytest.raises(BadInput, match=word):
+        Plan("D", "D", "D", f"D@{tier}").resolve(ONE)
