@@ -117,9 +117,7 @@ def test_a_pool_serves_many_functions(two_processes: Pool) -> None:
 @pytest.mark.processes
 def test_a_failing_process_shows_the_first_traceback() -> None:
     with Pool(2) as pool:
-        with pytest.raises(
-            RankFailed, match=r"(?s)rank 1 failed first:.*_raise_on_rank_one.*rank one says no"
-        ):
+        with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first:.*_raise_on_rank_one.*rank one says no"):
             pool.run(_raise_on_rank_one)
         assert pool.run(_sum_of_ranks) == [1.0, 1.0]
 

@@ -140,9 +140,7 @@ def check_cycles(modules: dict[str, Module]) -> Iterator[Finding]:
             cycle: list[str] = error.args[1]
             # graphlib lists a cycle from the imported to the importing side.
             path, line = lines[cycle[1], cycle[0]]
-            yield Finding(
-                path, line, f"import cycle: {' -> '.join(name or '(root)' for name in reversed(cycle))}"
-            )
+            yield Finding(path, line, f"import cycle: {' -> '.join(name or '(root)' for name in reversed(cycle))}")
 
 
 def check_collectives(modules: dict[str, Module], package: str) -> Iterator[Finding]:
@@ -216,9 +214,7 @@ def check_distribution(root: Path, modules: dict[str, Module]) -> Iterator[Findi
     if median > MEDIAN_FUNCTION_LINES:
         yield Finding(root, 0, f"median function body of {median:g} lines (limit {MEDIAN_FUNCTION_LINES})")
     if p90 > P90_FUNCTION_LINES:
-        yield Finding(
-            root, 0, f"90th percentile of function bodies is {p90:g} lines (limit {P90_FUNCTION_LINES})"
-        )
+        yield Finding(root, 0, f"90th percentile of function bodies is {p90:g} lines (limit {P90_FUNCTION_LINES})")
         for length, path, function in sorted(found, key=lambda item: -item[0]):
             if length > P90_FUNCTION_LINES:
                 yield Finding(path, function.lineno, f"{function.name}: {length} lines, one of the longest")
