@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from terrazzo.errors import BadInput
-from terrazzo.train.build import batch_arithmetic, build_plan, mesh_shape, optimizer_class
+from terrazzo.train.build import batch_arithmetic, build_plan, check_settings, mesh_shape, optimizer_class
 from terrazzo.train.config import BatchConfig, Config, MeshConfig, OptimizerConfig
 from terrazzo.train.config_file import config_from_dict, flatten, load_config
 from terrazzo.train.preflight import check, resume_from
@@ -165,6 +165,10 @@ def test_optimizer_names_and_options_are_checked() -> None:
         optimizer_class(OptimizerConfig(name="Adamw"))
     with pytest.raises(BadInput, match="Did you mean 'betas'"):
         optimizer_class(OptimizerConfig(options={"beta": [0.9, 0.99]}))
+    with pytest.raises(BadInput, match=r"does not accept.*1\.5"):
+        check_settings(OptimizerConfig(options={"betas": [0.9, 1.5]}))
+    with pytest.raises(BadInput, match="Adafactor cannot run on flat shards"):
+        check_settings(OptimizerConfig(name="Adafactor"))
 
 
 def test_preflight_accepts_the_default_and_refuses_missing_data(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ name only when it is complete and on disk. Nothing is pickled.
 """
 
 from terrazzo.checkpoint.read import load, load_weights
-from terrazzo.checkpoint.write import save
 from terrazzo.checkpoint.store import complete_checkpoints, latest, prune, step_folder
 from terrazzo.checkpoint.weights import SafetensorsWeights
+from terrazzo.checkpoint.write import save
 
 __all__ = [
     "SafetensorsWeights",

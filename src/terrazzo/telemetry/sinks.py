@@ -37,7 +37,8 @@ class JsonLines:
     def __init__(self, path: Path, first_step: int = 0) -> None:
         """Append to `path` from `first_step` on; 0 starts the file anew."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if 0 < line["step"] <= first_step and line["kind"] != "summary"]
+        before = _lines(path) if first_step else []
+        kept = [line for line in before if line["step"] <= first_step and line["kind"] != "summary"]
         self._file = path.open("w", encoding="utf-8")
         for line in kept:
             self._write(line)

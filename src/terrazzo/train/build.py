@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.engine import Plan, Precision, checkpoint_activations, compile_units
+from terrazzo.engine.optimizer import check_optimizer
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
 from terrazzo.train.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig
@@ -24,6 +24,7 @@ __all__ = [
     "build_optimizer",
     "build_plan",
     "build_precision",
+    "check_settings",
     "data_spec",
     "decoder_config",
     "mesh_shape",
@@ -179,21 +180,29 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
 
     Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed.
     """
-    chosen = optimizer_class(config)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         return parameter.ndim >= 2 and not any(fnmatchcase(name, glob) for glob in config.no_decay)
 
-    groups: Iterable[dict[str, Any]] = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
     ]
-    if "weight_decay" not in inspect.signature(chosen).parameters:
+    if "weight_decay" not in inspect.signature(optimizer_class(config)).parameters:
         groups = [{"params": [p for _, p in named]}]
+    return _construct(config, [group for group in groups if group["params"]])
+
+
+def check_settings(config: OptimizerConfig) -> None:
+    """Raise `BadInput` for an optimizer that cannot be sharded or does not accept its settings."""
+    check_optimizer(_construct(config, [{"params": [nn.Parameter(torch.zeros(2, 2))]}]))
+
+
+def _construct(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in config.options.items()}
     arguments: dict[str, Any] = {"lr": config.lr, **options}
     try:
-        return chosen([group for group in groups if group["params"]], **arguments)
+        return optimizer_class(config)(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"torch.optim.{config.name} does not accept these settings: {error}.") from error

@@ -152,6 +152,7 @@ class _Forward:
             except ProcessLookupError:
                 continue
         if self._count > 1:
+            shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(128 + number)
 
 

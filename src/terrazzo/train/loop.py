@@ -40,6 +40,8 @@ class Trainer:
         """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
         session, train = self.session, self.session.config.train
         self.report.begin()
+        if train.eval_every is not None and session.step == 0:
+            self.report.validation(evaluate(session))
         self.watch.reset()
         stopped = False
         while session.step < train.steps and not stopped:

@@ -13,10 +13,10 @@ from terrazzo.train.build import (
     batch_arithmetic,
     build_plan,
     build_precision,
+    check_settings,
     data_spec,
     decoder_config,
     mesh_shape,
-    optimizer_class,
 )
 from terrazzo.train.config import Config
 from terrazzo.train.data.sources import find_files
@@ -31,7 +31,7 @@ def check(config: Config, world_size: int) -> None:
     build_precision(config)
     mesh_shape(config.plan.mesh, world_size)
     batch_arithmetic(config.batch, world_size)
-    optimizer_class(config.optimizer)
+    check_settings(config.optimizer)
     _check_model(config)
     _check_data(config)
     _check_folders(config)

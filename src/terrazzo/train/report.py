@@ -71,9 +71,11 @@ class Report:
         session, ranks = self._session, self._session.ranks
         numel = sum(parameter.numel() for parameter in session.model.parameters())
         batch = session.config.batch
-        micro = f"{session.micro_batches} micro-batch{'es' if session.micro_batches > 1 else ''} per rank"
+        count = session.micro_batches
+        micro = f"{count} micro-batch{'es' if count > 1 else ''} per rank"
         self._say(
-            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters, {ranks.world_size} × {ranks.device.type} | "
+            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters, "
+            f"{ranks.world_size} × {ranks.device.type} | "
             f"{batch.global_batch} × {batch.sequence_length} tokens per step in {micro} | "
             f"{session.data.train.tokens_numel:,} training tokens"
         )
@@ -159,10 +161,11 @@ class Report:
         for kind, count in summary["traffic_bytes_promised"].items():
             name, sent = kind.replace("_", "-"), summary["traffic_bytes_measured"][kind]
             lines.append(f"{name} per step: promised {count / MIB:.2f} MiB, measured {sent / MIB:.2f} MiB")
-        if first is not None and last is not None:
+        if first is not None and last is not None and first is not last:
             lines.append(f"validation: {first.bits_per_byte:.4f} → {last.bits_per_byte:.4f} bits per byte")
-        folder = self._session.config.log.folder
-        lines.append(f"metrics: {folder / 'metrics.jsonl'} | curves: tensorboard --logdir {folder / 'tensorboard'}")
+        log = self._session.config.log
+        curves = f" | curves: tensorboard --logdir {log.folder / 'tensorboard'}" if log.tensorboard else ""
+        lines.append(f"metrics: {log.folder / 'metrics.jsonl'}{curves}")
         lines.append(f"checkpoints: {self._session.config.checkpoint_folder}")
         return lines
 
