@@ -1,7 +1,7 @@
 """Activation checkpointing and per-unit compilation, applied to a model before it is sharded.
 
-Both wrap the unit's own `forward`, inside the hooks: recomputation happens while the unit's weights are gathered for its
-backward, and compiled graphs never see the engine.
+Both wrap the unit's own `forward`, inside the hooks: recomputation happens while the unit's weights are gathered for
+its backward, and compiled graphs never see the engine.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Axes:
         return values
 
     def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
-        """`reduce` of the values of the ranks of `axes`, on gathered rows so that all ranks get the same bits; blocks."""
+        """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""
         for axis in self.live(axes):
             value = reduce(self.along(axis).gather_rows(value), dim=0)
         return value

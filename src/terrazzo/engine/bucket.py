@@ -22,6 +22,7 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.buffer import Buffer, Space
 from terrazzo.engine.collectives import Moves
 from terrazzo.engine.layout import Layout, Slot
+from terrazzo.engine.pages import use_large_pages
 from terrazzo.engine.parameter import set_at_rest, set_present
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
@@ -161,6 +162,7 @@ class Bucket:
         storage = self.full.data.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.data.nbytes)
+            use_large_pages(self.full.data)
             self.recipe.axes.ledger.take(self.full.data.nbytes)
         return (yield from self.full.gather(source))
 
@@ -286,9 +288,7 @@ class Bucket:
         """From the plan's `grad` place to `optim`'s, summed over every data rank and divided once."""
         wire, dtype = self.recipe.precision.reduce, self.recipe.precision.accumulate
         own = Buffer(self.space, self.optim_axes, (yield from partial.reduce(self.optim_axes, wire, dtype)))
-        data = yield from own.all_reduce(self.replica_axes, wire, dtype)
-        if denominator != 1:
-            data.div_(denominator)
+        data = yield from own.average(self.replica_axes, wire, dtype, denominator)
         self.grad = data if self.grad is None else self.grad.add_(data)
         return self.grad
 

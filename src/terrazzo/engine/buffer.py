@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.collectives import Moves
+from terrazzo.engine.collectives import Moves, divide
 from terrazzo.engine.layout import Layout, Range, share
+from terrazzo.engine.pages import use_large_pages
 
 __all__ = ["Buffer", "Space"]
 
@@ -31,7 +32,8 @@ class Space:
 
     def empty(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
         """Uninitialised memory for this rank's part."""
-        return Buffer(self, axes, torch.empty(self.range(axes).numel, dtype=dtype, device=self.axes.device))
+        data = torch.empty(self.range(axes).numel, dtype=dtype, device=self.axes.device)
+        return Buffer(self, axes, use_large_pages(data))
 
     def zeros(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
         return Buffer(self, axes, torch.zeros(self.range(axes).numel, dtype=dtype, device=self.axes.device))
@@ -82,9 +84,10 @@ class Buffer:
             data = yield from self.space.axes.along(axis).reduce_scatter(data.to(wire), dtype)
         return data.to(dtype)
 
-    def all_reduce(self, axes: tuple[str, ...], wire: torch.dtype, dtype: torch.dtype) -> Moves:
-        """Sum over the ranks of `axes`, which do not split this buffer."""
-        data = self.data
-        for axis in self.space.axes.live(axes):
-            data = yield from self.space.axes.along(axis).all_reduce(data.to(wire), dtype)
-        return data.to(dtype)
+    def average(self, axes: tuple[str, ...], wire: torch.dtype, dtype: torch.dtype, denominator: float) -> Moves:
+        """Sum over the ranks of `axes`, which do not split this buffer, then divide once: one all-reduce per axis."""
+        data, live = self.data, self.space.axes.live(axes)
+        for axis in live:
+            divisor = denominator if axis == live[-1] else 1
+            data = yield from self.space.axes.along(axis).all_reduce(data.to(wire), dtype, divisor)
+        return data.to(dtype) if live else divide(data.to(dtype), denominator)

@@ -35,8 +35,8 @@ def check_model(model: nn.Module) -> None:
     scattered = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
     if scattered:
         raise BadInput(
-            f"{', '.join(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace each "
-            "by nn.Parameter(parameter.detach().contiguous())."
+            f"{', '.join(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
+            "each by nn.Parameter(parameter.detach().contiguous())."
         )
     exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
     if exotic:
@@ -44,13 +44,13 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
-    """Errors: `BadInput` for a mesh without data axes, with axes not supported yet, or a backend that cannot serve it."""
+    """Errors: `BadInput` for a mesh without data axes, with unknown axes, or with a backend that cannot serve it."""
     dims = mesh.mesh_dim_names or ()
     beside = [dim for dim in dims if dim not in axes.names]
     if not axes.names or beside:
         raise BadInput(
-            f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes dp_replicate, "
-            'dp_shard and cp. Name them: init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard")).'
+            f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes "
+            'dp_replicate, dp_shard and cp. Name them: mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
         )
     backend = backend_of(mesh.get_group(axes.names[0]), axes.device)
     if axes.device.type == "cuda" and backend == "gloo":
@@ -69,8 +69,8 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         torch.nn.functional.linear(probe, probe)
     except RuntimeError as error:
         raise BadInput(
-            f"precision: {device} cannot multiply matrices in {precision.compute} ({error}). Choose precision='bf16' or "
-            "'fp32'."
+            f"precision: {device} cannot multiply matrices in {precision.compute} ({error}). Choose "
+            "precision='bf16' or 'fp32'."
         ) from None
 
 
@@ -88,8 +88,8 @@ def check_agreement(axes: Axes, facts: Mapping[str, object]) -> None:
     if differing:
         mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)
         raise BadInput(
-            f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. Give "
-            "every rank the same model and arguments."
+            f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
+            "Give every rank the same model and arguments."
         )
 
 

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Collectives", "Handle", "Ledger", "Moves", "Traffic", "Transfer", "backend_of", "collectives_for"]
+from terrazzo.engine.pages import use_large_pages
+
+__all__ = ["Collectives", "Handle", "Ledger", "Moves", "Traffic", "Transfer", "backend_of", "collectives_for", "divide"]
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """Bytes of transient memory now held, and the most ever held: gathered weights, unreduced gradients, receive buffers."""
+    """Bytes of transient memory held now, and at most: gathered weights, unreduced gradients, receive buffers."""
 
     live_bytes: int = 0
     peak_bytes: int = 0
@@ -139,10 +141,10 @@ class Collectives(ABC):
         self.traffic.record("reduce_scatter", self._share_bytes(full))
         return (yield from self._reduce_scatter(full, dtype))
 
-    def all_reduce(self, full: Tensor, dtype: torch.dtype) -> Moves:
-        """The sum of every rank's `full`, in `dtype`; `full`'s memory may be reused for it."""
+    def all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
+        """The sum of every rank's `full` divided by `denominator`, in `dtype`; may reuse `full`'s memory."""
         self.traffic.record("all_reduce", 2 * self._share_bytes(full))
-        return (yield from self._all_reduce(full, dtype))
+        return (yield from self._all_reduce(full, dtype, denominator))
 
     def maximum(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks, for small control data; blocks."""
@@ -152,10 +154,10 @@ class Collectives(ABC):
 
     def gather_rows(self, values: Tensor) -> Tensor:
         """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks."""
-        rows = values.new_empty((self.size, *values.shape))
-        _all_gather_single(rows, values.contiguous(), group=self.group)
+        rows = values.new_empty((self.size, values.numel()))
+        _all_gather_single(rows, values.reshape(-1), group=self.group)
         self.traffic.record("control", values.nbytes)
-        return rows
+        return rows.view(self.size, *values.shape)
 
     def broadcast(self, values: Tensor) -> None:
         """Overwrite `values` with those of the axis's first rank; blocks."""
@@ -175,9 +177,9 @@ class Collectives(ABC):
     def receive_bytes(self, full_bytes: int) -> int:
         """Memory that summing a tensor of `full_bytes` needs besides it and its result."""
 
-    def _all_reduce(self, full: Tensor, dtype: torch.dtype) -> Moves:
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         own = yield from self._reduce_scatter(full, dtype)
-        self._chunks(full)[self.rank].copy_(own)
+        self._chunks(full)[self.rank].copy_(divide(own, denominator))
         yield from self._all_gather(full)
         return full.to(dtype)
 
@@ -212,7 +214,8 @@ class GlooCollectives(Collectives):
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
         chunks = self._chunks(full)
-        with self.ledger.holding(full.new_empty((self.size - 1, chunks[0].numel()))) as received:
+        space = use_large_pages(full.new_empty((self.size - 1, chunks[0].numel())))
+        with self.ledger.holding(space) as received:
             parts = [*received[: self.rank], chunks[self.rank], *received[self.rank :]]
             yield self._exchange("scatter", chunks, parts)
             return self._sum(parts, dtype)
@@ -248,9 +251,9 @@ class NativeCollectives(Collectives):
     def receive_bytes(self, full_bytes: int) -> int:
         return 0
 
-    def _all_reduce(self, full: Tensor, dtype: torch.dtype) -> Moves:
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         yield Handle(self.traffic, [dist.all_reduce(full, group=self.group, async_op=True)], [full])
-        return full.to(dtype)
+        return divide(full.to(dtype), denominator)
 
 
 class ThreadedCollectives(Collectives):
@@ -268,6 +271,11 @@ class ThreadedCollectives(Collectives):
 
     def receive_bytes(self, full_bytes: int) -> int:
         return full_bytes
+
+
+def divide(total: Tensor, denominator: float) -> Tensor:
+    """`total` divided in place; left alone by a denominator of one."""
+    return total if denominator == 1 else total.div_(denominator)
 
 
 _KINDS: dict[str, type[Collectives]] = {

@@ -106,13 +106,12 @@ class Engine:
         Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
         micro-batch is reduced, which keeps less memory.
         """
-        split = bool(self.recipe.plan.grad.axes)
-        if local is False and not split:
+        if local is False and not self.plan.grad.axes:
             raise BadInput(
                 f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.plan.name} keeps whole "
                 "gradients on every rank. Leave 'local' out, or use zero2."
             )
-        return not split if local is None else local
+        return local is True or not self.recipe.plan.grad.axes
 
     def publish(self) -> None:
         """Bring resting compute weights in line with the master weights."""

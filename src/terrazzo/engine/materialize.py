@@ -19,8 +19,10 @@ Initializer = Callable[[nn.Module], None]
 
 
 def initializer_of(model: nn.Module) -> Initializer:
-    """How this model initialises one module: its own `_init_weights`, as Hugging Face models have, else the module's
-    `reset_parameters`. Errors: `BadInput` from the call, for a module that has neither."""
+    """How this model initialises one module: `reset_parameters`, then its own `_init_weights` as Hugging Face has.
+
+    Errors: `BadInput` from the call, for a module that has neither.
+    """
     own = getattr(model, "_init_weights", None)
 
     def initialize(module: nn.Module) -> None:
@@ -64,7 +66,7 @@ def _materialize_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def move_buffers(model: nn.Module, initialize: Initializer, axes: Axes) -> None:
-    """Bring every buffer to the device; modules whose buffers are still meta and that own no parameters are initialised."""
+    """Bring every buffer to the device; modules without parameters whose buffers are still meta are initialised."""
     for module in model.modules():
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             _materialize_buffers(module, axes.device)
@@ -72,7 +74,7 @@ def move_buffers(model: nn.Module, initialize: Initializer, axes: Axes) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != axes.device:
                 module._buffers[name] = buffer.to(axes.device)
-    synchronize([buffer for buffer in model.buffers()], axes)
+    synchronize(list(model.buffers()), axes)
 
 
 def synchronize(tensors: list[Tensor], axes: Axes) -> None:

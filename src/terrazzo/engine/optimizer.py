@@ -47,8 +47,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
         raise BadInput(
-            f"{name} cannot run on flat shards: it is not known to update each element from that element's values alone "
-            "(Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
+            f"{name} cannot run on flat shards: it is not known to update each element from that element's values "
+            "alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
             f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
             "optimizer class if its update is elementwise."
         )
@@ -71,8 +71,8 @@ def assign_groups(optimizer: Optimizer, members: Sequence[Member]) -> None:
     if foreign:
         total = sum(len(group["params"]) for group in optimizer.param_groups)
         raise BadInput(
-            f"{foreign} of the optimizer's {total} parameters are not parameters of this model. Build the optimizer over "
-            "model.parameters() of the model you shard, after any step that replaces parameters."
+            f"{foreign} of the optimizer's {total} parameters are not parameters of this model. Build the optimizer "
+            "over model.parameters() of the model you shard, after any step that replaces parameters."
         )
 
 

@@ -58,8 +58,8 @@ class AtRest(nn.Parameter):
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
         name = getattr(touched, "terrazzo_name", "a parameter")
         raise Misuse(
-            f"{getattr(func, '__name__', func)!s} was called on {name!r}, whose values are sharded over ranks: outside its "
-            "unit's forward and backward they are not on this rank. Read or write them inside "
+            f"{getattr(func, '__name__', func)!s} was called on {name!r}, whose values are sharded over ranks: outside "
+            "its unit's forward and backward they are not on this rank. Read or write them inside "
             "'with tz.gathered(model):', or use the module's own forward."
         )
 
@@ -72,8 +72,10 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]
 
 
 def set_at_rest(parameter: nn.Parameter) -> None:
+    """From now on, reading the parameter's values raises."""
     parameter.__class__ = AtRest
 
 
 def set_present(parameter: nn.Parameter, original: type) -> None:
+    """The parameter is an ordinary one again, of the class it had."""
     parameter.__class__ = original

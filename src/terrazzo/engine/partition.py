@@ -67,8 +67,8 @@ def _asked_for(model: nn.Module, units: Units) -> list[str]:
             label = unit if isinstance(unit, str) else unit.__name__
             classes = sorted({type(module).__name__ for _, module in children})
             raise BadInput(
-                f"units: {label!r} matches no module of {type(model).__name__}.{did_you_mean(label, classes)} Give a module "
-                f"class, or a glob over module names such as 'layers.*'. Classes here: {', '.join(classes)}."
+                f"units: {label!r} matches no module of {type(model).__name__}.{did_you_mean(label, classes)} Give a "
+                f"module class, or a glob over module names such as 'layers.*'. Classes here: {', '.join(classes)}."
             )
         chosen |= found
     return [name for name, module in children if name in chosen and _has_parameters(module)]
@@ -76,7 +76,7 @@ def _asked_for(model: nn.Module, units: Units) -> list[str]:
 
 def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
     if isinstance(unit, str):
-        return type(module).__name__ == unit or fnmatch.fnmatchcase(name, unit) and name.count(".") == unit.count(".")
+        return type(module).__name__ == unit or (fnmatch.fnmatchcase(name, unit) and name.count(".") == unit.count("."))
     return isinstance(module, unit)
 
 

@@ -138,8 +138,8 @@ class Plan:
         known = [axis for axis in DATA_AXES if axis in mesh_axes]
         if self.name in _NEED_TWO_AXES and not {"dp_shard", "dp_replicate"} <= set(known):
             raise BadInput(
-                f"plan {self.name} needs the axes dp_replicate and dp_shard; this mesh has {', '.join(known) or 'none'}. "
-                'Pass mesh=init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=("dp_replicate", "dp_shard")).'
+                f"plan {self.name} needs the axes dp_replicate and dp_shard; this mesh has {', '.join(known) or 'none'}"
+                '. Pass mesh=init_device_mesh(device, (nodes, ranks), mesh_dim_names=("dp_replicate", "dp_shard")).'
             )
         rows = {state: place.resolve(known, state, self.name) for state, place in self.places().items()}
         resolved = Plan(**rows, name=self.name)

@@ -1,7 +1,7 @@
 """Dynamic loss scaling, invisible to the user's loop.
 
-The model's outputs pass through `scale_backward`: forward, it hands them over in fp32; backward, it multiplies what comes
-back by the scale before anything is rounded to fp16. The engine divides the scale out when it divides by the
+The model's outputs pass through `scale_backward`: forward, it hands them over in fp32; backward, it multiplies what
+comes back by the scale before anything is rounded to fp16. The engine divides the scale out when it divides by the
 denominator. The loss itself is never scaled, so neither are logged losses, gradients seen after backward, or norms.
 """
 
@@ -49,8 +49,8 @@ class LossScaler:
             return
         if self.scale <= settings.minimum:
             raise Diverged(
-                f"Gradients overflowed at the minimum loss scale {settings.minimum:g} ({self.skipped_steps} steps skipped "
-                "so far): they are non-finite whatever the scale. Lower the learning rate, clip, or train in bf16."
+                f"Gradients overflowed at the minimum loss scale {settings.minimum:g} ({self.skipped_steps} steps "
+                "skipped so far): they are non-finite at any scale. Lower the learning rate, clip, or train in bf16."
             )
         self._patience = settings.hysteresis
         self.scale = max(settings.minimum, self.scale * settings.backoff)

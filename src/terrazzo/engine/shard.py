@@ -33,7 +33,7 @@ M = TypeVar("M", bound=nn.Module)
 OptimizerLike = Optimizer | Callable[[Any], Optimizer] | None
 
 
-def shard(
+def shard(  # structure: signature fixed by the design
     model: M,
     optimizer: OptimizerLike = None,
     plan: Plan | str = "zero3",
@@ -53,8 +53,8 @@ def shard(
         model: any module with contiguous parameters. Freeze what is to be frozen before.
         optimizer: an elementwise `torch.optim` optimizer over `model.parameters()` that has not stepped yet; a callable
             that builds one from the parameters; or None.
-        plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`, `hybrid_shard`,
-            `hybrid_shard_zero2`, `hfsdp`, `hpz`.
+        plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
+            `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`.
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
         precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`.
         mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.
@@ -103,7 +103,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
 
     Args:
         local: add their gradients on this rank and send nothing (fewer bytes), or reduce each micro-batch to the plan's
-            `grad` place (less memory). By default as the plan says: local where `grad` is not split, reduced where it is.
+            `grad` place (less memory). By default local where the plan does not split `grad`, else reduced.
 
     Errors: `BadInput` for `local=False` under a plan that keeps whole gradients.
     """
@@ -163,8 +163,12 @@ class ShardedModule(nn.Module):
             bucket.zero_grad(set_to_none)
 
     def set_gradient_denominator(self, denominator: float | None) -> None:
-        """Divide the sum of gradients over ranks and micro-batches by this from now on, such as the number of valid
-        tokens in the global batch when losses are sums over tokens. None: by the number of data ranks, DDP's mean."""
+        """From now on, divide the sum of gradients over ranks and micro-batches by this.
+
+        Args:
+            denominator: such as the number of valid tokens in the global batch when losses are sums over tokens; None
+                for the number of data ranks, DDP's mean.
+        """
         if denominator is not None and not denominator > 0:
             raise BadInput(f"The gradient denominator is {denominator}; it must be positive.")
         self._terrazzo.denominator = denominator
@@ -188,8 +192,8 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse(
-            f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy the "
-            "model before tz.shard, or load its weights into a second model."
+            f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy "
+            "the model before tz.shard, or load its weights into a second model."
         )
 
 
@@ -240,7 +244,7 @@ def _build_units(model: nn.Module, specs: list[UnitSpec], recipe: Recipe) -> lis
 
 
 def _bucket_groups(members: list[Member]) -> list[list[Member]]:
-    """Members that can share a flat space: trainable ones sorted by param group, frozen ones by dtype if not floating."""
+    """Members that can share a flat space: trainable ones by param group, then frozen ones by dtype."""
     groups: dict[tuple[bool, str], list[Member]] = {}
     for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
         dtype = member.parameter.dtype

@@ -33,8 +33,8 @@ class Piece:
 
     Attributes:
         name: the parameter's fully qualified name.
-        kind: `weight`, or the optimizer's own key such as `exp_avg`; a state that is not per element, such as `step`, is
-            given whole as [0, its number of elements).
+        kind: `weight`, or the optimizer's own key such as `exp_avg`; a state that is not per element, such as `step`,
+            is given whole as [0, its number of elements).
         shape: the parameter's.
         tensor: 1-D, of the elements.
     """
