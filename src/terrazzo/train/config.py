@@ -212,6 +212,7 @@ class LogConfig(Section):
     folder: Path = Path("runs/default")
     every: int = Field(10, gt=0, description="steps between console lines")
     tensorboard: bool = True
+    note: str | None = Field(None, description="printed at the very end, such as what to do next")
 
 
 class Config(Section):

@@ -49,6 +49,7 @@ class Report:
         self._traffic: dict[str, int] = {}  # bytes of the newest step, by kind of collective
         self._first_validation: Validation | None = None
         self._last_validation: Validation | None = None
+        self._last_sample = ""
         self._peak_flops = None
         if session.ranks.device.type == "cuda":
             self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(session.ranks.device))
@@ -106,10 +107,13 @@ class Report:
 
     def sample(self, text: str) -> None:
         """A text sample."""
-        if self._speaks:
-            self._log("sample", {"text": text})
-            indented = "\n".join(f"    {line}" for line in text.strip("\n").split("\n"))
-            self._say(f"sample at step {self._session.step}:\n{indented}")
+        if not self._speaks:
+            return
+        self._log("sample", {"text": text})
+        indented = "\n".join(f"    {line}" for line in text.strip("\n").split("\n"))
+        self._last_sample = f"sample at step {self._session.step}:\n{indented}"
+        if self._session.step < self._session.config.train.steps:  # the last one closes the summary
+            self._say(self._last_sample)
 
     def saved(self, path: Path) -> None:
         """A checkpoint was written."""
@@ -136,6 +140,10 @@ class Report:
         self._say(f"\n{state}: step {session.step} of {session.config.train.steps}, {seconds:.0f} s")
         for line in self._summary_lines(summary):
             self._say(line)
+        if self._last_sample and not stopped:
+            self._say(f"\n{self._last_sample}\n")
+        if session.config.log.note:
+            self._say(session.config.log.note)
         for sink in self._sinks:
             sink.close()
 
