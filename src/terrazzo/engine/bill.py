@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.optimizer import state_of
+from terrazzo.engine.optimizer import is_per_element
 from terrazzo.engine.rehearsal import rehearse
 from terrazzo.engine.segment import held_range, runs
 from terrazzo.engine.unit import Unit
@@ -57,13 +56,13 @@ class MemoryBill:
 
 
 def memory_bill(
-    units: Sequence[Unit], optimizer: Optimizer | None, prefetch: int, micro_batches: int, local_sums: bool
+    units: Sequence[Unit], templates: Sequence[dict[str, Any]], prefetch: int, micro_batches: int, local_sums: bool
 ) -> MemoryBill:
     """The bill of these units, whether or not they have been built.
 
     Args:
         units: in registration order.
-        optimizer: before or after sharding; None counts no optimizer state.
+        templates: `state_of` each param group; none without an optimizer.
         prefetch: units gathered ahead.
         micro_batches: in a step.
         local_sums: whether those before the last only add their gradients on this rank.
@@ -75,7 +74,7 @@ def memory_bill(
         weight_bytes=sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in buckets),
         master_bytes=sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in trainable if b.has_own_master),
         grad_bytes=sum(_numel(b, b.optim_axes) * precision.accumulate.itemsize for b in trainable),
-        moments_bytes=_moments_bytes(trainable, optimizer) if optimizer is not None else 0,
+        moments_bytes=_moments_bytes(trainable, templates) if templates else 0,
         transient_bytes=rehearse(units, prefetch, micro_batches, local_sums)[0].peak_bytes,
     )
 
@@ -84,21 +83,14 @@ def _numel(bucket: Bucket, axes: tuple[str, ...]) -> int:
     return bucket.space.range(axes).numel
 
 
-def _moments_bytes(buckets: Sequence[Bucket], optimizer: Optimizer) -> int:
-    precision = buckets[0].recipe.precision if buckets else None
-    per_group = [_probe(optimizer, group) for group in optimizer.param_groups]
+def _moments_bytes(buckets: Sequence[Bucket], templates: Sequence[dict[str, Any]]) -> int:
     total = 0
     for bucket in buckets:
         for first, last in runs(bucket):
             group, numel = bucket.members[first].group, held_range(bucket, first, last).numel
-            if group >= 0 and numel and precision is not None:
-                elementwise, fixed_bytes = per_group[group]
-                total += elementwise * numel * precision.moments.itemsize + fixed_bytes
+            for value in templates[group].values() if group >= 0 and numel else ():
+                if is_per_element(value):
+                    total += numel * bucket.recipe.precision.moments.itemsize
+                elif isinstance(value, Tensor):
+                    total += value.nbytes
     return total
-
-
-def _probe(optimizer: Optimizer, group: dict[str, Any]) -> tuple[int, int]:
-    """(states per element, bytes beside them) that this optimizer keeps for one tensor."""
-    state = [value for value in state_of(optimizer, group).values() if isinstance(value, Tensor)]
-    elementwise = [value for value in state if value.shape == (2,)]
-    return len(elementwise), sum(value.nbytes for value in state) - sum(value.nbytes for value in elementwise)

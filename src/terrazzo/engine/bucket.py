@@ -32,7 +32,7 @@ __all__ = ["Bucket", "Member", "Recipe"]
 
 @dataclass
 class Member:
-    """One parameter: every name it has, and the optimizer's param group that owns it (-1: none)."""
+    """One parameter: every name it has, where it is registered, and the optimizer's param group (-1: none)."""
 
     names: tuple[str, ...]
     parameter: nn.Parameter
@@ -118,6 +118,7 @@ class Bucket:
         self._classes = [type(member.parameter) for member in self.members]
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = self._view(self.full.data, slot)
+            member.parameter.terrazzo_name = member.name  # type: ignore[attr-defined]
         if not self.resident:
             self.recipe.axes.ledger.take(self.full.data.nbytes)
             self.release()

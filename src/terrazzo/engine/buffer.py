@@ -77,12 +77,12 @@ class Buffer:
         Args:
             axes: a list that this buffer's axes are a prefix of.
             wire: dtype sent.
-            dtype: dtype of the result.
+            dtype: dtype of the sum; where there is nothing to sum, the data are returned as they are.
         """
         data = self.data
         for axis in self.space.axes.live(axes[len(self.axes) :]):
             data = yield from self.space.axes.along(axis).reduce_scatter(data.to(wire), dtype)
-        return data.to(dtype)
+        return data
 
     def average(self, axes: tuple[str, ...], wire: torch.dtype, dtype: torch.dtype, denominator: float) -> Moves:
         """Sum over the ranks of `axes`, which do not split this buffer, then divide once: one all-reduce per axis."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,9 @@ class Engine:
         recipe: the same with only the axes that have more than one rank, and the precision.
         units: in registration order, root first.
         why_units: how the units were found.
+        templates: what the optimizer keeps for a small tensor of each param group.
         driver: of the optimizer, or None.
+        denominator: of finished gradient sums, where the user has set one.
     """
 
     plan: Plan
@@ -51,6 +54,7 @@ class Engine:
     why_units: str
     schedule: Schedule
     hooks: Hooks
+    templates: Sequence[dict[str, Any]] = ()
     driver: OptimizerDriver | None = None
     denominator: float | None = None
 
@@ -74,9 +78,8 @@ class Engine:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
         """
-        optimizer = self.driver.optimizer if self.driver is not None else None
         sums_locally = self.sums_locally(local)
-        return memory_bill(self.units, optimizer, self.schedule.prefetch, micro_batches, sums_locally)
+        return memory_bill(self.units, self.templates, self.schedule.prefetch, micro_batches, sums_locally)
 
     @property
     def traffic(self) -> Traffic:
@@ -184,7 +187,7 @@ class Engine:
         with torch.no_grad():
             restore_model(self.buckets(), read)
             if self.driver is not None:
-                restore_optimizer(self.driver, read)
+                restore_optimizer(self.driver, self.templates, read)
 
     def describe(self) -> str:
         """The plan's places, the dtypes and the units, as text."""

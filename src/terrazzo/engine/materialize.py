@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -40,23 +39,21 @@ def initializer_of(model: nn.Module) -> Initializer:
     return initialize
 
 
-def materialize(members: Iterable[Member], initialize: Initializer, device: torch.device) -> list[Member]:
+def materialize(members: Iterable[Member], initialize: Initializer, device: torch.device) -> None:
     """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them."""
-    materialized, touched = [], {}
+    touched = {}
     for member in members:
-        old = member.parameter
-        if not old.is_meta:
-            materialized.append(member)
+        meta, holders = member.parameter, member.holders
+        member.holders = ()  # they may hold the model itself, which holds the members
+        if not meta.is_meta:
             continue
-        new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-        for module, attribute in member.holders:
-            module._parameters[attribute] = new
+        member.parameter = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+        for module, attribute in holders:
+            module._parameters[attribute] = member.parameter
             touched[id(module)] = module
-        materialized.append(replace(member, parameter=new))
     for module in touched.values():
         _materialize_buffers(module, device)
         initialize(module)
-    return materialized
 
 
 def _materialize_buffers(module: nn.Module, device: torch.device) -> None:

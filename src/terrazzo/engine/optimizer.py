@@ -31,6 +31,7 @@ __all__ = [
     "assign_groups",
     "check_optimizer",
     "clip_grad_norm",
+    "is_per_element",
     "state_of",
     "unhooked_step",
 ]
@@ -43,7 +44,7 @@ ELEMENTWISE = frozenset(
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Errors: `BadInput` for an optimizer that is not known to be elementwise, or has already stepped."""
+    """Errors: `BadInput` for an optimizer that is not known to be elementwise."""
     name = type(optimizer).__name__
     if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
         raise BadInput(
@@ -51,10 +52,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
             f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
             "optimizer class if its update is elementwise."
-        )
-    if optimizer.state:
-        raise BadInput(
-            f"The {name} has already stepped: its state is not sharded. Call tz.shard first, then restore a checkpoint."
         )
 
 
@@ -77,14 +74,33 @@ def assign_groups(optimizer: Optimizer, members: Sequence[Member]) -> None:
 
 
 def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """What this optimizer keeps for a tensor of two elements in `group`, found by stepping one on zeros."""
-    tensor = nn.Parameter(torch.zeros(2))
-    tensor.grad = torch.zeros(2)
+    """What this optimizer keeps for a tensor of `group` that has two elements.
+
+    Taken from a parameter that has state already, else found by stepping such a tensor on a zero gradient.
+    """
+    for parameter in group["params"]:
+        if parameter.dim() and (state := optimizer.state.get(parameter)):
+            return {key: _for_pair(value, parameter) for key, value in state.items()}
+    tensor = nn.Parameter(torch.zeros(_PAIR))
+    tensor.grad = torch.zeros(_PAIR)
     probe = copy.copy(optimizer)
     probe.state = defaultdict(dict)
     probe.param_groups = [{**group, "params": [tensor]}]
     unhooked_step(probe)
     return dict(probe.state[tensor])
+
+
+_PAIR = (2,)
+
+
+def is_per_element(example: Any) -> bool:
+    """Whether this entry of `state_of` holds one value per element."""
+    return isinstance(example, Tensor) and example.shape == _PAIR
+
+
+def _for_pair(value: Any, parameter: Tensor) -> Any:
+    per_element = isinstance(value, Tensor) and value.shape == parameter.shape
+    return value.new_zeros(_PAIR) if per_element else value
 
 
 def unhooked_step(optimizer: Optimizer) -> None:
@@ -105,7 +121,8 @@ class OptimizerDriver:
     def __init__(
         self, optimizer: Optimizer, buckets: Sequence[Bucket], recipe: Recipe, publish: Callable[[], None]
     ) -> None:
-        self.buckets, self.recipe, self._publish = buckets, recipe, publish
+        self.buckets, self.recipe = buckets, recipe
+        self._publish = weakref.WeakMethod(publish)  # its owner owns this driver
         self.segments = [segment for segment in segments_of(buckets) if segment.group >= 0]
         scaling = recipe.precision.loss_scaling
         self.scaler = LossScaler(scaling) if scaling else None
@@ -153,7 +170,8 @@ class OptimizerDriver:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for segment in self.segments:
             segment.parameter.grad = None
-        self._publish()
+        if (publish := self._publish()) is not None:
+            publish()
 
     def _cut_segments(self, optimizer: Optimizer) -> None:
         self.recut(optimizer, [segment.cut(segment.seen, optimizer) for segment in self.segments])

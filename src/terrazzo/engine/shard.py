@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,12 +19,20 @@ from terrazzo.engine.checks import check_agreement, check_mesh, check_model, che
 from terrazzo.engine.engine import Engine, engine_of
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.materialize import initializer_of, materialize, move_buffers, synchronize
-from terrazzo.engine.optimizer import OptimizerDriver, adopt, assign_groups, check_optimizer, clip_grad_norm
+from terrazzo.engine.optimizer import (
+    OptimizerDriver,
+    adopt,
+    assign_groups,
+    check_optimizer,
+    clip_grad_norm,
+    state_of,
+)
 from terrazzo.engine.order import Order
 from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
 from terrazzo.engine.place import Place, Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.state import reading, restore_optimizer
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
@@ -80,18 +89,15 @@ def shard(  # structure: signature fixed by the design
         axes,
         {"plan": str(plan), "precision": str(precision), "prefetch": prefetch, "parameters": model_facts(specs)},
     )
-    sharded_units = _build_units(model, specs, recipe)
-    axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
-    axes.traffic.reset()
+    planned = _plan_units(specs, recipe)
+    _build_units(model, planned, axes)
 
-    schedule = Schedule(sharded_units, Order.of_registration(sharded_units), prefetch)
-    hooks = Hooks(sharded_units, schedule, axes, precision, None)
-    engine = Engine(plan, recipe, sharded_units, why, schedule, hooks)
+    schedule = Schedule(planned, Order.of_registration(planned), prefetch)
+    hooks = Hooks(planned, schedule, axes, precision, None)
+    engine = Engine(plan, recipe, planned, why, schedule, hooks)
+    schedule.denominator = _weak_call(engine.gradient_denominator)
     if built is not None:
-        engine.driver = OptimizerDriver(built, engine.trainable(), recipe, engine.publish)
-        hooks.scaler = engine.driver.scaler
-        adopt(built, engine.driver)
-    schedule.denominator = engine.gradient_denominator
+        _drive(engine, built)
     hooks.attach(model)
     _adopt_model(model, engine)
     return model, built
@@ -229,18 +235,55 @@ def _build_optimizer(model: nn.Module, optimizer: OptimizerLike, specs: list[Uni
     return built
 
 
-def _build_units(model: nn.Module, specs: list[UnitSpec], recipe: Recipe) -> list[Unit]:
-    initialize = initializer_of(model)
+def _plan_units(specs: list[UnitSpec], recipe: Recipe) -> list[Unit]:
+    """The units, with nothing allocated yet."""
     units = []
     for index, spec in enumerate(specs):
-        members = materialize(spec.members, initialize, recipe.axes.device)
-        synchronize([member.parameter for member in members], recipe.axes)
-        buckets = [Bucket(group, recipe, keep=not spec.name) for group in _bucket_groups(members)]
-        for bucket in buckets:
-            bucket.build()
+        buckets = [Bucket(group, recipe, keep=not spec.name) for group in _bucket_groups(spec.members)]
         units.append(Unit(spec.name, index, spec.module, buckets))
-    move_buffers(model, initialize, recipe.axes)
     return units
+
+
+def _build_units(model: nn.Module, units: list[Unit], axes: Axes) -> None:
+    """Give every unit its values and its memory, one after the other."""
+    initialize = initializer_of(model)
+    for unit in units:
+        members = [member for bucket in unit.buckets for member in bucket.members]
+        materialize(members, initialize, axes.device)
+        synchronize([member.parameter for member in members], axes)
+        for bucket in unit.buckets:
+            bucket.build()
+    move_buffers(model, initialize, axes)
+    axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
+    axes.traffic.reset()
+
+
+def _drive(engine: Engine, optimizer: Optimizer) -> None:
+    """Put the optimizer on the engine's master weights, with whatever state it had."""
+    engine.templates = [state_of(optimizer, group) for group in optimizer.param_groups]
+    states = {
+        member.name: dict(optimizer.state.pop(member.parameter))
+        for bucket in engine.trainable()
+        for member in bucket.members
+        if member.parameter in optimizer.state
+    }
+    engine.driver = OptimizerDriver(optimizer, engine.trainable(), engine.recipe, engine.publish)
+    engine.hooks.scaler = engine.driver.scaler
+    if states:
+        restore_optimizer(engine.driver, engine.templates, reading(states))
+    adopt(optimizer, engine.driver)
+
+
+def _weak_call(method: Callable[[], float]) -> Callable[[], float]:
+    """`method`, without keeping its owner alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> float:
+        live = reference()
+        assert live is not None, "the model is gone"
+        return live()
+
+    return call
 
 
 def _bucket_groups(members: list[Member]) -> list[list[Member]]:

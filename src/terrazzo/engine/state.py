@@ -6,25 +6,32 @@ or the number of ranks remains in it, so pieces written under one plan can be re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.layout import Range, Slot
-from terrazzo.engine.optimizer import OptimizerDriver, state_of
+from terrazzo.engine.optimizer import OptimizerDriver, is_per_element
 from terrazzo.engine.segment import Segment
 
-__all__ = ["Piece", "Read", "model_pieces", "optimizer_pieces", "restore_model", "restore_optimizer"]
+__all__ = ["Piece", "Read", "model_pieces", "optimizer_pieces", "reading", "restore_model", "restore_optimizer"]
 
 Read = Callable[[str, str, int, int], Tensor | None]
 """(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent."""
 
-_PAIR = (2,)
+
+def reading(states: Mapping[str, Mapping[str, Any]]) -> Read:
+    """A `Read` of full optimizer states, by parameter name and kind."""
+
+    def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
+        value = states.get(name, {}).get(kind)
+        return None if value is None else torch.as_tensor(value).detach().reshape(-1)[start:stop]
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -83,54 +90,44 @@ def restore_model(buckets: list[Bucket], read: Read) -> None:
                         state.part(held).copy_(value)
 
 
-def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
-    """Set the optimizer's state; parameters for which `read` has none go back to having none."""
-    optimizer = driver.optimizer
-    templates = [state_of(optimizer, group) for group in optimizer.param_groups]
-    parts = []
+def restore_optimizer(driver: OptimizerDriver, templates: Sequence[dict[str, Any]], read: Read) -> None:
+    """Set the optimizer's state; parameters for which `read` has none go back to having none.
+
+    Args:
+        templates: `state_of` each param group.
+    """
+    optimizer, parts = driver.optimizer, []
     for segment in driver.segments:
         optimizer.state.pop(segment.parameter, None)
-        fixed = [_read_fixed(slot, templates[segment.group], read) for slot in _slots(segment)]
-        labels = [None if state is None else str(state) for state in fixed]
+        labels = [str(_read_fixed(slot, templates[segment.group], read)) for slot in _slots(segment)]
         parts.append(segment.cut(labels, optimizer))
     driver.recut(optimizer, parts)
     for segment in driver.segments:
         template = templates[segment.group]
-        first = _read_fixed(_slots(segment)[0], template, read)
-        if first is not None:
-            _restore_segment(segment, optimizer, template, first, read)
-            if segment.parameter.numel() and driver.recipe.precision.moments != segment.parameter.dtype:
-                cast_state(optimizer.state[segment.parameter], segment, driver.recipe.precision.moments)
+        fixed = _read_fixed(_slots(segment)[0], template, read)
+        if fixed is not None:
+            moments = {
+                kind: _read_moments(segment, kind, read).to(driver.recipe.precision.moments)
+                for kind, example in template.items()
+                if is_per_element(example)
+            }
+            optimizer.state[segment.parameter] = {kind: (fixed | moments)[kind] for kind in template}
 
 
-def cast_state(state: dict[str, Any], segment: Segment, dtype: torch.dtype) -> None:
-    for kind, value in state.items():
-        if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
-            state[kind] = value.to(dtype)
-
-
-def _restore_segment(
-    segment: Segment, optimizer: Optimizer, template: dict[str, Any], fixed: dict[str, Any], read: Read
-) -> None:
-    state = dict(fixed)
-    for kind, example in template.items():
-        if kind in fixed:
-            continue
-        assert isinstance(example, Tensor)
-        whole = torch.zeros_like(segment.parameter)
-        for slot, held in segment.slots():
-            value = read(slot.name, kind, held.start - slot.offset, held.stop - slot.offset)
-            if value is not None:
-                whole[held.within(segment.range)].copy_(value)
-        state[kind] = whole
-    optimizer.state[segment.parameter] = state
+def _read_moments(segment: Segment, kind: str, read: Read) -> Tensor:
+    whole = torch.zeros_like(segment.parameter, requires_grad=False)
+    for slot, held in segment.slots():
+        value = read(slot.name, kind, held.start - slot.offset, held.stop - slot.offset)
+        if value is not None:
+            whole[held.within(segment.range)].copy_(value)
+    return whole
 
 
 def _read_fixed(slot: Slot, template: dict[str, Any], read: Read) -> dict[str, Any] | None:
     """The states of a parameter that are not per element; None when it has no state at all."""
     fixed: dict[str, Any] = {}
     for kind, example in template.items():
-        if isinstance(example, Tensor) and example.shape == _PAIR:
+        if is_per_element(example):
             if slot.numel and read(slot.name, kind, 0, 1) is None:
                 return None
             continue
