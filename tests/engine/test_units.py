@@ -1,0 +1,343 @@
+"""Which modules become units, which unit owns a parameter, and parameters of every awkward kind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from tests.engine.toys import (
+    EVERY_PLAN,
+    TABLE_1D,
+    Block,
+    Net,
+    adamw,
+    assert_close,
+    batch,
+    full_parameters,
+    loss_of,
+    mesh_for,
+    on_ranks,
+    sharded,
+    train,
+    train_alone,
+)
+from tests.helpers.fake import fake_group
+
+
+def unit_names(model: nn.Module, units: Any = None) -> list[str]:
+    with fake_group(2):
+        sharded_model, _ = tz.shard(model, None, "zero3", units=units)
+        return [unit.name for unit in engine_of(sharded_model).units]
+
+
+BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+# -- discovery -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [None, [Block], ["Block"], ["blocks.*"], ["blocks.?"], ["blocks.0", "blocks.[12]"]])
+def test_blocks_are_found(units: Any) -> None:
+    assert unit_names(Net(), units) == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("units", "names"),
+    [
+        (["embed"], ["", "embed"]),
+        ([nn.Embedding, "blocks.1"], ["", "embed", "blocks.1"]),
+        ([nn.Linear], ["", *(f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")), "head"]),
+        (["blocks.*.up"], ["", "blocks.0.up", "blocks.1.up", "blocks.2.up"]),
+    ],
+)
+def test_units_are_what_was_asked_for(units: Any, names: list[str]) -> None:
+    assert unit_names(Net(), units) == names
+
+
+def test_a_glob_star_stays_within_one_level() -> None:
+    """And leaves out `blocks`: a ModuleList is never called, so nothing would gather it."""
+    assert unit_names(Net(), ["*"]) == ["", "embed", "head"]
+
+
+def test_the_models_own_list_comes_first() -> None:
+    class Declared(Net):
+        _no_split_modules = ["Linear"]
+
+    assert "blocks.0.up" in unit_names(Declared())
+
+
+def test_the_heaviest_repeated_class_is_chosen() -> None:
+    model = Net()
+    model.small = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(9))
+    assert unit_names(model) == BLOCKS
+
+
+def test_without_repetition_large_modules_become_units() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Linear(1000, 1001)
+            self.small = nn.Linear(10, 10)
+
+    assert unit_names(Plain()) == ["", "large"]
+
+
+def test_a_unit_may_be_the_whole_model() -> None:
+    assert unit_names(nn.Linear(3, 3)) == [""]
+
+
+def test_the_choice_is_printed() -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), None, "zero3", precision="bf16")
+        text = engine_of(model).describe()
+    assert "the repeated block Block" in text
+    assert all(name in text for name in ("(root)", "blocks.0", "blocks.2"))
+    assert all(word in text for word in ("weight", "between", "grad", "optim", "dp_shard 2", "bfloat16", "moments"))
+
+
+@pytest.mark.parametrize(("unit", "hint"), [("Blok", "Did you mean 'Block'"), ("layers.*", "matches no module")])
+def test_a_unit_that_matches_nothing_is_refused(unit: str, hint: str) -> None:
+    with fake_group(2), pytest.raises(tz.BadInput, match=hint):
+        tz.shard(Net(), None, "zero3", units=[unit])
+
+
+def test_a_class_that_matches_nothing_is_refused() -> None:
+    with fake_group(2), pytest.raises(tz.BadInput, match="LSTM"):
+        tz.shard(Net(), None, "zero3", units=[nn.LSTM])
+
+
+# -- ownership -------------------------------------------------------------------------------------------------
+
+
+def owners(model: nn.Module) -> dict[str, str]:
+    """For every name of every parameter, the unit that owns it."""
+    return {name: unit.name for unit in engine_of(model).units for b in unit.buckets for slot in b.slots for name in slot.names}
+
+
+class Tree(nn.Module):
+    """Units around units: `outer.0` and `outer.1` each hold two blocks and a linear layer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 13)
+        self.outer = nn.ModuleList(Net(13, 2) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for part in self.outer:
+            for block in part.blocks:
+                x = block(x)
+        return self.outer[1].head(x) + 0 * self.outer[0](tokens) + self.outer[1](tokens)
+
+
+def test_nested_units_own_what_no_inner_unit_owns() -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Tree(), None, "zero3", units=["outer.*", Block])
+        owner = owners(model)
+    assert owner["embed.weight"] == ""
+    assert owner["outer.0.head.weight"] == owner["outer.0.embed.weight"] == "outer.0"
+    assert owner["outer.0.blocks.1.up.bias"] == "outer.0.blocks.1"
+
+
+def test_a_parameter_tied_across_units_goes_to_their_lowest_common_ancestor() -> None:
+    base = Tree()
+    base.outer[0].blocks[1].up.weight = base.outer[0].blocks[0].up.weight  # within outer.0
+    base.outer[1].head.weight = base.embed.weight  # with the root
+    base.outer[1].blocks[0].down.weight = base.outer[0].blocks[0].down.weight  # across outer.0 and outer.1
+    with fake_group(2):
+        model, _ = tz.shard(base, None, "zero3", units=["outer.*", Block])
+        owner = owners(model)
+    assert owner["outer.0.blocks.1.up.weight"] == owner["outer.0.blocks.0.up.weight"] == "outer.0"
+    assert owner["outer.1.head.weight"] == owner["embed.weight"] == ""
+    assert owner["outer.1.blocks.0.down.weight"] == owner["outer.0.blocks.0.down.weight"] == ""
+
+
+def test_a_module_used_under_two_names_is_one_unit_of_its_parameters() -> None:
+    base = Net()
+    base.blocks[2] = base.blocks[0]
+    with fake_group(2):
+        model, _ = tz.shard(base, None, "zero3", units=[Block])
+        slots = [slot for unit in engine_of(model).units for b in unit.buckets for slot in b.slots]
+    names = [name for slot in slots for name in slot.names]
+    assert len(names) == len(set(names)) == len(list(base.named_parameters(remove_duplicate=False)))
+    assert sum(slot.numel for slot in slots) == sum(p.numel() for p in base.parameters())
+
+
+# -- training awkward models as plain PyTorch does -------------------------------------------------------------
+
+
+def same_as_alone(base: nn.Module, plan: str, world_size: int = 2, steps: int = 3, units: Any = None) -> None:
+    """Losses and parameters after `steps` equal those of one process, tied names and frozen ones included."""
+    alone = copy.deepcopy(base)
+    wanted = train_alone(alone, adamw([p for p in alone.parameters() if p.requires_grad]), steps, world_size)
+
+    def body(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+        model = copy.deepcopy(base)
+        optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+        model, optimizer = tz.shard(model, optimizer, plan, units=units, mesh=mesh_for(plan, world_size))
+        return train(model, optimizer, steps, rank), full_parameters(model)
+
+    for rank, (losses, parameters) in enumerate(on_ranks(world_size, body)):
+        assert losses == pytest.approx([each[rank] for each in wanted], abs=1e-5)
+        assert_close(parameters, dict(alone.named_parameters(remove_duplicate=False)), 1e-5)
+
+
+class Gain(Block):
+    """A block with a scalar in use, and an empty parameter that is not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class Odd(Net):
+    """Scalar, empty and odd-shaped parameters, in the root and in units."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 0)
+        self.blocks.extend([Gain(5), Gain(5)])
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 7))
+        self.cube = nn.Parameter(torch.randn(3, 1, 5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.cube.sum((0, 1)) + self.empty.sum()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _tied() -> nn.Module:
+    base = Net()
+    base.head.weight = base.embed.weight
+    base.blocks[1].up.weight = base.blocks[0].up.weight
+    base.blocks[2].down = base.blocks[0].down
+    return base
+
+
+def _shared_block() -> nn.Module:
+    base = Net()
+    base.blocks[2] = base.blocks[0]
+    return base
+
+
+def _frozen() -> nn.Module:
+    base = Net()
+    base.embed.requires_grad_(False)
+    base.blocks[1].requires_grad_(False)
+    base.blocks[0].up.bias.requires_grad_(False)
+    return base
+
+
+class Nested(Tree):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.outer[0](tokens) + self.outer[1](tokens)
+
+
+@pytest.mark.parametrize("make", [Odd, _tied, _shared_block, _frozen], ids=["odd", "tied", "shared", "frozen"])
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_awkward_models_train_as_in_one_process(plan: str, make: Any) -> None:
+    same_as_alone(make(), plan, 4)
+
+
+def _unused_embed(base: Nested) -> Nested:
+    base.embed = nn.Embedding(1, 1)
+    return base
+
+
+@pytest.mark.parametrize("plan", TABLE_1D)
+def test_nested_units_train_as_in_one_process(plan: str) -> None:
+    same_as_alone(_unused_embed(Nested()), plan, units=["outer.*", Block])
+
+
+@pytest.mark.parametrize("plan", TABLE_1D)
+def test_more_ranks_than_elements(plan: str) -> None:
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(17, 1)
+            self.bias = nn.Parameter(torch.zeros(17))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.table(tokens) + self.bias
+
+    same_as_alone(Tiny(), plan, 8)
+
+
+def test_original_dtypes_may_differ_within_a_unit() -> None:
+    """All floating parameters are computed in the precision's dtype; integers keep theirs."""
+    base = Net()
+    base.blocks[0].up.to(torch.bfloat16)
+    base.blocks[1].down.to(torch.float64)
+    base.blocks[1].counts = nn.Parameter(torch.arange(7), requires_grad=False)
+    rounded = copy.deepcopy(base).float()
+    alone = train_alone(rounded, adamw([p for p in rounded.parameters() if p.requires_grad]), 3, 2)
+
+    def body(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+        model, optimizer = sharded(base, "zero3")
+        losses = train(model, optimizer, 3, rank)
+        return losses, full_parameters(model)
+
+    for rank, (losses, parameters) in enumerate(on_ranks(2, body)):
+        assert losses == pytest.approx([each[rank] for each in alone], abs=1e-5)
+        assert parameters["blocks.0.up.weight"].dtype == torch.float32
+        assert torch.equal(parameters["blocks.1.counts"], torch.arange(7))
+
+
+def test_every_rank_starts_from_the_first_ranks_values() -> None:
+    def body(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = Net()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(rank + 1.0)
+        model.register_buffer("seen", torch.tensor([float(rank)]))
+        model, _ = tz.shard(model, None, "zero3")
+        return full_parameters(model), dict(model.named_buffers())
+
+    for parameters, buffers in on_ranks(3, body):
+        assert all(bool((value == 1).all()) for value in parameters.values())
+        assert buffers["seen"].item() == 0.0
+
+
+def test_buffers_stay_whole_and_keep_their_dtype() -> None:
+    base = Net()
+    base.blocks[0].register_buffer("mean", torch.arange(5.0))
+    base.register_buffer("count", torch.tensor(3))
+    base.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, "zero3", precision="bf16")
+        train(model, optimizer, 1, rank)
+        return dict(model.named_buffers())
+
+    for buffers in on_ranks(2, body):
+        assert torch.equal(buffers["blocks.0.mean"], torch.arange(5.0))
+        assert buffers["count"].item() == 3
+        assert buffers["scratch"].dtype == torch.float32
+
+
+def test_a_non_contiguous_parameter_is_named() -> None:
+    base = Net()
+    base.head.weight = nn.Parameter(torch.randn(13, 17).t())
+    with fake_group(2), pytest.raises(tz.BadInput, match=r"head\.weight.*contiguous"):
+        tz.shard(base, None, "zero3")
+
+
+def test_tied_names_stay_one_object() -> None:
+    def body(rank: int) -> bool:
+        model, optimizer = sharded(_tied(), "zero3")
+        loss_of(model, batch()).backward()
+        optimizer.step()
+        return model.head.weight is model.embed.weight and model.blocks[2].down is model.blocks[0].down
+
+    assert all(on_ranks(2, body))
