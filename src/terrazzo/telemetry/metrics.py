@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +36,8 @@ class StepMetrics:
     skipped_steps: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Every known value by name."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        """Every known value by name. An overflowing gradient norm is left out: JSON has no infinity."""
+        return {key: value for key, value in asdict(self).items() if value is not None and math.isfinite(value)}
 
     def line(self, steps: int) -> str:
         """One console line; `steps` is the length of the run."""

@@ -4,7 +4,6 @@ measurements.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -201,7 +200,7 @@ class Report:
 
     def _log(self, kind: str, values: dict[str, Any]) -> None:
         for sink in self._sinks:
-            sink.log(kind, self._session.step, json.loads(json.dumps(values)))
+            sink.log(kind, self._session.step, values)
 
     def _say(self, text: str) -> None:
         self._console.say(text)

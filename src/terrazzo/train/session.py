@@ -63,6 +63,7 @@ class Session:
             "schedule": self.schedule.state_dict(),
             "scaler": self.optimizer.scaler_state(),
             "data": self.loader.state_dict(),
+            "config": self.config.model_dump(mode="json"),
         }
         checkpoint.save(path, self.model, self.optimizer, extra)
         if self.ranks.is_first and self.config.checkpoint.keep_last is not None:

@@ -1,0 +1,114 @@
+"""What is measured, how it reads, and where it goes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from terrazzo.telemetry import JsonLines, PeakMemory, StepMetrics, Stopwatch, TensorBoard, peak_bf16_flops
+from terrazzo.telemetry import metrics as metrics_module
+
+METRICS = StepMetrics(
+    step=20,
+    loss=1.5,
+    learning_rate=3e-4,
+    tokens=40_960,
+    step_s=0.25,
+    tokens_per_s=8192.0,
+    data_wait=0.01,
+    communication=0.25,
+    peak_memory_bytes=3 * 2**29,
+)
+
+
+def test_one_line_says_everything_and_na_where_nothing_is_known() -> None:
+    line = METRICS.line(1000)
+    for part in ("step   20/1000", "loss 1.5000", "lr 3.00e-04", "8,192 tok/s", "MFU n/a", "1.50 GiB", "data 1%"):
+        assert part in line
+    assert "comm 25%" in line
+    assert "\n" not in line
+    known = replace(METRICS, grad_norm=0.5, tflops=123.4, mfu=0.42, skipped_steps=3).line(1000)
+    assert "grad norm 0.500 | " in known
+    assert "123 TFLOP/s | MFU 42.0%" in known
+    assert known.endswith("skipped 3")
+
+
+def test_unknown_and_infinite_values_are_not_written() -> None:
+    values = replace(METRICS, grad_norm=float("inf"), tflops=1.0).as_dict()
+    assert "grad_norm" not in values
+    assert "mfu" not in values
+    assert values["tflops"] == 1.0
+    json.dumps(values, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_peaks_are_found_by_whole_words(device: str, tflops: float | None) -> None:
+    assert peak_bf16_flops(device) == (None if tflops is None else tflops * 1e12)
+
+
+def test_a_resumed_run_replaces_the_lines_it_does_again(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    first = JsonLines(path)
+    for step in (10, 20, 30):
+        first.log("train", step, {"loss": float(step)})
+    first.log("summary", 30, {})
+    first.close()
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')  # cut short by a kill
+    resumed = JsonLines(path, first_step=20)
+    resumed.log("train", 30, {"loss": 0.0})
+    resumed.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(10, 10.0), (20, 20.0), (30, 0.0)]
+    JsonLines(path).close()
+    assert path.read_text() == "", "a new run starts a new file"
+
+
+def test_tensorboard_gets_numbers_and_text(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path)
+    sink.log("train", 5, {"loss": 2.5, "tokens": 7})
+    sink.log("sample", 5, {"text": "def f"})
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(5, 2.5)]
+    assert events.Scalars("train/tokens")[0].value == 7
+    assert "sample/text/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_stopwatch_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now[0])
+    watch = Stopwatch()
+    with watch.measure():
+        now[0] += 2
+    with watch.pause():
+        now[0] += 50
+    now[0] += 3
+    assert (watch.total_s, watch.measured_s) == (5, 2)
+    watch.reset()
+    assert (watch.total_s, watch.measured_s) == (0, 0)
+
+
+def test_peak_memory_of_a_cpu_run_is_that_of_the_process() -> None:
+    peak = PeakMemory(torch.device("cpu")).peak_bytes
+    assert 50 * 2**20 < peak < 2**40
+    ballast = torch.ones(2**26)  # 256 MiB
+    assert PeakMemory(torch.device("cpu")).peak_bytes >= max(peak, ballast.nbytes)
