@@ -1,0 +1,107 @@
+"""The models and batches of the parity tests: small, of odd shapes, one variant per feature under test."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 19
+WIDTH = 13
+EXPERTS = 4
+VARIANTS = ("plain", "tied_inside", "tied_across", "frozen", "unused")
+
+
+class Block(nn.Module):
+    """A residual block with a 0-d parameter; `tied` shares one weight between its two matrices."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        hidden = WIDTH if tied else 2 * WIDTH + 1
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        if tied:
+            self.down.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head: the root unit and three units of class `Block`."""
+
+    def __init__(self, tied_blocks: bool = False, experts: int = 0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.experts = nn.ModuleList(Block() for _ in range(experts))
+        self.blocks = nn.ModuleList(Block(tied_blocks) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Routed(Net):
+    """Blocks run only where the batch says so: bit i of the first token routes it through block i of `experts`.
+
+    Besides these units, `gain` is a parameter of the root unit that only batches with bit 1 use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(experts=EXPERTS)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        route = int(tokens[0, 0])
+        x = self.embed(tokens)
+        for index, expert in enumerate(self.experts):
+            if route >> index & 1:
+                x = expert(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.gain if route & 2 else x)
+
+
+@functools.cache
+def base_model(variant: str) -> nn.Module:
+    """The model that every rank and the reference copy; never trained itself."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        if variant == "unused":
+            return Routed()
+        model = Net(tied_blocks=variant == "tied_inside")
+        if variant == "tied_across":
+            model.head.weight = model.embed.weight
+            model.blocks[2].up.weight = model.blocks[0].up.weight
+        if variant == "frozen":
+            for frozen in (model.embed.weight, model.blocks[0].up.weight, *model.blocks[1].parameters()):
+                frozen.requires_grad_(False)
+        return model
+
+
+def batch(step: int, rank: int, micro: int = 0) -> Tensor:
+    """Token ids [2, 6] that every process can make again.
+
+    The first token routes: expert 0 runs always, expert 1 on odd ranks, expert 2 in odd steps and then in the first
+    micro-batch only, expert 3 never.
+    """
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
+    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
+    tokens[0, 0] = 1 + 2 * (rank % 2) + 4 * (step % 2 == 1 and micro == 0)
+    return tokens
+
+
+def criterion(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross-entropy of the next token, in fp32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return criterion(model(tokens[:, :-1]), tokens)

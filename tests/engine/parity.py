@@ -1,0 +1,227 @@
+"""Runs a case of the parity tests on the engine, and compares it bit by bit with the reference."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+import terrazzo as tz
+from terrazzo.engine import checkpoint_activations, compile_units, engine_of
+from tests.engine.models import Block, base_model, batch, loss_of
+from tests.engine.reference import CASTS, Recipe, Step, Sums, adamw, reference
+from tests.helpers.threads import run_in_threads
+
+EACH = {  # axes that a micro-batch's gradient is reduced over when it is not added up locally: the plan's `grad` place
+    **dict.fromkeys(("zero0", "zero1"), ""),
+    **dict.fromkeys(("zero2", "zero3", "shard_grad_op"), "SR"),
+    **dict.fromkeys(("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz"), "S"),
+}
+CUSTOM = tz.Plan(weight="S", between="-", grad="-", optim="S,R", name="weights-inside-states-everywhere")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a plan on (replicas, shards) ranks; replicas None for a mesh of one axis."""
+
+    plan: str | tz.Plan = "zero3"
+    shards: int = 2
+    replicas: int | None = None
+    variant: str = "plain"
+    precision: str = "fp32"
+    micro_batches: int = 1
+    local: bool | None = None
+    checkpointing: str = "none"
+    compiled: bool = False
+    denominator: float | None = None
+    steps: int = 5
+
+    @property
+    def ranks(self) -> int:
+        return (self.replicas or 1) * self.shards
+
+    @property
+    def recipe(self) -> Recipe:
+        """The reference of this run; nothing else of the case may matter to a single bit."""
+        each = EACH[self.plan] if isinstance(self.plan, str) else "".join(self.plan.grad.axes)
+        if self.local or self.micro_batches == 1:
+            each = ""  # with one micro-batch the three orders are one
+        sums = Sums(self.replicas or 1, self.shards, each)
+        return Recipe(sums, self.variant, self.precision, self.micro_batches, self.steps, self.denominator)
+
+    def mesh(self) -> DeviceMesh | None:
+        if self.replicas is None:
+            return None
+        return init_device_mesh("cpu", (self.replicas, self.shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    def model(self) -> nn.Module:
+        model = copy.deepcopy(base_model(self.variant))
+        checkpoint_activations(model, self.checkpointing, units=[Block])
+        if self.compiled:
+            compile_units(model, units=[Block], backend="aot_eager")
+        return model
+
+
+Fragment = tuple[int, Tensor]
+"""Where it starts in the flattened parameter, and its elements."""
+
+
+@dataclass
+class Trace:
+    """What one rank saw of one step; tensors are this rank's parts alone."""
+
+    losses: list[float]
+    grads: dict[str, list[Fragment]] = field(default_factory=dict)
+    weights: dict[str, list[Fragment]] = field(default_factory=dict)
+    states: dict[tuple[str, str], list[Fragment]] = field(default_factory=dict)
+
+
+@dataclass
+class Runner:
+    """Trains a case on this rank. `tune` sees (model, optimizer) after each last backward, before the step."""
+
+    case: Case
+    rank: int
+    make_optimizer: Callable[[nn.Module], Optimizer] = lambda model: adamw(model.parameters())
+    tune: Callable[[nn.Module, Optimizer], Any] = lambda model, optimizer: None
+
+    def __post_init__(self) -> None:
+        case, model = self.case, self.case.model()
+        self.model, self.optimizer = tz.shard(
+            model,
+            self.make_optimizer(model),
+            case.plan,
+            units=[Block],
+            precision=case.precision,
+            mesh=case.mesh(),
+        )
+        self.model.set_gradient_denominator(case.denominator)
+        self.steps_done = 0
+
+    def step(self) -> Trace:
+        case = self.case
+        losses = []
+        for micro in range(case.micro_batches):
+            last = micro == case.micro_batches - 1
+            with contextlib.nullcontext() if last else tz.accumulate(self.model, local=case.local):
+                loss = loss_of(self.model, batch(self.steps_done, self.rank, micro))
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        self.tune(self.model, self.optimizer)
+        trace = Trace(losses, gradients_of(self.model))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        for piece in engine_of(self.model).pieces():
+            if piece.kind == "weight":
+                trace.weights.setdefault(piece.name, []).append((piece.start, piece.tensor.clone()))
+            else:
+                trace.states.setdefault((piece.name, piece.kind), []).append((piece.start, piece.tensor.clone()))
+        return trace
+
+    def run(self) -> tuple[list[Trace], dict[str, Tensor]]:
+        """The traces of all steps, and the full compute weights at the end."""
+        traces = [self.step() for _ in range(self.case.steps)]
+        with tz.gathered(self.model) as parameters:
+            names = [name for name, _ in self.model.named_parameters()]
+            return traces, {name: parameters[name].detach().flatten().clone() for name in names}
+
+
+def gradients_of(model: nn.Module) -> dict[str, list[Fragment]]:
+    """This rank's parts of the finished gradients, for parameters that have one."""
+    grads: dict[str, list[Fragment]] = {}
+    for bucket in engine_of(model).trainable():
+        own = bucket.master.range
+        for slot, seen in zip(bucket.slots, bucket.seen, strict=True):
+            held = own.intersect(slot.range)
+            if seen and bucket.grad is not None and held.numel:
+                grads[slot.name] = [(held.start - slot.offset, bucket.grad[held.within(own)].clone())]
+    return grads
+
+
+Ranks = list[tuple[list[Trace], dict[str, Tensor]]]
+
+
+def run_on_threads(case: Case, **options: Any) -> Ranks:
+    return run_in_threads(case.ranks, lambda rank: Runner(case, rank, **options).run())
+
+
+def check(case: Case) -> None:
+    """Train the case on threads and compare every step with the reference."""
+    assert_parity(case, run_on_threads(case), reference(case.recipe))
+
+
+def assert_parity(case: Case, ranks: Ranks, expected: list[Step]) -> None:
+    """Losses, gradients, master weights and optimizer states of every step, then the weights computed with."""
+    for number, wanted in enumerate(expected):
+        traces = [traces[number] for traces, _ in ranks]
+        assert [trace.losses for trace in traces] == wanted.losses, f"losses of step {number}"
+        for kind in ("grads", "weights", "states"):
+            found = assemble([getattr(trace, kind) for trace in traces], f"{kind} of step {number}")
+            assert_same_bits(found, getattr(wanted, kind), f"{kind} of step {number}")
+    compute = CASTS[case.precision][0]
+    for _, parameters in ranks:
+        rounded = {name: weight.to(compute) for name, weight in expected[-1].weights.items()}
+        assert_same_bits(parameters, rounded, "weights computed with")
+
+
+def assemble(parts: list[dict[Any, list[Fragment]]], what: str) -> dict[Any, Tensor]:
+    """Whole flat tensors from the ranks' fragments; where replicas overlap they must hold the same bits."""
+    whole: dict[Any, Tensor] = {}
+    for key in dict.fromkeys(itertools.chain.from_iterable(parts)):
+        fragments = [fragment for part in parts for fragment in part.get(key, ())]
+        numel = max(start + tensor.numel() for start, tensor in fragments)
+        value, filled = fragments[0][1].new_zeros(numel), torch.zeros(numel, dtype=torch.bool)
+        for start, tensor in fragments:
+            region = slice(start, start + tensor.numel())
+            again = filled[region]
+            assert torch.equal(bits(value[region][again]), bits(tensor[again])), f"{what}: replicas differ in {key}"
+            value[region], filled[region] = tensor, True
+        assert bool(filled.all()), f"{what}: parts of {key} are on no rank"
+        whole[key] = value
+    return whole
+
+
+def assert_same_bits(found: dict[Any, Tensor], wanted: dict[Any, Tensor], what: str) -> None:
+    assert found.keys() == wanted.keys(), f"{what}: {sorted(map(str, found.keys() ^ wanted.keys()))} on one side only"
+    for key, value in wanted.items():
+        other = found[key]
+        assert other.dtype == value.dtype, f"{what}: {key} is {other.dtype}, not {value.dtype}"
+        if not torch.equal(bits(other), bits(value)):
+            worst = (other.double() - value.double()).abs().max().item()
+            different = int((bits(other) != bits(value)).sum())
+            raise AssertionError(f"{what}: {key} differs in {different} of {value.numel()} elements, by up to {worst}")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that -0 is not 0 and NaN is NaN."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+def with_feature(case: Case, feature: str) -> Case:
+    """The case with one of `FEATURES` added."""
+    return replace(case, **FEATURES[feature])
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied_inside": {"variant": "tied_inside"},
+    "tied_across": {"variant": "tied_across"},
+    "frozen": {"variant": "frozen"},
+    "unused": {"variant": "unused"},
+    "unused_accumulating": {"variant": "unused", "micro_batches": 2},
+    "accumulating": {"micro_batches": 3},
+    "accumulating_locally": {"micro_batches": 3, "local": True},
+    "accumulating_reduced": {"micro_batches": 3, "local": False},
+    "checkpointed": {"checkpointing": "full"},
+    "checkpointed_selectively": {"checkpointing": "selective", "variant": "tied_across", "micro_batches": 2},
+}

@@ -1,0 +1,201 @@
+"""The oracle of the parity tests: plain PyTorch in one process, summing in a stated order and casting by hand.
+
+It imports nothing of the engine. For each rank it runs the model on that rank's batches, adds the gradients in the
+order that docs/numerics.md promises for the plan, and steps a stock optimizer on whole, named parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.engine.models import base_model, batch, criterion, loss_of
+
+Grads = dict[str, Tensor | None]
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+CASTS = {  # compute, gradients in sums, master weights
+    "fp32": (FP32, FP32, FP32),
+    "bf16": (BF16, FP32, FP32),
+    "bf16-pure": (BF16, BF16, BF16),
+    "fp16": (FP16, FP32, FP32),
+}
+FIRST_SCALE = 2.0**16
+
+
+@dataclass(frozen=True)
+class Sums:
+    """In which order gradients are added.
+
+    Attributes:
+        replicas: ranks along the outer axis.
+        shards: ranks along the inner one; rank = replica * shards + shard.
+        each: axes that every micro-batch is reduced over before it is added to the ones before it: "" (it is added on
+            its own rank first), "S" (the inner one) or "SR" (both). The others come once, at the end of the step.
+    """
+
+    replicas: int
+    shards: int
+    each: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.shards
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that the reference needs to know of a run."""
+
+    sums: Sums
+    variant: str = "plain"
+    precision: str = "fp32"
+    micro_batches: int = 1
+    steps: int = 5
+    denominator: float | None = None
+
+
+@dataclass
+class Step:
+    """What a step leaves behind: losses by rank and micro-batch; tensors flat, by parameter name (and state)."""
+
+    losses: list[list[float]]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    states: dict[tuple[str, str], Tensor]
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+@functools.cache
+def reference(recipe: Recipe) -> list[Step]:
+    """The recipe's steps under AdamW; computed once for all plans that share it."""
+    trainer = Trainer(recipe, lambda model: adamw(model.parameters()))
+    return [trainer.step() for _ in range(recipe.steps)]
+
+
+@dataclass
+class Trainer:
+    """A single process standing for all ranks. `model` holds the master weights under their own names."""
+
+    recipe: Recipe
+    make_optimizer: Callable[[nn.Module], Optimizer]
+    after_backward: Callable[[nn.Module], Any] = lambda model: None
+    steps_done: int = 0
+    scale: float = 1.0
+    skipped_steps: int = 0
+    model: nn.Module = field(init=False)
+    optimizer: Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.compute, self.sum_dtype, master = CASTS[self.recipe.precision]
+        self.model = copy.deepcopy(base_model(self.recipe.variant)).to(master)
+        self.optimizer = self.make_optimizer(self.model)
+        self.scale = FIRST_SCALE if self.recipe.precision == "fp16" else 1.0
+
+    def step(self) -> Step:
+        losses, grads = self._gradients()
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = grads[name]
+        self.after_backward(self.model)
+        kept = {name: p.grad.flatten().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        if all(bool(torch.isfinite(grad).all()) for grad in kept.values()):
+            self.optimizer.step()
+        else:
+            self.skipped_steps += 1
+            self.scale /= 2
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        return Step(losses, kept, self._weights(), self._states())
+
+    def _gradients(self) -> tuple[list[list[float]], Grads]:
+        recipe, twin = self.recipe, copy.deepcopy(self.model).to(self.compute)
+        runs = [
+            [self._backward(twin, batch(self.steps_done, rank, micro)) for rank in range(recipe.sums.ranks)]
+            for micro in range(recipe.micro_batches)
+        ]
+        losses = [[runs[m][r][0] for m in range(recipe.micro_batches)] for r in range(recipe.sums.ranks)]
+        shapes = {name: p.shape for name, p in twin.named_parameters() if p.requires_grad}
+        denominator = (recipe.denominator or float(recipe.sums.ranks)) * self.scale
+        grads: Grads = {name: None for name, _ in twin.named_parameters()}
+        for name, shape in shapes.items():
+            parts = [[grads_of[name] for _, grads_of in micro] for micro in runs]
+            total = add_up(parts, recipe.sums, torch.zeros(shape, dtype=self.sum_dtype))
+            if total is not None:
+                grads[name] = (total / denominator).to(dict(self.model.named_parameters())[name].dtype)
+        return losses, grads
+
+    def _backward(self, twin: nn.Module, tokens: Tensor) -> tuple[float, Grads]:
+        """Loss, and the gradients as autograd leaves them cast to the dtype of sums."""
+        if self.recipe.precision == "fp16":
+            loss = self._scaled_backward(twin, tokens)
+        else:
+            loss = loss_of(twin, tokens)
+            loss.backward()  # type: ignore[no-untyped-call]
+        grads: Grads = {}
+        for name, parameter in twin.named_parameters():
+            grads[name] = None if parameter.grad is None else parameter.grad.to(self.sum_dtype)
+            parameter.grad = None
+        return loss.item(), grads
+
+    def _scaled_backward(self, twin: nn.Module, tokens: Tensor) -> Tensor:
+        output = twin(tokens[:, :-1])
+        handed_over = output.detach().float().requires_grad_()
+        loss = criterion(handed_over, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert handed_over.grad is not None
+        output.backward((handed_over.grad * self.scale).to(output.dtype))
+        return loss
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Master weights; frozen ones as they are stored, in the compute dtype."""
+        return {
+            name: p.detach().to(p.dtype if p.requires_grad else self.compute).flatten().clone()
+            for name, p in self.model.named_parameters()
+        }
+
+    def _states(self) -> dict[tuple[str, str], Tensor]:
+        return {
+            (name, kind): torch.as_tensor(value).flatten().clone()
+            for name, parameter in self.model.named_parameters()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if value is not None
+        }
+
+
+def add_up(parts: Sequence[Sequence[Tensor | None]], sums: Sums, zero: Tensor) -> Tensor | None:
+    """The sum of gradients [micro-batch][rank]; None where there is none at all. A missing one counts as zero."""
+    if all(part is None for micro in parts for part in micro):
+        return None
+    if sums.each == "":
+        local = [_left_to_right([micro[rank] for micro in parts], zero) for rank in range(sums.ranks)]
+        return _over_axis(_over_shards(local, sums))
+    filled = [[zero if part is None else part for part in micro] for micro in parts]
+    over_shards = [_over_shards(micro, sums) for micro in filled]
+    if sums.each == "SR":
+        return _over_axis([_over_axis(micro) for micro in over_shards])
+    return _over_axis([_over_axis([micro[replica] for micro in over_shards]) for replica in range(sums.replicas)])
+
+
+def _left_to_right(parts: Sequence[Tensor | None], zero: Tensor) -> Tensor:
+    present = [part for part in parts if part is not None]
+    return _over_axis(present) if present else zero
+
+
+def _over_shards(ranks: Sequence[Tensor], sums: Sums) -> list[Tensor]:
+    """One sum per replica, over its shards in rank order."""
+    return [_over_axis(ranks[first : first + sums.shards]) for first in range(0, sums.ranks, sums.shards)]
+
+
+def _over_axis(parts: Sequence[Tensor]) -> Tensor:
+    """((p0 + p1) + p2) + ..."""
+    return functools.reduce(torch.add, parts)

@@ -1,0 +1,31 @@
+"""Every plan, mesh and feature in fp32: each bit as in a single process that sums in the plan's order."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.parity import CUSTOM, FEATURES, Case, check, with_feature
+
+ONE_AXIS = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
+TWO_AXES = (*ONE_AXIS, "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", CUSTOM)
+MESHES = [
+    *(Case(plan, shards) for plan in ONE_AXIS for shards in (2, 3, 4)),
+    *(Case(plan, 2, replicas=2) for plan in TWO_AXES),
+]
+
+
+def mesh_id(case: Case) -> str:
+    shape = f"{case.replicas}x{case.shards}" if case.replicas else f"{case.shards}"
+    return f"{case.plan if isinstance(case.plan, str) else 'custom'}-{shape}"
+
+
+def keeps_whole_gradients(case: Case) -> bool:
+    return case.plan in ("zero0", "zero1", CUSTOM)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("case", MESHES, ids=mesh_id)
+def test_fp32_is_bitwise_the_single_process(case: Case, feature: str) -> None:
+    if feature == "accumulating_reduced" and keeps_whole_gradients(case):
+        pytest.skip("refused: the plan keeps whole gradients")
+    check(with_feature(case, feature))
