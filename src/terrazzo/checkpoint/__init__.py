@@ -3,8 +3,8 @@
     tz.checkpoint.save("runs/a/step-00000100", model, optimizer, extra={"step": 100})
     extra = tz.checkpoint.load("runs/a/step-00000100", model, optimizer)
 
-Each rank writes the element ranges it owns; reading asks for ranges, whoever wrote them. A folder gets its
-name only when it is complete and on disk. Nothing is pickled.
+Each rank writes the element ranges it owns; reading asks for ranges, whoever wrote them. A folder gets its name only
+when it is complete and on disk. Nothing is pickled.
 """
 
 from terrazzo.checkpoint.read import load, load_weights

@@ -1,8 +1,7 @@
 """The manifest: what a checkpoint holds and where, as strict JSON.
 
-Every state of every parameter is listed under the parameter's original name with its global shape and the
-flat, row-major element ranges that each file holds. A reader on another world size finds what it needs from
-this alone.
+Every state of every parameter is listed under the parameter's original name with its global shape and the flat,
+row-major element ranges that each file holds. A reader on another world size finds what it needs from this alone.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ class StateEntry(_Strict):
 
 
 class Entry(_Strict):
-    """A parameter or buffer: its global shape, and its states by kind (`weight`, `exp_avg`, `step`, `buffer`,
-    ...).
-    """
+    """A parameter or buffer: its global shape, and its states by kind (`weight`, `exp_avg`, `step`, `buffer`, ...)."""
 
     shape: list[NonNegativeInt]
     states: dict[str, StateEntry]
@@ -79,9 +76,7 @@ def tensor_key(name: str, kind: str, start: int) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint; raises `BadInput` when it is absent, damaged or of another
-    version.
-    """
+    """The manifest of a complete checkpoint; raises `BadInput` when it is absent, damaged or of another version."""
     path = folder / MANIFEST
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
@@ -95,8 +90,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadInput(f"The checkpoint manifest '{path}' is damaged at {where}: {first['msg']}.") from None
     if manifest.version != VERSION:
         raise BadInput(
-            f"The checkpoint '{folder}' has format version {manifest.version}, this release reads {VERSION}:"
-            " use the release that wrote it, or a newer one."
+            f"The checkpoint '{folder}' has format version {manifest.version}, this release reads {VERSION}: use the"
+            " release that wrote it, or a newer one."
         )
     for name, entry in manifest.entries.items():
         for kind, state in entry.states.items():

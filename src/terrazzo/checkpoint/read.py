@@ -23,11 +23,10 @@ __all__ = ["load", "load_weights"]
 
 
 def load(path: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Restore the state of a sharded model and its optimizer from the folder `path`; returns `extra`.
-    Collective.
+    """Restore the state of a sharded model and its optimizer from the folder `path`; returns `extra`. Collective.
 
-    World size and plan may differ from those that saved. The random generators are restored when the world
-    size is the same. Everything that can be checked is checked on every rank before anything is changed.
+    World size and plan may differ from those that saved. The random generators are restored when the world size is the
+    same. Everything that can be checked is checked on every rank before anything is changed.
 
     Raises:
         BadInput: the checkpoint is not complete, or does not fit the model or optimizer; all differences are

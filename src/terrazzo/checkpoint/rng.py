@@ -13,9 +13,7 @@ __all__ = ["capture_rng", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
-    """States of Python's, NumPy's and torch's generators, and of the current CUDA device where CUDA is in
-    use.
-    """
+    """States of Python's, NumPy's and torch's generators, and of the current CUDA device where CUDA is in use."""
     version, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {

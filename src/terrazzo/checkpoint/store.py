@@ -1,8 +1,7 @@
 """Checkpoint folders on disk: names, atomic commit, which one is newest, retention.
 
-A checkpoint is written under a hidden name, flushed, and renamed when complete, so a folder that can be seen
-can be read. The newest is found by looking, never from a file that says so. All functions here act on one
-rank.
+A checkpoint is written under a hidden name, flushed, and renamed when complete, so a folder that can be seen can be
+read. The newest is found by looking, never from a file that says so. All functions here act on one rank.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ __all__ = ["SafetensorsWeights"]
 class SafetensorsWeights(Mapping[str, torch.Tensor]):
     """The tensors of a safetensors file, or of all safetensors files of a folder, as a read-only mapping.
 
-    Opening reads the files' headers only; each look-up reads that one tensor into CPU memory. Raises
-    `BadInput` when there is no such file, a file is damaged, or two files hold the same name.
+    Opening reads the files' headers only; each look-up reads that one tensor into CPU memory. Raises `BadInput` when
+    there is no such file, a file is damaged, or two files hold the same name.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -51,13 +51,13 @@ def save(
 ) -> None:
     """Write the state of a sharded model and its optimizer to the folder `path`. Collective.
 
-    A state that several ranks hold is written once. Memory: this rank's ranges are written from where they
-    are; on CUDA they are copied to the host first. The folder must be on a file system that all ranks share.
+    A state that several ranks hold is written once. Memory: this rank's ranges are written from where they are; on CUDA
+    they are copied to the host first. The folder must be on a file system that all ranks share.
 
     Args:
-        path: the checkpoint's folder; it must not exist yet. extra: plain JSON values that `load` gives back,
-        such as the step and the data cursor. Its `step` is noted in the manifest. The random generators of
-        every rank are saved without being asked for.
+        path: the checkpoint's folder; it must not exist yet.
+        extra: plain JSON values that `load` gives back, such as the step and the data cursor. Its `step` is noted in
+            the manifest. The random generators of every rank are saved without being asked for.
 
     Raises:
         BadInput: `path` exists, or `extra` holds what JSON cannot.

@@ -24,9 +24,9 @@ def train(
 ) -> None:
     """Train a model on one machine, under torchrun, or under Slurm: same file, same command.
 
-    Starts `launch.ranks` processes on this machine unless torchrun or srun has already started them. Ends
-    with exit code 0 when done, 1 when the run failed, 2 for bad input, and 75 when it was asked to stop
-    (SIGTERM, Ctrl-C) and has saved a checkpoint from which the same command continues.
+    Starts `launch.ranks` processes on this machine unless torchrun or srun has already started them. Ends with exit
+    code 0 when done, 1 when the run failed, 2 for bad input, and 75 when it was asked to stop (SIGTERM, Ctrl-C) and has
+    saved a checkpoint from which the same command continues.
     """
     from terrazzo.train.run import train_command  # imports torch, which --help can do without
 

@@ -18,9 +18,7 @@ class PeakMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """CUDA: bytes held by tensors at the peak. CPU: peak resident bytes of the process, libraries
-        included.
-        """
+        """CUDA: bytes held by tensors at the peak. CPU: peak resident bytes of the process, libraries included."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

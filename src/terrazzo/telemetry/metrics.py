@@ -16,8 +16,8 @@ __all__ = ["StepMetrics", "Stopwatch"]
 class StepMetrics:
     """One log step. Rates and shares are over the steps since the previous one; None where not known.
 
-    `tokens_per_s` counts all ranks; `tflops` and `mfu` are per rank. Shares (`data_wait`, `communication`)
-    are of wall-clock time, from 0 to 1: `communication` is the time this rank stood waiting for collectives.
+    `tokens_per_s` counts all ranks; `tflops` and `mfu` are per rank. Shares (`data_wait`, `communication`) are of
+    wall-clock time, from 0 to 1: `communication` is the time this rank stood waiting for collectives.
     """
 
     step: int
@@ -48,8 +48,8 @@ class StepMetrics:
         return (
             f"step {self.step:>{len(str(steps))}}/{steps} | loss {self.loss:.4f} | grad norm {norm}"
             f" | lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tok/s | {tflops} TFLOP/s | MFU {mfu}"
-            f" | peak {self.peak_memory_bytes / 2**30:.2f} GiB | data {self.data_wait:.0%}"
-            f" | comm {self.communication:.0%}{skipped}"
+            f" | peak {self.peak_memory_bytes / 2**30:.2f} GiB | data {self.data_wait:.0%} | comm"
+            f" {self.communication:.0%}{skipped}"
         )
 
 

@@ -1,9 +1,8 @@
 """Published dense bf16 peaks of GPUs, for model FLOPs utilisation.
 
 Vendors' figures without structured sparsity, with fp32 accumulation. Sources: the tables of MosaicML Composer
-(composer/callbacks/speed_monitor.py), Lightning (fabric/utilities/throughput.py), torchtitan (tools/utils.py)
-and stas00/ml-engineering (compute/accelerator), compared with each other. The A10G is left out: they disagree
-on it.
+(composer/callbacks/speed_monitor.py), Lightning (fabric/utilities/throughput.py), torchtitan (tools/utils.py) and
+stas00/ml-engineering (compute/accelerator), compared with each other. The A10G is left out: they disagree on it.
 """
 
 from __future__ import annotations

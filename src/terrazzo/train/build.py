@@ -66,11 +66,9 @@ def mesh_shape(mesh: MeshConfig, world_size: int) -> tuple[int, ...]:
         given = f" × plan.mesh.dp_shard {mesh.dp_shard}" if mesh.dp_shard else ""
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
         raise BadInput(
-            f"plan.mesh.dp_replicate {mesh.dp_replicate}{given} does not make up the {world_size} ranks of"
-            " this run:"
-            f" their product must be {world_size}. dp_replicate can be any of {', '.join(map(str, fits))},"
-            " with dp_shard"
-            f" left out or {world_size} divided by it."
+            f"plan.mesh.dp_replicate {mesh.dp_replicate}{given} does not make up the {world_size} ranks of this run:"
+            f" their product must be {world_size}. dp_replicate can be any of {', '.join(map(str, fits))}, with"
+            f" dp_shard left out or {world_size} divided by it."
         )
     return (mesh.dp_replicate, shard) if mesh.dp_replicate > 1 else (shard,)
 
@@ -82,19 +80,16 @@ def build_mesh(config: Config, device: torch.device, world_size: int) -> DeviceM
 
 
 def batch_arithmetic(batch: BatchConfig, world_size: int) -> int:
-    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out
-    whole.
-    """
+    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out whole."""
     at_once = batch.micro_batch * world_size
     if batch.global_batch % at_once:
         below = batch.global_batch // at_once * at_once
         options = [str(size) for size in (below, below + at_once) if size]
         raise BadInput(
-            f"batch.global_batch {batch.global_batch} does not divide: batch.micro_batch"
-            f" {batch.micro_batch} ×"
+            f"batch.global_batch {batch.global_batch} does not divide: batch.micro_batch {batch.micro_batch} ×"
             f" {world_size} ranks = {at_once} sequences at once, and {batch.global_batch} / {at_once} ="
-            f" {batch.global_batch / at_once:.4g} micro-batches. Use global_batch {' or '.join(options)},"
-            " or another micro_batch or number of ranks."
+            f" {batch.global_batch / at_once:.4g} micro-batches. Use global_batch {' or '.join(options)}, or another"
+            " micro_batch or number of ranks."
         )
     return batch.global_batch // at_once
 
@@ -123,12 +118,10 @@ def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
     )
 
 
-def prepare_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
-    """The model on the meta device, with activation checkpointing and compilation set up, ready to be
-    sharded.
+def prepare_model(config: Config, vocab_size: int) -> nn.Module:
+    """The model on the meta device, with activation checkpointing and compilation set up, ready to be sharded.
 
-    Its storage is allocated and initialised unit by unit while it is sharded, so no rank ever holds all of
-    it.
+    Its storage is allocated and initialised unit by unit while it is sharded, so no rank ever holds all of it.
     """
     spec = model_spec(config.model, config, vocab_size)
     model = build_model(spec, device="meta", pretrained=False)
@@ -161,8 +154,8 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     if config.name not in known:
         same = next((name for name in known if name.lower() == config.name.lower()), config.name)
         raise BadInput(
-            f"optimizer.name is '{config.name}', which torch.optim does not have."
-            f"{did_you_mean(same, known)} Known: {', '.join(sorted(known))}."
+            f"optimizer.name is '{config.name}', which torch.optim does not have.{did_you_mean(same, known)} Known:"
+            f" {', '.join(sorted(known))}."
         )
     chosen: type[torch.optim.Optimizer] = known[config.name]
     options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}

@@ -1,7 +1,7 @@
 """What a training run is, as one strict, documented tree of settings.
 
-Every section refuses unknown keys, NaN and infinities. Reading files, overrides and the wording of errors
-live in `config_file`; checks that need the machine (ranks, folders, devices) live in `preflight`.
+Every section refuses unknown keys, NaN and infinities. Reading files, overrides and the wording of errors live in
+`config_file`; checks that need the machine (ranks, folders, devices) live in `preflight`.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ class PrecisionConfig(Section):
 
 
 class BatchConfig(Section):
-    """Sizes in sequences and tokens. The number of micro-batches per step follows from these and the rank
-    count.
-    """
+    """Sizes in sequences and tokens. The number of micro-batches per step follows from these and the rank count."""
 
     global_batch: int = Field(32, gt=0, description="sequences per optimizer step, over all ranks")
     micro_batch: int = Field(4, gt=0, description="sequences per forward pass on one rank")
@@ -239,8 +237,7 @@ class Config(Section):
     def _agrees(self) -> Config:
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
-                f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps"
-                f" {self.train.steps}:"
+                f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"
                 " shorten the warm-up"
             )
         return self

@@ -1,7 +1,7 @@
 """Reading a configuration: YAML or JSON, then `section.key=value` overrides, then validation in plain words.
 
-All problems of a file are reported together, each with the key, what was found and what was expected.
-Duplicate keys are refused, and nothing in a configuration is ever imported or executed.
+All problems of a file are reported together, each with the key, what was found and what was expected. Duplicate keys
+are refused, and nothing in a configuration is ever imported or executed.
 """
 
 from __future__ import annotations

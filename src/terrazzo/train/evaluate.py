@@ -19,9 +19,7 @@ __all__ = ["Validation", "evaluate", "sample_text", "summed_loss"]
 
 @dataclass(frozen=True)
 class Validation:
-    """Mean cross-entropy per token in nats, and the same in bits per byte of text, which no tokenizer can
-    flatter.
-    """
+    """Mean cross-entropy per token in nats, and the same in bits per byte of text, which no tokenizer can flatter."""
 
     loss: float
     bits_per_byte: float

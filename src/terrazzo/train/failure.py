@@ -1,9 +1,9 @@
 """How a failing rank ends the run: who failed first is recorded, said once, and nobody is left hanging.
 
-Each failing rank writes what happened, with a clock that all processes of a machine share, into a folder that
-they all see. Whoever reports, the launching process or the first failing rank, then names the cause instead
-of the connection errors that follow it. Every rank also watches that folder, so that one which is stuck in a
-collective with a rank that no longer exists ends as well.
+Each failing rank writes what happened, with a clock that all processes of a machine share, into a folder that they all
+see. Whoever reports, the launching process or the first failing rank, then names the cause instead of the connection
+errors that follow it. Every rank also watches that folder, so that one which is stuck in a collective with a rank that
+no longer exists ends as well.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Failure:
 
 
 def shared_folder() -> Path | None:
-    """The folder that all ranks of this machine see for this run, if something that launched them provides
-    one.
-    """
+    """The folder that all ranks of this machine see for this run, if something that launched them provides one."""
     if own := os.environ.get(SHARED_FOLDER):
         return Path(own)
     if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
@@ -72,8 +70,8 @@ def shared_folder() -> Path | None:
 def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
     """Run `work` as one rank of a run and end the process with its exit code.
 
-    The process ends without the interpreter's usual teardown after a failure, since destructors of
-    communication libraries wait for ranks that may already be gone.
+    The process ends without the interpreter's usual teardown after a failure, since destructors of communication
+    libraries wait for ranks that may already be gone.
     """
     folder = shared_folder()
     if folder is not None:

@@ -1,8 +1,7 @@
-"""Starting ranks: join what torchrun or Slurm has started, else start `launch.ranks` processes on this
-machine.
+"""Starting ranks: join what torchrun or Slurm has started, else start `launch.ranks` processes on this machine.
 
-Local ranks are run by torch's elastic agent, each as `python -m terrazzo train ...` with the environment that
-torchrun would have given it, so there is one way in which a rank begins. Nothing is restarted.
+Local ranks are run by torch's elastic agent, each as `python -m terrazzo train ...` with the environment that torchrun
+would have given it, so there is one way in which a rank begins. Nothing is restarted.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def resolve_device(config: LaunchConfig) -> str:
     """`cpu` or `cuda`; raises `BadInput` when CUDA is asked for and there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise BadInput(
-            "launch.device is 'cuda', but torch sees no CUDA device: use launch.device=cpu, or install a"
-            " torch build"
+            "launch.device is 'cuda', but torch sees no CUDA device: use launch.device=cpu, or install a torch build"
             " with CUDA and check that `nvidia-smi` lists a GPU."
         )
     if config.device == "auto":
@@ -65,8 +63,7 @@ def local_ranks(config: LaunchConfig) -> int:
     devices = torch.cuda.device_count() if device == "cuda" else 1
     if device == "cuda" and config.ranks is not None and config.ranks > devices:
         raise BadInput(
-            f"launch.ranks is {config.ranks}, but this machine has {devices} CUDA devices and each rank"
-            " needs its"
+            f"launch.ranks is {config.ranks}, but this machine has {devices} CUDA devices and each rank needs its"
             f" own: use launch.ranks={devices}, or launch.device=cpu."
         )
     return config.ranks or devices

@@ -101,11 +101,9 @@ class Trainer:
         self.watch.reset()
 
     def global_losses(self) -> list[float]:
-        """The mean loss per token of each step since the last call; raises `Diverged` at the first that is
-        not finite.
+        """The mean loss per token of each step since the last call; raises `Diverged` at the first that is not finite.
 
-        They are brought together once per log step, so that no step waits for the device; nothing is saved
-        before.
+        They are brought together once per log step, so that no step waits for the device; nothing is saved before.
         """
         session = self.session
         losses = torch.stack(self.losses)
@@ -116,10 +114,8 @@ class Trainer:
             if not math.isfinite(value):
                 step = session.step - len(values) + 1 + index
                 raise Diverged(
-                    f"The loss of step {step} is {value}. Lower optimizer.lr, lengthen"
-                    " schedule.warmup_steps, set"
-                    f" train.clip, or use precision bf16 or fp32; checkpoints up to step {self.saved_step}"
-                    " are intact."
+                    f"The loss of step {step} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set"
+                    f" train.clip, or use precision bf16 or fp32; checkpoints up to step {self.saved_step} are intact."
                 )
         return values
 

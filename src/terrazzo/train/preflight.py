@@ -39,9 +39,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def resume_from(config: Config) -> Path | None:
-    """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume`
-    demands.
-    """
+    """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume` demands."""
     folder = config.checkpoint_folder
     newest = latest(folder)
     if config.checkpoint.resume == "required" and newest is None:
@@ -52,8 +50,7 @@ def resume_from(config: Config) -> Path | None:
     if config.checkpoint.resume == "never":
         if newest is not None and not config.checkpoint.overwrite:
             raise BadInput(
-                f"checkpoint.resume is 'never', but '{folder}' holds {newest.name} of another run, which is"
-                " not"
+                f"checkpoint.resume is 'never', but '{folder}' holds {newest.name} of another run, which is not"
                 " overwritten: use another checkpoint.folder, checkpoint.resume=if_exists to continue it, or"
                 " checkpoint.overwrite=true to remove it."
             )

@@ -55,9 +55,7 @@ def join(launch: LaunchConfig) -> Ranks:
 
 
 def refuse_together(problem: str | None) -> None:
-    """Raise the first rank's problem as `BadInput` on every rank; nothing happens when no rank has one.
-    Collective.
-    """
+    """Raise the first rank's problem as `BadInput` on every rank; nothing happens when no rank has one. Collective."""
     if (first := agree(problem)) is not None:
         raise BadInput(first)
 
@@ -78,8 +76,8 @@ def agree_on_config(config: Config) -> None:
             said = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
             differing.append(f"{key} ({said})")
     raise BadInput(
-        f"The configuration differs between ranks in {', '.join(differing)}. Give every rank the same file"
-        " and overrides."
+        f"The configuration differs between ranks in {', '.join(differing)}. Give every rank the same file and"
+        " overrides."
     )
 
 

@@ -1,6 +1,4 @@
-"""What a run says: its header, its log steps, and the summary that holds the plan's promises against
-measurements.
-"""
+"""What a run says: its header, its log steps, and the summary that holds the plan's promises against measurements."""
 
 from __future__ import annotations
 
@@ -74,10 +72,9 @@ class Report:
         count = session.micro_batches
         micro = f"{count} micro-batch{'es' if count > 1 else ''} per rank"
         self._say(
-            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters, "
-            f"{ranks.world_size} × {ranks.device.type} | "
-            f"{batch.global_batch} × {batch.sequence_length} tokens per step in {micro} | "
-            f"{session.data.train.tokens_numel:,} training tokens"
+            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters, {ranks.world_size} × {ranks.device.type}"
+            f" | {batch.global_batch} × {batch.sequence_length} tokens per step in {micro} |"
+            f" {session.data.train.tokens_numel:,} training tokens"
         )
         if session.data.skipped.names:
             self._say(f"data: {session.data.skipped}")

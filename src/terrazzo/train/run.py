@@ -24,8 +24,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 
 
 def train_command(path: Path, overrides: list[str]) -> int:
-    """The exit code of `terrazzo train PATH OVERRIDES`. Where this process is itself a rank, it does not
-    return.
+    """The exit code of `terrazzo train PATH OVERRIDES`. Where this process is itself a rank, it does not return.
 
     Raises:
         BadInput: found before any process was started.

@@ -1,8 +1,8 @@
 """Learning-rate schedules as torch `LambdaLR`, so that any optimizer and any checkpoint understands them.
 
-A schedule is a share of the peak rate at a step. Steps are optimizer steps, counted from 0. Warm-up is linear
-and its first step already learns: share 1/warmup_steps at step 0. Cosine decay is Loshchilov & Hutter 2017
-(arXiv:1608.03983) without restarts; warm-up-stable-decay is Hu et al. 2024 (arXiv:2404.06395).
+A schedule is a share of the peak rate at a step. Steps are optimizer steps, counted from 0. Warm-up is linear and its
+first step already learns: share 1/warmup_steps at step 0. Cosine decay is Loshchilov & Hutter 2017 (arXiv:1608.03983)
+without restarts; warm-up-stable-decay is Hu et al. 2024 (arXiv:2404.06395).
 """
 
 from __future__ import annotations
@@ -34,7 +34,5 @@ def learning_rate_share(config: ScheduleConfig, steps: int, step: int) -> float:
 
 
 def build_schedule(config: ScheduleConfig, steps: int, optimizer: Optimizer) -> LambdaLR:
-    """A torch scheduler over every parameter group of `optimizer`; call its `step()` after each optimizer
-    step.
-    """
+    """A torch scheduler over every parameter group of `optimizer`; call its `step()` after each optimizer step."""
     return LambdaLR(optimizer, partial(learning_rate_share, config, steps))

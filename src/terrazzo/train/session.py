@@ -87,7 +87,7 @@ def open_session(config: Config, ranks: Ranks) -> Session:
     data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
     loader = _loader(config, ranks, data)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
-    model, flops_per_token = _model(config, ranks, data)
+    model, flops_per_token = _model(config, data)
     optimizer = build_optimizer(config.optimizer, model)
     model, sharded = tz.shard(
         model,
@@ -120,9 +120,9 @@ def _loader(config: Config, ranks: Ranks, data: TokenData) -> Loader:
     return Loader(data.train, settings)
 
 
-def _model(config: Config, ranks: Ranks, data: TokenData) -> tuple[nn.Module, int]:
+def _model(config: Config, data: TokenData) -> tuple[nn.Module, int]:
     """The model before it is sharded, and what a token costs in floating-point operations."""
-    model = prepare_model(config, data.tokenizer.vocab_size, ranks.device)
+    model = prepare_model(config, data.tokenizer.vocab_size)
     vocab_size = cast(Any, model).config.vocab_size
     data.check_vocabulary(vocab_size)
     return model, num_flops_per_token(model, config.batch.sequence_length)

@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C as a request: finish the step, save, leave with a code of its own.
 
-One rank that gets the signal is enough: the request travels to all ranks in the small reduction at the end of
-each step, so that every rank saves the same step. A second Ctrl-C leaves at once.
+One rank that gets the signal is enough: the request travels to all ranks in the small reduction at the end of each
+step, so that every rank saves the same step. A second Ctrl-C leaves at once.
 """
 
 from __future__ import annotations
