@@ -151,6 +151,7 @@ Ranks = list[tuple[list[Trace], dict[str, Tensor]]]
 
 
 def run_on_threads(case: Case, **options: Any) -> Ranks:
+    base_model(case.variant)  # built here: the threads would share one random generator
     return run_in_threads(case.ranks, lambda rank: Runner(case, rank, **options).run())
 
 
