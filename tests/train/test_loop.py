@@ -69,6 +69,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> N
     assert "done: step 6 of 6" in done.stdout
     summary = metrics(tmp_path, "summary")[0]
     assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"]
+    assert summary["transient_bytes_measured"] == summary["transient_bytes_promised"]
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.rmtree(checkpoints / "step-00000006")
 

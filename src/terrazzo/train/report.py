@@ -40,6 +40,7 @@ class Report:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._engine = engine_of(session.model)
+        self._bill = self._engine.memory_bill(session.micro_batches)
         self._speaks = session.ranks.is_first
         self._start = time.perf_counter()
         self._first_step = session.step
@@ -78,7 +79,7 @@ class Report:
         )
         if session.data.skipped.names:
             self._say(f"data: {session.data.skipped}")
-        self._say(f"plan {self._engine.plan}\n{self._engine.bill.table()}")
+        self._say(f"plan {self._engine.plan}\n{self._bill.table()}")
         if session.step:
             self._say(f"resumed at step {session.step}")
 
@@ -145,7 +146,7 @@ class Report:
 
     def _summary(self) -> dict[str, Any]:
         """Promised and measured bytes on this rank; traffic is that of one optimizer step."""
-        bill, engine = self._engine.bill, self._engine
+        bill, engine = self._bill, self._engine
         summary: dict[str, Any] = {
             "state_bytes": bill.total_bytes - bill.transient_bytes,
             "transient_bytes_promised": bill.transient_bytes,
@@ -159,7 +160,7 @@ class Report:
 
     def _summary_lines(self, summary: Mapping[str, Any]) -> list[str]:
         first, last = self._first_validation, self._last_validation
-        lines = [self._engine.describe(), self._engine.bill.table()]
+        lines = [self._engine.describe(), self._bill.table()]
         promised, measured = summary["transient_bytes_promised"], summary["transient_bytes_measured"]
         lines.append(f"transient peak: promised {promised / MIB:.2f} MiB, measured {measured / MIB:.2f} MiB")
         for kind, count in summary["traffic_bytes_promised"].items():
