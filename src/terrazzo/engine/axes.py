@@ -59,6 +59,13 @@ class Axes:
             self.along(axis).maximum(values)
         return values
 
+    def rows(self, values: Tensor) -> Tensor:
+        """The 1-D `values` of all data ranks as rows; blocks."""
+        rows = values.unsqueeze(0)
+        for axis in self.live(self.names):
+            rows = self.along(axis).gather_rows(rows).flatten(0, 1)
+        return rows
+
     def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""
         for axis in self.live(axes):

@@ -118,7 +118,6 @@ class Bucket:
         self._classes = [type(member.parameter) for member in self.members]
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = self._view(self.full.data, slot)
-            member.parameter.terrazzo_name = member.name  # type: ignore[attr-defined]
         if not self.resident:
             self.recipe.axes.ledger.take(self.full.data.nbytes)
             self.release()
@@ -196,7 +195,7 @@ class Bucket:
         if self._present:
             self._present = False
             for member in self.members:
-                set_at_rest(member.parameter)
+                set_at_rest(member.parameter, member.name)
 
     def rest(self) -> None:
         """Release everything that is not `weight`'s own place: the weights have changed or the step is over."""

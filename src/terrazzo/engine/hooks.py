@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.order import Order
+from terrazzo.engine.order import Order, merge
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.scaler import LossScaler, scale_backward
 from terrazzo.engine.schedule import Schedule
@@ -76,7 +77,10 @@ class Hooks:
             return output
         if self.units[0].is_root:
             self.after_unit(self.units[0], output)
-        self.schedule.end_forward(torch.is_grad_enabled())
+        training = torch.is_grad_enabled()
+        self.schedule.end_forward(training)
+        if training and not self.schedule.order.agreed:
+            self._agree_on_order()
         return scale_backward(output, self.scaler) if self.scaler else output
 
     def before_unit(self, unit: Unit) -> None:
@@ -90,9 +94,11 @@ class Hooks:
         if _inside_backward():
             return
         training = torch.is_grad_enabled()
-        if not training or self._watch(unit, output):
-            self.schedule.leave_forward(unit, training)
-        # else: no telling when its backward begins, so its weights stay until some backward is over
+        announced, hidden = self._watch(unit, output) if training else (False, False)
+        if hidden:
+            self.schedule.hold_until_backward_ends(unit)
+        else:
+            self.schedule.leave_forward(unit, training, announced)
 
     def before_backward(self, unit: Unit) -> None:
         self._ensure_backward()
@@ -119,16 +125,18 @@ class Hooks:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(_end(weakref.ref(self)))  # type: ignore[no-untyped-call, unused-ignore]
 
-    def _watch(self, unit: Unit, output: Any) -> bool:
-        """Have the backward of `unit` announced by its outputs. False if an output may hide a tensor."""
+    def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
+        """Have the backward of `unit` announced by its outputs.
+
+        Returns whether it will be, and whether an object of unknown kind among the outputs may hide a tensor.
+        """
         leaves = tree_leaves(output)
         differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not differentiable:
-            return all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
         hook = _backward(weakref.ref(self), unit.index)
         for leaf in differentiable:
             leaf.register_hook(hook)
-        return True
+        hidden = not all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
+        return bool(differentiable), hidden and not differentiable
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:
@@ -143,29 +151,35 @@ class Hooks:
 
     # -- the end of a step -------------------------------------------------------------------------------------
 
+    def _agree_on_order(self) -> None:
+        """Compare what the ranks ran, and make it the program; see `Order`."""
+        axes = self.axes
+        visits = [number for visit in self.schedule.visits for number in visit]
+        longest = int(axes.maximum(torch.tensor([len(visits)], device=axes.device)).item())
+        own = torch.tensor(visits + [-1] * (longest - len(visits)), dtype=torch.int64, device=axes.device)
+        rows = axes.rows(own).tolist()
+        ranks = [[(row[i], row[i + 1]) for i in range(0, longest, 2) if row[i] >= 0] for row in rows]
+        merged = merge(ranks)
+        if merged is not None:
+            self.schedule.order = Order.of_visits(merged, len(self.units), agreed=True)
+        self.schedule.strayed = False
+
     def _agree(self) -> None:
-        """One small reduction: which parameters got a gradient, which units got one too late, which order ran."""
+        """One small reduction: which parameters got a gradient, which units got one too late, who left the order."""
         schedule = self.schedule
         buckets = [bucket for unit in self.units for bucket in unit.trainable()]
         late = [int(unit.index in self._late) for unit in self.units]
         seen = [int(flag) for bucket in buckets for flag in bucket.seen]
-        digest = schedule.recorder.digest()
-        values = torch.tensor([digest, ~digest, *late, *seen], dtype=torch.int64, device=self.axes.device)
+        values = torch.tensor([int(schedule.strayed), *late, *seen], dtype=torch.int64, device=self.axes.device)
         flags: list[int] = self.axes.maximum(values).tolist()
-        late, seen = flags[2 : 2 + len(late)], flags[2 + len(late) :]
+        late, seen = flags[1 : 1 + len(late)], flags[1 + len(late) :]
         for bucket in buckets:
             count = len(bucket.seen)
             bucket.seen, seen = [bool(flag) for flag in seen[:count]], seen[count:]
         for unit in (unit for unit in self.units if late[unit.index]):
             schedule.start_reducing(unit)
-        if flags[0] == ~flags[1]:
-            self._adopt_order()
-
-    def _adopt_order(self) -> None:
-        """Every rank ran the units in the same order: expect that order next time."""
-        trainable = {unit.index for unit in self.units if unit.has_gradients}
-        recorded: Order | None = self.schedule.recorder.order(self.schedule.order, trainable)
-        self.schedule.order = recorded or self.schedule.order
+        if flags[0]:
+            schedule.order = replace(schedule.order, agreed=False)
 
 
 def _inside_backward() -> bool:

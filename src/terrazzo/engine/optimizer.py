@@ -179,7 +179,7 @@ class OptimizerDriver:
     def recut(self, optimizer: Optimizer, parts: list[list[Segment]]) -> None:
         """Put `parts` in the place of the segments that they were cut from."""
         segments = [segment for pieces in parts for segment in pieces]
-        if len(segments) != len(self.segments):
+        if segments != self.segments:
             self.segments = segments
             self._fill_groups(optimizer)
 

@@ -1,19 +1,28 @@
 """The order in which units are gathered and reduced: agreed by all ranks, followed by each.
 
 Collectives must be issued in the same order on every rank, whatever a rank's data makes it skip. So their order is a
-program computed from two lists that all ranks share, and local execution only moves a cursor along it: a rank that
-skips a unit still takes part in the unit's collectives when its cursor passes by.
+program that all ranks share, and local execution only moves a cursor along it: a rank that skips a unit still takes
+part in the unit's collectives when its cursor passes by. The program is the order of registration until the first
+training forward has ended, and then what the ranks really ran, merged.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from terrazzo.engine.unit import Unit
 
-__all__ = ["Order", "Recorder", "contains"]
+__all__ = ["ENTER", "LEAVE", "LEAVE_FOR_GOOD", "Order", "Visit", "contains", "merge"]
+
+ENTER, LEAVE_FOR_GOOD, LEAVE = range(3)
+"""What happened to a unit in a forward: it began; it ended and no backward of it will come; it ended."""
+
+Visit = tuple[int, int]
+"""(unit index, one of the three events)"""
 
 
 @dataclass(frozen=True)
@@ -27,38 +36,55 @@ class Order:
             runs ready nodes latest-created first, so once the backward of one unit begins, that of every unit whose
             forward began later, and whose own visits are over, has ended.
         remaining: the units that end only with the backward pass itself.
+        agreed: whether the ranks have compared notes; until then units may still come in another order.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    closes: tuple[tuple[int, ...], ...]
-    remaining: tuple[int, ...]
+    closes: tuple[tuple[int, ...], ...] = field(repr=False)
+    remaining: tuple[int, ...] = field(repr=False)
+    agreed: bool = False
 
     @classmethod
-    def of(cls, forward: Sequence[int], backward: Sequence[int]) -> Order:
-        first = {unit: position for position, unit in reversed(list(enumerate(forward)))}
-        last_visit = {unit: position for position, unit in enumerate(backward)}
-        opened = list(dict.fromkeys(backward))
-        closes: list[tuple[int, ...]] = []
-        closed: set[int] = set()
-        for position, unit in enumerate(backward):
-            ended = [u for u in opened if u not in closed and last_visit[u] < position and first[u] > first[unit]]
-            closed.update(ended)
-            closes.append(tuple(ended))
-        return cls(tuple(forward), tuple(backward), tuple(closes), tuple(u for u in opened if u not in closed))
+    def of_visits(cls, visits: Iterable[Visit], units: int, agreed: bool) -> Order:
+        """The program of one forward's visits. Units that it lacks come last, so that no rank can meet one unexpected.
+
+        Args:
+            units: how many units there are.
+        """
+        visits = list(visits)
+        present = {unit for unit, _ in visits}
+        missing = [unit for unit in range(units) if unit not in present]
+        visits += [(unit, event) for unit in missing for event in (ENTER, LEAVE)]
+        forward = [unit for unit, event in visits if event == ENTER]
+        return cls._of(forward, [unit for unit, event in reversed(visits) if event == LEAVE], agreed)
 
     @classmethod
     def of_registration(cls, units: Sequence[Unit]) -> Order:
-        """The order to expect before anything has run: that of registration, a unit around its inner units."""
-        forward = [unit.index for unit in units]
-        ends: list[int] = []
-        open_units: list[Unit] = []
+        """The program to expect before anything has run: units as registered, each around its inner units."""
+        visits: list[Visit] = []
+        inside: list[Unit] = []
         for unit in units:
-            while open_units and not contains(open_units[-1], unit):
-                ends.append(open_units.pop().index)
-            open_units.append(unit)
-        ends += [unit.index for unit in reversed(open_units)]
-        return cls.of(forward, ends[::-1])
+            while inside and not contains(inside[-1], unit):
+                visits.append((inside.pop().index, LEAVE))
+            visits.append((unit.index, ENTER))
+            inside.append(unit)
+        visits += [(unit.index, LEAVE) for unit in reversed(inside)]
+        return cls.of_visits(visits, len(units), agreed=False)
+
+    @classmethod
+    def _of(cls, forward: Sequence[int], backward: Sequence[int], agreed: bool) -> Order:
+        first = {unit: position for position, unit in reversed(list(enumerate(forward)))}
+        last_visit = {unit: position for position, unit in enumerate(backward)}
+        closes: list[tuple[int, ...]] = []
+        closed: set[int] = set()
+        for position, unit in enumerate(backward):
+            begun = dict.fromkeys(backward[:position])
+            ended = [u for u in begun if u not in closed and last_visit[u] < position and first[u] > first[unit]]
+            closed.update(ended)
+            closes.append(tuple(ended))
+        remaining = [unit for unit in dict.fromkeys([*backward, *reversed(forward)]) if unit not in closed]
+        return cls(tuple(forward), tuple(backward), tuple(closes), tuple(remaining), agreed)
 
 
 def contains(outer: Unit, inner: Unit) -> bool:
@@ -66,23 +92,45 @@ def contains(outer: Unit, inner: Unit) -> bool:
     return outer.is_root or inner.name.startswith(outer.name + ".")
 
 
-class Recorder:
-    """What one step really visited, to be adopted as the next order if every rank saw the same."""
+def merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:
+    """One list that every rank's visits are a subsequence of, or None if two ranks ran units in opposite orders.
 
-    def __init__(self) -> None:
-        self.forward: list[int] = []
-        self.backward: list[int] = []
+    The n-th begin and the n-th end of a unit count as the same on every rank that has them; a backward will come if any
+    rank expects one.
+    """
+    chains = [_steps(visits) for visits in ranks]
+    followers: dict[_Step, set[_Step]] = defaultdict(set)
+    for chain in chains:
+        for before, after in itertools.pairwise(chain):
+            followers[before].add(after)
+    waiting = Counter(after for afters in followers.values() for after in afters)
+    rank_of = {step: (position, rank) for rank, chain in enumerate(chains) for position, step in enumerate(chain)}
+    ready = [(place, step) for step, place in rank_of.items() if not waiting[step]]
+    heapq.heapify(ready)
+    merged: list[_Step] = []
+    while ready:
+        _, step = heapq.heappop(ready)
+        merged.append(step)
+        for after in followers[step]:
+            waiting[after] -= 1
+            if not waiting[after]:
+                heapq.heappush(ready, (rank_of[after], after))
+    if len(merged) < len(rank_of):
+        return None
+    events = {step: max(chain[step] for chain in chains if step in chain) for step in merged}
+    return [(unit, event) for (unit, _, _), event in events.items()]
 
-    def digest(self) -> int:
-        """A number that two ranks share only if they visited the same units in the same order."""
-        text = f"{self.forward}{self.backward}"
-        return zlib.crc32(text.encode())
 
-    def order(self, expected: Order, trainable: set[int]) -> Order | None:
-        """The recorded order, or None if it is the expected one or lacks a unit that another step may need."""
-        if (tuple(self.forward), tuple(self.backward)) == (expected.forward, expected.backward):
-            return None
-        complete = set(self.forward) >= set(expected.forward) and set(self.backward) >= trainable
-        if not complete or not set(self.backward) <= set(self.forward):
-            return None
-        return Order.of(self.forward, self.backward)
+_Step = tuple[int, bool, int]
+"""(unit index, whether it ends, how many times before)"""
+
+
+def _steps(visits: Sequence[Visit]) -> dict[_Step, int]:
+    """The events of one rank under names that mean the same on every rank, in order."""
+    seen: Counter[tuple[int, bool]] = Counter()
+    steps = {}
+    for unit, event in visits:
+        kind = (unit, event != ENTER)
+        steps[(*kind, seen[kind])] = event
+        seen[kind] += 1
+    return steps

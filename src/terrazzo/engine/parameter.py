@@ -42,6 +42,8 @@ _HARMLESS = _harmless()
 class AtRest(nn.Parameter):
     """A parameter whose values are not on this rank now."""
 
+    terrazzo_name: str
+
     @classmethod
     def __torch_function__(
         cls,
@@ -54,9 +56,9 @@ class AtRest(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, AtRest)), None)
-        if func is _T.__repr__ and touched is not None:
+        if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
-        name = getattr(touched, "terrazzo_name", "a parameter")
+        name = touched.terrazzo_name if touched is not None else "a parameter"
         raise Misuse(
             f"{getattr(func, '__name__', func)!s} was called on {name!r}, whose values are sharded over ranks: outside "
             "its unit's forward and backward they are not on this rank. Read or write them inside "
@@ -71,9 +73,10 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]
     return flat
 
 
-def set_at_rest(parameter: nn.Parameter) -> None:
-    """From now on, reading the parameter's values raises."""
+def set_at_rest(parameter: nn.Parameter, name: str) -> None:
+    """From now on, reading the parameter's values raises an error that calls it `name`."""
     parameter.__class__ = AtRest
+    parameter.terrazzo_name = name  # type: ignore[attr-defined]
 
 
 def set_present(parameter: nn.Parameter, original: type) -> None:

@@ -17,6 +17,9 @@ __all__ = ["UnitSpec", "Units", "find_units", "partition"]
 Units = Sequence[type[nn.Module] | str]
 """Module classes, class names or globs over module names such as `"layers.*"`."""
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""They have no forward of their own, so nothing would tell when they run."""
+
 MIN_UNIT_NUMEL = 1_000_000
 """Elements. Where no block repeats, a module becomes a unit once it holds this many parameters of its own."""
 
@@ -59,7 +62,7 @@ def _no_split_modules(model: nn.Module) -> set[str]:
 
 
 def _asked_for(model: nn.Module, units: Units) -> list[str]:
-    children = _children(model)
+    children = [(name, module) for name, module in _children(model) if not isinstance(module, _CONTAINERS)]
     chosen: set[str] = set()
     for unit in units:
         found = {name for name, module in children if _matches(unit, name, module)}

@@ -66,7 +66,7 @@ def _backward(schedule: Schedule, paper: Sequence[_PaperUnit]) -> None:
 def _agree(units: Sequence[Unit], traffic: Traffic) -> None:
     """The small reductions at the end of a step: flags of units and parameters, and of overflow."""
     recipe = units[0].buckets[0].recipe
-    flags = [2 + len(units) + sum(len(bucket.members) for unit in units for bucket in unit.trainable())]
+    flags = [1 + len(units) + sum(len(bucket.members) for unit in units for bucket in unit.trainable())]
     if recipe.precision.loss_scaling:
         flags.append(1)
     for _ in recipe.axes.live(recipe.axes.names):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from terrazzo.engine.collectives import Moves, Transfer
-from terrazzo.engine.order import Order, Recorder
+from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit
 
 __all__ = ["Runnable", "Schedule"]
 
@@ -44,6 +44,9 @@ class Schedule:
 
     Attributes:
         denominator: divides finished gradient sums.
+        visits: what the last forward of the model ran.
+        strayed: whether a unit has come elsewhere than in the order, since the last agreement.
+        closed: units whose gradients are being reduced, or are complete, in this backward.
         accumulating: whether this micro-batch is not the step's last.
         reduce_each: whether such a micro-batch's gradients are reduced, to the plan's `grad` place, or only added.
     """
@@ -53,9 +56,11 @@ class Schedule:
         self.denominator: Callable[[], float] = lambda: 1.0
         self.accumulating = False
         self.reduce_each = True
-        self.recorder = Recorder()
+        self.visits: list[Visit] = []
+        self.strayed = False
         self.closed: set[int] = set()
         self.in_forward = self.in_backward = False
+        self._awaited: set[int] = set()
         self._reducing: list[Transfer] = []
         self._forward_cursor = self._backward_cursor = 0
 
@@ -66,25 +71,37 @@ class Schedule:
         if self.in_backward:
             self.abandon_backward()  # an earlier backward raised: its end never came
         self.in_forward, self._forward_cursor = True, 0
-        self.recorder.forward.clear()
+        self.visits.clear()
 
     def enter_forward(self, unit: Runnable, training: bool) -> None:
         """Forward of `unit` begins; returns once its weights may be read."""
         if self.in_forward:
+            self.visits.append((unit.index, ENTER))
             self._forward_to(unit, training)
         unit.wait()
 
-    def leave_forward(self, unit: Runnable, training: bool) -> None:
-        if training:
-            unit.rest_between()
-        else:
-            unit.release()
+    def leave_forward(self, unit: Runnable, training: bool, differentiable: bool = True) -> None:
+        """Forward of `unit` has ended; `differentiable` if a backward of it will be announced."""
+        if self.in_forward:
+            self.visits.append((unit.index, LEAVE if differentiable else LEAVE_FOR_GOOD))
+        if training and differentiable:
+            self._awaited.add(unit.index)
+        self._put_down(unit, training)
+
+    def hold_until_backward_ends(self, unit: Runnable) -> None:
+        """Forward of `unit` has ended, and nothing will tell when its backward begins."""
+        if self.in_forward:
+            self.visits.append((unit.index, LEAVE_FOR_GOOD))
+        self._awaited.add(unit.index)
 
     def end_forward(self, training: bool) -> None:
         """The model's own forward has ended: take part in what other ranks may still run."""
         self.in_forward = False
         for skipped in self.order.forward[self._forward_cursor :]:
-            self._pass(self.units[skipped], training)
+            self.units[skipped].wait()
+        for unit in self.units:
+            if not training or unit.index not in self._awaited:
+                self._put_down(unit, training)
 
     def abandon_forward(self) -> None:
         """The model's own forward raised."""
@@ -92,11 +109,17 @@ class Schedule:
         for unit in self.units:
             unit.release()
 
+    def _put_down(self, unit: Runnable, training: bool) -> None:
+        if training:
+            unit.rest_between()
+        else:
+            unit.release()
+
     def _forward_to(self, unit: Runnable, training: bool) -> None:
-        self.recorder.forward.append(unit.index)
         order = self.order.forward
         position = _find(order, unit.index, self._forward_cursor)
         if position is None:
+            self.strayed = True
             return
         for skipped in order[self._forward_cursor : position]:
             self._pass(self.units[skipped], training)
@@ -105,20 +128,24 @@ class Schedule:
             self.units[ahead].fetch()
 
     def _pass(self, unit: Runnable, training: bool) -> None:
-        """Take part in the gather of a unit that only other ranks run."""
+        """Take part in the gather of a unit that only other ranks run.
+
+        Before the ranks have agreed on an order it may still come here, and must then find its weights: gathering them
+        again would be a collective that the others do not expect.
+        """
         unit.wait()
-        self.leave_forward(unit, training)
+        if self.order.agreed:
+            self._put_down(unit, training)
 
     # -- backward ----------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         self.in_backward, self._backward_cursor = True, 0
         self.closed.clear()
-        self.recorder.backward.clear()
 
     def enter_backward(self, unit: Runnable) -> None:
         """Backward of `unit` begins; returns once its weights may be read."""
-        self.recorder.backward.append(unit.index)
+        self._awaited.discard(unit.index)
         position = _find(self.order.backward, unit.index, self._backward_cursor)
         if position is not None:
             self._backward_to(position)
@@ -127,6 +154,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Autograd is done: run the program to its end. `finish` must follow."""
         self._backward_to(len(self.order.backward) - 1)
+        self._awaited.clear()
         for unit in self.units:
             unit.rest()
         for index in self.order.remaining:
@@ -146,8 +174,7 @@ class Schedule:
                 transfer.finish()
         self._reducing.clear()
         self.in_backward = False
-        for unit in self.units:
-            unit.rest()
+        self.rest()
 
     def _backward_to(self, position: int) -> None:
         """Run the program up to `position`: the same calls in the same order on every rank."""
@@ -155,7 +182,8 @@ class Schedule:
         for step in range(self._backward_cursor, position + 1):
             ended = [self.units[index] for index in order.closes[step]]
             for unit in ended:
-                unit.rest()
+                if unit.index not in self._awaited:  # else its backward is still to come
+                    unit.rest()
             for ahead in order.backward[step : step + 1 + self.prefetch]:
                 self.units[ahead].fetch()
             for unit in ended:
@@ -184,6 +212,7 @@ class Schedule:
 
     def rest(self) -> None:
         """Every unit back to the plan's `weight` place."""
+        self._awaited.clear()
         for unit in self.units:
             unit.rest()
 
