@@ -107,7 +107,7 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def on_ranks(world_size: int, function: Callable[[int], T], **options: Any) -> list[T]:
-    return run_in_threads(world_size, function, **options)
+    return run_in_threads(world_size, function, **{"timeout_s": 20.0, **options})
 
 
 def sharded(base: nn.Module, plan: str = "zero3", world_size: int = 2, **options: Any) -> tuple[Any, Any]:
