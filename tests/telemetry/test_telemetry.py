@@ -91,6 +91,10 @@ def test_tensorboard_gets_numbers_and_text(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(5, 2.5)]
     assert events.Scalars("train/tokens")[0].value == 7
     assert "sample/text/text_summary" in events.Tags()["tensors"]
+    TensorBoard(tmp_path, first_step=5).close()
+    assert len(list(tmp_path.iterdir())) == 2, "a resumed run adds a file"
+    TensorBoard(tmp_path).close()
+    assert len(list(tmp_path.iterdir())) == 1, "a new run starts anew"
 
 
 def test_the_stopwatch_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,11 @@ class TensorBoard:
     """TensorBoard event files, every number as `kind/name`."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """Steps after `first_step` that an earlier run wrote are hidden by the new ones."""
+        """A new run (`first_step` 0) starts anew; a resumed one hides the later steps that an earlier one wrote."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
 
+        for old in folder.glob("events.out.tfevents.*") if not first_step else ():
+            old.unlink()
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:

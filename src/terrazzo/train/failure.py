@@ -75,7 +75,7 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
     """
     folder = shared_folder()
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         threading.Thread(target=_watch, args=(folder, rank), daemon=True).start()
     try:
         code = work()
