@@ -11,7 +11,6 @@ from torch import Tensor, nn
 VOCABULARY = 19
 WIDTH = 13
 EXPERTS = 4
-VARIANTS = ("plain", "tied_inside", "tied_across", "frozen", "unused")
 
 
 class Block(nn.Module):
@@ -69,13 +68,21 @@ class Routed(Net):
         return self.head(x * self.gain if route & 2 else x)
 
 
+class Reordered(Routed):
+    """The experts run before the blocks but are registered behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["experts"] = self._modules.pop("experts")
+
+
 @functools.cache
 def base_model(variant: str) -> nn.Module:
     """The model that every rank and the reference copy; never trained itself."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        if variant == "unused":
-            return Routed()
+        if variant in ("unused", "reordered"):
+            return Routed() if variant == "unused" else Reordered()
         model = Net(tied_blocks=variant == "tied_inside")
         if variant == "tied_across":
             model.head.weight = model.embed.weight

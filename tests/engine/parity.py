@@ -30,13 +30,19 @@ CUSTOM = tz.Plan(weight="S", between="-", grad="-", optim="S,R", name="weights-i
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a plan on (replicas, shards) ranks; replicas None for a mesh of one axis."""
+    """One run: a plan on (replicas, shards) ranks; replicas None for a mesh of one axis.
+
+    Attributes:
+        precision: the preset that the reference follows.
+        dtypes: what the engine is given instead of that preset.
+    """
 
     plan: str | tz.Plan = "zero3"
     shards: int = 2
     replicas: int | None = None
     variant: str = "plain"
     precision: str = "fp32"
+    dtypes: tz.Precision | None = None
     micro_batches: int = 1
     local: bool | None = None
     checkpointing: str = "none"
@@ -86,12 +92,18 @@ class Trace:
 
 @dataclass
 class Runner:
-    """Trains a case on this rank. `tune` sees (model, optimizer) after each last backward, before the step."""
+    """Trains a case on this rank.
+
+    Attributes:
+        tune: sees (model, optimizer) after each last backward, before the step.
+        after_step: a scheduler's step.
+    """
 
     case: Case
     rank: int
     make_optimizer: Callable[[nn.Module], Optimizer] = lambda model: adamw(model.parameters())
     tune: Callable[[nn.Module, Optimizer], Any] = lambda model, optimizer: None
+    after_step: Callable[[], Any] = lambda: None
 
     def __post_init__(self) -> None:
         case, model = self.case, self.case.model()
@@ -100,7 +112,7 @@ class Runner:
             self.make_optimizer(model),
             case.plan,
             units=[Block],
-            precision=case.precision,
+            precision=case.dtypes or case.precision,
             mesh=case.mesh(),
         )
         self.model.set_gradient_denominator(case.denominator)
@@ -119,6 +131,7 @@ class Runner:
         trace = Trace(losses, gradients_of(self.model))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.after_step()
         self.steps_done += 1
         for piece in engine_of(self.model).pieces():
             if piece.kind == "weight":
@@ -220,6 +233,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "frozen": {"variant": "frozen"},
     "unused": {"variant": "unused"},
     "unused_accumulating": {"variant": "unused", "micro_batches": 2},
+    "unused_reordered": {"variant": "reordered", "micro_batches": 2},
     "accumulating": {"micro_batches": 3},
     "accumulating_locally": {"micro_batches": 3, "local": True},
     "accumulating_reduced": {"micro_batches": 3, "local": False},

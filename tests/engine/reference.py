@@ -85,21 +85,32 @@ def reference(recipe: Recipe) -> list[Step]:
 
 @dataclass
 class Trainer:
-    """A single process standing for all ranks. `model` holds the master weights under their own names."""
+    """A single process standing for all ranks. `model` holds the master weights under their own names.
+
+    Attributes:
+        after_backward: sees the model with its finished gradients, before each step.
+        padded: the optimizer sees each parameter flattened and padded with zeros to a multiple of 64 elements. For
+            fused CPU kernels, which round the last elements of a tensor otherwise than those that fill a vector.
+    """
 
     recipe: Recipe
     make_optimizer: Callable[[nn.Module], Optimizer]
     after_backward: Callable[[nn.Module], Any] = lambda model: None
+    padded: bool = False
     steps_done: int = 0
     scale: float = 1.0
     skipped_steps: int = 0
     model: nn.Module = field(init=False)
     optimizer: Optimizer = field(init=False)
+    stepped: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.compute, self.sum_dtype, master = CASTS[self.recipe.precision]
         self.model = copy.deepcopy(base_model(self.recipe.variant)).to(master)
         self.optimizer = self.make_optimizer(self.model)
+        self.stepped = {name: self._stepped(p) for name, p in self.model.named_parameters()}
+        if self.padded:
+            self._hand_over_padded()
         self.scale = FIRST_SCALE if self.recipe.precision == "fp16" else 1.0
 
     def step(self) -> Step:
@@ -109,13 +120,38 @@ class Trainer:
         self.after_backward(self.model)
         kept = {name: p.grad.flatten().clone() for name, p in self.model.named_parameters() if p.grad is not None}
         if all(bool(torch.isfinite(grad).all()) for grad in kept.values()):
-            self.optimizer.step()
+            self._update()
         else:
             self.skipped_steps += 1
             self.scale /= 2
-        self.optimizer.zero_grad()
         self.steps_done += 1
         return Step(losses, kept, self._weights(), self._states())
+
+    def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer steps: the parameter itself, or a padded one whose memory it becomes a view of."""
+        if not self.padded:
+            return parameter
+        whole = nn.Parameter(_pad(parameter.detach()))
+        parameter.data = whole.detach()[: parameter.numel()].view(parameter.shape)
+        return whole
+
+    def _hand_over_padded(self) -> None:
+        """Some optimizers keep state from the start: it moves with the parameters."""
+        by_parameter = {p: self.stepped[name] for name, p in self.model.named_parameters()}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                for kind, value in self.optimizer.state.pop(parameter, {}).items():
+                    per_element = value.shape == parameter.shape and kind != "step"
+                    self.optimizer.state[by_parameter[parameter]][kind] = _pad(value) if per_element else value
+            group["params"] = [by_parameter[p] for p in group["params"]]
+
+    def _update(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if self.padded:
+                self.stepped[name].grad = None if parameter.grad is None else _pad(parameter.grad)
+        self.optimizer.step()
+        for parameter in (*self.model.parameters(), *self.stepped.values()):
+            parameter.grad = None
 
     def _gradients(self) -> tuple[list[list[float]], Grads]:
         recipe, twin = self.recipe, copy.deepcopy(self.model).to(self.compute)
@@ -133,6 +169,12 @@ class Trainer:
             if total is not None:
                 grads[name] = (total / denominator).to(dict(self.model.named_parameters())[name].dtype)
         return losses, grads
+
+    def backward(self, rank: int, micro: int) -> dict[str, Tensor]:
+        """One rank's own gradients of one micro-batch, of parameters that have one; nothing is kept."""
+        twin = copy.deepcopy(self.model).to(self.compute)
+        _, grads = self._backward(twin, batch(self.steps_done, rank, micro))
+        return {name: grad for name, grad in grads.items() if grad is not None}
 
     def _backward(self, twin: nn.Module, tokens: Tensor) -> tuple[float, Grads]:
         """Loss, and the gradients as autograd leaves them cast to the dtype of sums."""
@@ -165,11 +207,15 @@ class Trainer:
 
     def _states(self) -> dict[tuple[str, str], Tensor]:
         return {
-            (name, kind): torch.as_tensor(value).flatten().clone()
+            (name, kind): torch.as_tensor(value).flatten()[: parameter.numel()].clone()
             for name, parameter in self.model.named_parameters()
-            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            for kind, value in self.optimizer.state.get(self.stepped[name], {}).items()
             if value is not None
         }
+
+
+def _pad(tensor: Tensor) -> Tensor:
+    return nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % 64))
 
 
 def add_up(parts: Sequence[Sequence[Tensor | None]], sums: Sums, zero: Tensor) -> Tensor | None:
