@@ -1,0 +1,212 @@
+"""Models built on the meta device: given values unit by unit, equal on all ranks, the same under every plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from tests.engine.census import PeakBytes, census
+from tests.engine.toys import (
+    EVERY_PLAN,
+    Net,
+    adamw,
+    assert_equal,
+    full_parameters,
+    mesh_for,
+    on_ranks,
+    train,
+)
+from tests.helpers.fake import fake_group
+from tests.helpers.processes import Pool
+
+
+class Norm(nn.Module):
+    """A module with its own parameter, a buffer, and a `reset_parameters`."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(width))
+        self.register_buffer("positions", torch.arange(width))
+        self.register_buffer("table", torch.empty(width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.gain.fill_(1.5)
+            self.positions.copy_(torch.arange(13))
+            self.table.copy_(torch.linspace(0, 1, 13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.table
+
+
+class MetaNet(Net):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.norm = Norm()
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def on_meta() -> MetaNet:
+    with torch.device("meta"):
+        return MetaNet()
+
+
+def values_under(plan: str, world_size: int) -> list[dict[str, Tensor]]:
+    """Threads share one generator, so ranks draw at different times: the first rank's values must win."""
+
+    def body(rank: int) -> dict[str, Tensor]:
+        torch.manual_seed(7)
+        model, _ = tz.shard(on_meta(), adamw, plan, mesh=mesh_for(plan, world_size))
+        return full_parameters(model)
+
+    return on_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_every_rank_has_the_same_sensible_values(plan: str) -> None:
+    ranks = values_under(plan, 4)
+    for found in ranks[1:]:
+        assert_equal(found, ranks[0])
+    for name, value in ranks[0].items():
+        assert bool(torch.isfinite(value).all()), name
+        assert value.std() > 0 or name == "norm.gain", name
+    assert bool((ranks[0]["norm.gain"] == 1.5).all())
+
+
+def _values_on_gloo(plan: str) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    return full_parameters(tz.shard(on_meta(), adamw, plan)[0])
+
+
+@pytest.mark.processes
+def test_values_depend_on_the_seed_alone(two_processes: Pool) -> None:
+    """Not on the plan, the number of ranks, or the rank."""
+    with fake_group(1):
+        torch.manual_seed(7)
+        alone = full_parameters(tz.shard(on_meta(), adamw, "zero0")[0])
+    for plan in ("zero0", "zero2", "zero3"):
+        for found in two_processes.run(_values_on_gloo, plan):
+            assert_equal(found, alone)
+    with fake_group(1):
+        torch.manual_seed(8)
+        other = full_parameters(tz.shard(on_meta(), adamw, "zero0")[0])
+    assert not torch.equal(other["embed.weight"], alone["embed.weight"])
+
+
+def test_ties_buffers_and_flags_survive() -> None:
+    with fake_group(4):
+        with torch.device("meta"):
+            base = MetaNet()
+        base.blocks[1].requires_grad_(False)
+        model, _ = tz.shard(base, None, "zero3")
+        assert model.head.weight is model.embed.weight
+        assert not model.blocks[1].up.weight.requires_grad and model.blocks[0].up.weight.requires_grad
+        assert torch.equal(model.norm.positions, torch.arange(13))
+        assert torch.equal(model.norm.table, torch.linspace(0, 1, 13))
+        assert all(not p.is_meta for p in model.parameters())
+        assert all(not b.is_meta for b in model.buffers())
+
+
+def test_an_optimizer_over_meta_parameters_drives_the_real_ones() -> None:
+    def body(rank: int) -> tuple[list[float], int]:
+        model = on_meta()
+        optimizer = adamw(model.parameters())
+        model, same = tz.shard(model, optimizer, "zero3")
+        assert same is optimizer
+        return train(model, optimizer, 4, 0), sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+    for losses, numel in on_ranks(2, body):
+        assert losses[-1] < losses[0]
+        assert numel > 0
+
+
+def test_a_module_without_an_initialiser_is_named() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Bare())
+    with fake_group(2), pytest.raises(tz.BadInput, match=r"Bare.*reset_parameters"):
+        tz.shard(model, None, "zero3")
+
+
+def test_the_models_own_init_weights_is_used() -> None:
+    class Own(Net):
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 0.25)
+                nn.init.zeros_(module.bias)
+
+    with torch.device("meta"):
+        base = Own()
+    with fake_group(1):
+        found = full_parameters(tz.shard(base, None, "zero3")[0])
+    assert bool((found["blocks.2.up.weight"] == 0.25).all()) and bool((found["head.bias"] == 0).all())
+
+
+# -- loading into a sharded meta model -------------------------------------------------------------------------
+
+
+def test_a_full_state_and_a_safetensors_file_are_loaded(tmp_path: Path) -> None:
+    source = MetaNet(tied=False)
+    state = {name: value.clone() for name, value in source.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+
+    def body(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        first, _ = tz.shard(on_meta(), adamw, "zero3")
+        first.load_state_dict(state)
+        second, _ = tz.shard(on_meta(), adamw, "hfsdp", mesh=mesh_for("hfsdp", 4))
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            second.load_state_dict(_Opened(file))
+        return full_parameters(first), full_parameters(second)
+
+    for found in on_ranks(4, body):
+        for parameters in found:
+            assert torch.equal(parameters["head.weight"], state["embed.weight"])
+            assert_equal({name: parameters[name] for name in state if "norm.p" not in name}, {n: v for n, v in state.items() if "norm.p" not in n})
+
+
+class _Opened(dict[str, Any]):
+    """A safetensors file as a lazy mapping."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(dict.fromkeys(file.keys()))
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+
+def test_loading_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """Besides its shards a rank holds the tensor being read and little else."""
+    source = Net(64, 12)
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    whole_bytes = sum(p.nbytes for p in source.parameters())
+    largest_bytes = max(p.nbytes for p in source.parameters())
+    with torch.device("meta"):
+        base = Net(64, 12)
+    with fake_group(64), census():
+        model, _ = tz.shard(base, None, "zero3")
+        with safe_open(tmp_path / "model.safetensors", "pt") as file, PeakBytes() as peak:
+            model.load_state_dict(_Opened(file))
+        shards_bytes = engine_of(model).bill.weight_bytes
+    assert peak.peak_bytes <= shards_bytes + 2 * largest_bytes
+    assert peak.peak_bytes < whole_bytes / 3
