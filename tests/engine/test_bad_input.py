@@ -1,0 +1,292 @@
+"""Input that cannot work: one error on every rank, naming the value and the fix, with nothing changed before it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
+from tests.helpers.fake import fake_group
+from tests.helpers.processes import Pool
+
+
+def mesh_2d(sizes: tuple[int, int] = (2, 2), names: tuple[str, str] = ("dp_replicate", "dp_shard")) -> Any:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+class Elsewhere(torch.optim.Optimizer):
+    """An optimizer that says nothing about how it updates."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+def over_other_parameters(model: nn.Module) -> Any:
+    return tz.shard(model, adamw(Net().parameters()), "zero3")
+
+
+def with_adafactor(model: nn.Module) -> Any:
+    return tz.shard(model, torch.optim.Adafactor(model.parameters()), "zero3")
+
+
+CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
+    "unknown plan": (lambda m: tz.shard(m, None, "zero33"), ["'zero33'", "Did you mean 'zero3'"]),
+    "unknown precision": (lambda m: tz.shard(m, None, precision="fp23"), ["'fp23'", "Did you mean"]),
+    "prefix rule": (
+        lambda m: tz.shard(m, None, tz.Plan(weight="R", between="R", grad="R", optim="S,R"), mesh=mesh_2d()),
+        ["weight", "dp_replicate", "optim", "prefix"],
+    ),
+    "between not a prefix of weight": (
+        lambda m: tz.shard(m, None, tz.Plan(weight="S", between="S,R", grad="S", optim="S,R"), mesh=mesh_2d()),
+        ["between", "weight", "prefix"],
+    ),
+    "hybrid plan on one axis": (
+        lambda m: tz.shard(m, None, "hybrid_shard"),
+        ["hybrid_shard", "dp_replicate", "dp_shard", "init_device_mesh"],
+    ),
+    "offload tier": (lambda m: tz.shard(m, None, tz.Plan("D", "D", "D", "D@cpu")), ["optim", "'cpu'", "Remove '@cpu'"]),
+    "mesh without data axes": (
+        lambda m: tz.shard(m, None, mesh=mesh_2d(names=("tp", "pp"))),
+        ["tp", "pp", "dp_shard"],
+    ),
+    "mesh axes without names": (
+        lambda m: tz.shard(m, None, mesh=init_device_mesh("cpu", (4,))),
+        ["names", "dp_shard"],
+    ),
+    "negative prefetch": (lambda m: tz.shard(m, None, prefetch=-1), ["-1", "0 or more"]),
+    "unit not in the model": (lambda m: tz.shard(m, None, units=["Blick"]), ["'Blick'", "Did you mean 'Block'"]),
+    "optimizer over other parameters": (over_other_parameters, ["15 of the optimizer's 15", "model.parameters()"]),
+    "adafactor": (with_adafactor, ["Adafactor", "flat shards", "elementwise"]),
+    "lbfgs": (lambda m: tz.shard(m, torch.optim.LBFGS(m.parameters()), "zero1"), ["LBFGS", "elementwise"]),
+    "muon": (
+        lambda m: tz.shard(m, torch.optim.Muon([p for p in m.parameters() if p.ndim == 2]), "zero1"),
+        ["Muon", "elementwise"],
+    ),
+    "unknown optimizer": (lambda m: tz.shard(m, Elsewhere(m.parameters())), ["Elsewhere", "elementwise = True"]),
+    "not an optimizer": (lambda m: tz.shard(m, lambda p: 3), ["int", "torch.optim.Optimizer"]),
+    "no parameters": (lambda m: tz.shard(nn.ReLU(), None), ["ReLU", "no parameters"]),
+    "complex parameter": (
+        lambda m: tz.shard(nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]), None),
+        ["complex"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_on_every_rank_with_the_value_and_the_fix(case: str) -> None:
+    attempt, words = CASES[case]
+    base = Net()
+
+    def body(rank: int) -> tuple[str, dict[str, Tensor], list[float], list[float]]:
+        model = copy.deepcopy(base)
+        with pytest.raises(tz.BadInput) as caught:
+            attempt(model)
+        assert type(model) is Net
+        unchanged = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model, optimizer = tz.shard(model, adamw(model.parameters()), "zero3")  # and it can still be sharded
+        other, other_optimizer = sharded(base, "zero3", 4)
+        return str(caught.value), unchanged, train(model, optimizer, 1, rank), train(other, other_optimizer, 1, rank)
+
+    start = time.monotonic()
+    for text, unchanged, losses, wanted in on_ranks(4, body):
+        assert all(word in text for word in words), text
+        assert "\n" not in text
+        assert_equal(unchanged, dict(base.named_parameters()))
+        assert losses == wanted
+    assert time.monotonic() - start < 10
+
+
+DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
+    "plan": (lambda m, rank: tz.shard(m, None, "zero3" if rank else "zero1"), "plan"),
+    "precision": (lambda m, rank: tz.shard(m, None, precision="bf16" if rank == 2 else "fp32"), "precision"),
+    "prefetch": (lambda m, rank: tz.shard(m, None, prefetch=rank), "prefetch"),
+    "units": (lambda m, rank: tz.shard(m, None, units=["embed"] if rank else None), "parameters"),
+    "frozen": (lambda m, rank: tz.shard(m.requires_grad_(rank != 1), None), "parameters"),
+    "shapes": (lambda m, rank: tz.shard(Net(13 + rank), None), "parameters"),
+    "param groups": (
+        lambda m, rank: tz.shard(m, adamw(list(m.parameters())[: 15 - rank]), "zero3"),
+        "parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_arguments_that_differ_between_ranks(what: str) -> None:
+    attempt, word = DIFFERENCES[what]
+
+    def body(rank: int) -> str:
+        with pytest.raises(tz.BadInput) as caught:
+            attempt(Net(), rank)
+        return str(caught.value)
+
+    for rank, text in enumerate(on_ranks(4, body)):
+        assert f"told different things about: {word}" in text
+        assert f"Rank {rank} has {word}" in text
+
+
+def _disagree() -> tuple[str, float]:
+    start = time.monotonic()
+    with pytest.raises(tz.BadInput) as caught:
+        tz.shard(Net(), None, ("zero3", "zero2")[dist.get_rank()])
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.processes
+def test_real_ranks_refuse_together_within_seconds(two_processes: Pool) -> None:
+    for (text, duration_s), plan in zip(two_processes.run(_disagree), ("zero3", "zero2"), strict=True):
+        assert "plan" in text and plan in text
+        assert duration_s < 10
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(tz.Misuse, match="init_process_group"):
+        tz.shard(Net(), None)
+
+
+def test_a_model_is_sharded_once() -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), None)
+        with pytest.raises(tz.Misuse, match="already sharded"):
+            tz.shard(model, None)
+        with pytest.raises(tz.Misuse, match="already sharded"):
+            tz.shard(nn.Sequential(model, nn.Linear(2, 2)), None)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: tz.clip_grad_norm_(m, 1.0),
+        lambda m: tz.gathered(m).__enter__(),
+        lambda m: tz.accumulate(m).__enter__(),
+        engine_of,
+    ],
+    ids=["clip", "gathered", "accumulate", "engine_of"],
+)
+def test_functions_on_a_model_that_is_not_sharded(use: Any) -> None:
+    with pytest.raises(tz.Misuse, match=r"Net is not sharded.*tz\.shard"):
+        use(Net())
+
+
+def test_fp16_where_the_device_cannot_compute_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*args: Any) -> Any:
+        raise RuntimeError('"addmm_impl_cpu_" not implemented for \'Half\'')
+
+    monkeypatch.setattr(torch.nn.functional, "linear", unsupported)
+    with fake_group(2), pytest.raises(tz.BadInput, match=r"float16.*Half.*bf16"):
+        tz.shard(Net(), None, precision="fp16")
+
+
+def test_a_process_group_whose_backend_cannot_serve_the_mesh() -> None:
+    """The check itself: this machine may have no GPU to build such a mesh on."""
+    from types import SimpleNamespace
+
+    from terrazzo.engine.checks import check_mesh
+
+    with fake_group(2):
+        mesh: Any = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        axes: Any = SimpleNamespace(names=("dp_shard",), device=torch.device("cuda", 0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("terrazzo.engine.checks.backend_of", lambda group, device: "gloo")
+            with pytest.raises(tz.BadInput, match=r"CUDA.*gloo.*cpu:gloo,cuda:nccl"):
+                check_mesh(mesh, axes)
+            patch.setattr("terrazzo.engine.checks.backend_of", lambda group, device: "nccl")
+            axes.device = torch.device("cpu")
+            with pytest.raises(tz.BadInput, match=r"CPU.*NCCL"):
+                check_mesh(mesh, axes)
+
+
+# -- wrong moments, in a model that is sharded -----------------------------------------------------------------
+
+
+def test_a_step_within_accumulate() -> None:
+    for plan in ("zero1", "zero3"):
+
+        def body(rank: int, plan: str = plan) -> dict[str, Tensor]:
+            model, optimizer = sharded(base, plan)
+            with tz.accumulate(model):
+                loss_of(model, batch(0, rank)).backward()
+                with pytest.raises(tz.Misuse, match=r"tz\.accumulate"):
+                    optimizer.step()
+            with pytest.raises(tz.Misuse, match="accumulate"):
+                optimizer.step()
+            return full_parameters(model)
+
+        base = Net()
+        for found in on_ranks(2, body):
+            assert_equal(found, dict(base.named_parameters()))
+
+
+def test_a_closure_is_refused() -> None:
+    with fake_group(2):
+        model, optimizer = tz.shard(Net(), adamw)
+        with pytest.raises(tz.Misuse, match="closure"):
+            optimizer.step(lambda: 0.0)
+
+
+def test_a_changed_requires_grad_is_named_on_the_next_forward() -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), adamw)
+        model.blocks[1].up.weight.requires_grad_(False)
+        with pytest.raises(tz.Misuse, match=r"blocks\.1\.up\.weight.*requires_grad=True.*False now.*before tz\.shard"):
+            model(batch())
+
+
+@pytest.mark.parametrize("value", [0, -3.0])
+def test_a_denominator_that_is_not_positive(value: float) -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), adamw)
+        with pytest.raises(tz.BadInput, match=str(value)):
+            model.set_gradient_denominator(value)
+
+
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 0.0), (float("nan"), 2.0)])
+def test_clipping_by_what_cannot_be_a_norm(max_norm: float, norm_type: float) -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), adamw)
+        with pytest.raises(tz.BadInput, match="positive"):
+            tz.clip_grad_norm_(model, max_norm, norm_type)
+
+
+def test_an_elementwise_optimizer_may_say_so() -> None:
+    class Signed(torch.optim.Optimizer):
+        elementwise = True
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.01})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, Signed(model.parameters()), "zero3")
+        train(model, optimizer, 2, 0)
+        return full_parameters(model)
+
+    base = Net()
+    alone = copy.deepcopy(base)
+    train(alone, Signed(alone.parameters()), 2, 0)
+    for found in on_ranks(2, body):
+        assert_equal(found, dict(alone.named_parameters()))
+
+
+def test_errors_are_values_or_runtime_errors_too() -> None:
+    """So that code which catches torch's and Python's own kinds still does."""
+    assert issubclass(tz.BadInput, ValueError) and issubclass(tz.Misuse, RuntimeError)
+    assert issubclass(tz.BadInput, tz.TerrazzoError) and issubclass(tz.Misuse, tz.TerrazzoError)
