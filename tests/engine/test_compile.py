@@ -1,0 +1,97 @@
+"""Units compiled one by one: 20 steps without a second compilation, and the numbers of eager mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import terrazzo as tz
+from terrazzo.engine import checkpoint_activations, compile_units
+from tests.engine.toys import Net, adamw, batch, loss_of, sharded, train
+from tests.helpers.fake import fake_group
+from tests.helpers.processes import Pool
+
+# torch: the compiler itself asks inputs for `.grad`, and uses what it has deprecated.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(base: Net, plan: str, backend: Any, checkpointing: str = "none", **options: Any) -> tuple[Any, Any]:
+    model = copy.deepcopy(base)
+    checkpoint_activations(model, checkpointing)
+    compile_units(model, backend=backend, fullgraph=True)
+    return tz.shard(model, adamw(model.parameters()), plan, **options)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_twenty_steps_compile_each_unit_once(plan: str, checkpointing: str) -> None:
+    """On a simulated group of 4, so that weights are really gathered and released around the compiled code."""
+    backend = CompileCounterWithBackend("aot_eager")
+    base = Net()
+    with fake_group(4):
+        model, optimizer = compiled(base, plan, backend, checkpointing)
+        for step in range(2):
+            train(model, optimizer, 1, 0, first=step)
+        frames = backend.frame_count
+        assert 1 <= frames <= len(base.blocks)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step in range(2, 20):
+                train(model, optimizer, 1, 0, first=step)
+    assert backend.frame_count == frames
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_trains_as_without_compilation(precision: str) -> None:
+    base = Net()
+    with fake_group(1):
+        eager = train(*sharded(base, "zero3", 1, precision=precision), 5, 0)
+        found = train(*compiled(base, "zero3", "aot_eager", precision=precision), 5, 0)
+    assert found == pytest.approx(eager, abs=1e-5 if precision == "fp32" else 2e-2)
+
+
+def test_evaluation_and_training_take_turns() -> None:
+    base = Net()
+    with fake_group(1):
+        model, optimizer = compiled(base, "zero3", "aot_eager")
+        plain, plain_optimizer = sharded(base, "zero3", 1)
+        for step in range(3):
+            with torch.no_grad():
+                found, wanted = loss_of(model, batch(9)).item(), loss_of(plain, batch(9)).item()
+            assert found == pytest.approx(wanted, abs=1e-5)
+            train(model, optimizer, 1, 0, first=step)
+            train(plain, plain_optimizer, 1, 0, first=step)
+
+
+def _on_gloo() -> tuple[list[float], list[float], int, int]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    base, rank = Net(), dist.get_rank()
+    eager = train(*sharded(base, "zero3"), 20, rank)
+    backend = CompileCounterWithBackend("aot_eager")
+    model, optimizer = compiled(base, "zero3", backend)
+    found = train(model, optimizer, 2, rank)
+    frames = backend.frame_count
+    found += train(model, optimizer, 18, rank, first=2)
+    return found, eager, frames, backend.frame_count
+
+
+@pytest.mark.processes
+def test_two_ranks_train_as_without_compilation(two_processes: Pool) -> None:
+    for found, eager, early, late in two_processes.run(_on_gloo, timeout_s=120.0):
+        assert found == pytest.approx(eager, abs=1e-4)
+        assert early == late >= 1

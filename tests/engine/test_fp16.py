@@ -1,0 +1,215 @@
+"""Dynamic loss scaling: overflow anywhere skips everywhere; growth, backoff, hysteresis, minimum; counters and state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import terrazzo as tz
+from terrazzo.engine import LossScaling, Precision, engine_of
+from terrazzo.engine.scaler import LossScaler
+from tests.engine.toys import (
+    EVERY_PLAN,
+    Net,
+    assert_equal,
+    batch,
+    full_parameters,
+    loss_of,
+    on_ranks,
+    sharded,
+    train,
+)
+
+F16 = torch.float16
+
+
+def fp16(**settings: Any) -> Precision:
+    return Precision(weight=F16, compute=F16, loss_scaling=LossScaling(**settings))
+
+
+# -- the scale, step by step -----------------------------------------------------------------------------------
+
+
+def scales(pattern: str, **settings: Any) -> list[float]:
+    """The scale after each step of `pattern`: `.` is a good step, `x` an overflow."""
+    scaler = LossScaler(LossScaling(**settings))
+    found = []
+    for mark in pattern:
+        scaler.update(mark == "x")
+        found.append(scaler.scale)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "settings", "wanted"),
+    [
+        ("....", {"init": 8.0, "interval": 2}, [8, 16, 16, 32]),
+        ("..x..", {"init": 8.0, "interval": 3}, [8, 8, 4, 4, 4]),  # an overflow restarts the interval
+        ("..x...", {"init": 8.0, "interval": 3}, [8, 8, 4, 4, 4, 8]),
+        ("xx", {"init": 8.0, "backoff": 0.25}, [2, 1]),  # not below the minimum
+        ("...", {"init": 8.0, "interval": 1, "growth": 4.0}, [32, 128, 512]),
+        ("x.xx", {"init": 8.0, "hysteresis": 2}, [8, 8, 4, 4]),
+        ("x..x.x", {"init": 8.0, "hysteresis": 2, "interval": 2}, [8, 8, 16, 16, 16, 8]),  # growth restores patience
+        ("x", {"init": 8.0, "minimum": 4.0}, [4]),
+    ],
+)
+def test_growth_backoff_and_hysteresis(pattern: str, settings: dict[str, Any], wanted: list[float]) -> None:
+    assert scales(pattern, **settings) == wanted
+
+
+def test_an_overflow_at_the_minimum_is_divergence() -> None:
+    with pytest.raises(tz.Diverged, match=r"minimum loss scale 2 .*3 steps skipped.*bf16"):
+        scales("xxx", init=8.0, minimum=2.0)
+
+
+def test_a_restored_scaler_goes_on_alike() -> None:
+    settings = LossScaling(init=8.0, interval=3, hysteresis=2)
+    first, second = LossScaler(settings), LossScaler(settings)
+    for mark in "..x.":
+        first.update(mark == "x")
+    second.load_state(first.state())
+    for mark in "..x...":
+        first.update(mark == "x")
+        second.update(mark == "x")
+        assert first.state() == second.state()
+
+
+# -- in training -----------------------------------------------------------------------------------------------
+
+
+class Explosive(Net):
+    """Multiplies its gradients by `blast` on the way back."""
+
+    blast = 1.0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(tokens))
+        if self.blast != 1.0:
+            x.register_hook(lambda grad: grad * self.blast)
+        return self.head(self.blocks[2](self.blocks[1](x)))
+
+
+Row = tuple[int, float, dict[str, Tensor]]
+
+
+def run(base: Any, plan: str, blasts: list[list[float]], precision: Precision) -> list[list[Row]]:
+    """For each rank, after each step: skipped steps, scale, parameters. `blasts[step][rank]`."""
+
+    def body(rank: int) -> list[Row]:
+        model, optimizer = sharded(base, plan, 4, precision=precision)
+        rows = []
+        for step, each in enumerate(blasts):
+            model.blast = each[rank]
+            train(model, optimizer, 1, rank, first=step)
+            rows.append((optimizer.skipped_steps, optimizer.loss_scale, full_parameters(model)))
+        return rows
+
+    return on_ranks(4, body)
+
+
+@pytest.mark.parametrize("blast", [float("inf"), float("nan"), 1e6])
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(plan: str, blast: float) -> None:
+    base = Explosive()
+    blasts = [[1.0] * 4, [1.0, 1.0, blast, 1.0], [1.0] * 4]
+    for rows in run(base, plan, blasts, fp16(init=1024.0)):
+        (skips_0, scale_0, before), (skips_1, scale_1, skipped), (skips_2, scale_2, after) = rows
+        assert (skips_0, skips_1, skips_2) == (0, 1, 1)
+        assert (scale_0, scale_1, scale_2) == (1024.0, 512.0, 512.0)
+        assert_equal(skipped, before)
+        assert not torch.equal(after["head.weight"], before["head.weight"])
+        assert all(bool(torch.isfinite(value).all()) for value in after.values())
+
+
+def test_a_skipped_step_leaves_the_optimizers_state_alone() -> None:
+    def body(rank: int) -> tuple[Any, Any]:
+        model, optimizer = sharded(Explosive(), "zero3", 2, precision=fp16(init=1024.0))
+        train(model, optimizer, 2, rank)
+        before = [(p.name, p.kind, p.tensor.clone()) for p in engine_of(model).pieces()]
+        model.blast = float("inf")
+        train(model, optimizer, 1, rank)
+        return before, [(p.name, p.kind, p.tensor.clone()) for p in engine_of(model).pieces()]
+
+    for before, after in on_ranks(2, body):
+        assert {kind for _, kind, _ in before} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+        assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(before, after, strict=True))
+
+
+def test_endless_overflow_diverges_on_every_rank() -> None:
+    def body(rank: int) -> str:
+        model, optimizer = sharded(Explosive(), "zero3", 2, precision=fp16(init=4.0, minimum=1.0))
+        model.blast = float("inf") if rank == 0 else 1.0
+        with pytest.raises(tz.Diverged) as caught:
+            train(model, optimizer, 9, rank)
+        return f"{optimizer.skipped_steps} {optimizer.loss_scale} {caught.value}"
+
+    first, second = on_ranks(2, body)
+    assert first == second
+    assert first.startswith("3 1.0 ")
+
+
+def test_the_scale_is_no_part_of_losses_gradients_or_norms() -> None:
+    """Powers of two divide out exactly, so that any scale gives the same numbers as long as nothing over- or underflows."""
+    base = Net()
+
+    def body(rank: int, init: float) -> tuple[list[float], float, dict[str, Tensor]]:
+        model, optimizer = sharded(base, "zero3", 2, precision=fp16(init=init))
+        losses = train(model, optimizer, 2, rank)
+        loss_of(model, batch(5, rank)).backward()
+        norm = tz.clip_grad_norm_(model, 1e9).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses, norm, full_parameters(model)
+
+    small, large = (on_ranks(2, lambda rank, init=init: body(rank, init)) for init in (2.0**12, 2.0**13))
+    for (losses, norm, parameters), (other_losses, other_norm, others) in zip(small, large, strict=True):
+        assert losses == pytest.approx(other_losses, abs=1e-4)
+        assert norm == pytest.approx(other_norm, rel=1e-2)
+        assert 0.01 < norm < 100
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, others[name], rtol=1e-2, atol=2e-3)
+
+
+def test_fp16_training_stays_near_fp32() -> None:
+    base = Net()
+    in_fp32 = on_ranks(2, lambda rank: train(*sharded(base, "zero3", 2), 6, 0))
+    in_fp16 = on_ranks(2, lambda rank: train(*sharded(base, "zero3", 2, precision="fp16"), 6, 0))
+    assert in_fp16[0][-1] < in_fp16[0][0]
+    assert in_fp16[0] == pytest.approx(in_fp32[0], rel=5e-2)
+
+
+def test_the_models_output_is_fp32() -> None:
+    def body(rank: int) -> torch.dtype:
+        model, _ = sharded(Net(), "zero3", 2, precision="fp16")
+        return model(batch()).dtype
+
+    assert on_ranks(2, body) == [torch.float32] * 2
+
+
+def test_the_scalers_state_travels_through_the_optimizer() -> None:
+    def body(rank: int) -> tuple[dict[str, float], dict[str, float], list[float]]:
+        model, optimizer = sharded(Explosive(), "zero3", 2, precision=fp16(init=1024.0, interval=5))
+        train(model, optimizer, 3, rank)
+        model.blast = float("inf")
+        train(model, optimizer, 1, rank)
+        other_model, other = sharded(Explosive(), "zero1", 2, precision=fp16(init=1024.0, interval=5))
+        other.load_scaler_state(copy.deepcopy(optimizer.scaler_state()))
+        return optimizer.scaler_state(), other.scaler_state(), [other.loss_scale, other.skipped_steps]
+
+    for state, other, numbers in on_ranks(2, body):
+        assert state == other
+        assert all(isinstance(value, int | float) for value in state.values())
+        assert numbers == [512.0, 1]
+
+
+def test_without_loss_scaling_there_is_nothing_to_report() -> None:
+    def body(rank: int) -> tuple[int, float, dict[str, float]]:
+        _, optimizer = sharded(Net(), "zero3", 2, precision="bf16")
+        optimizer.load_scaler_state({})
+        return optimizer.skipped_steps, optimizer.loss_scale, optimizer.scaler_state()
+
+    assert on_ranks(2, body) == [(0, 1.0, {})] * 2
