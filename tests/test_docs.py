@@ -1,0 +1,251 @@
+"""The documentation says what is: every key, option and name is in it, every link leads somewhere, every block runs.
+
+A code block of kind `python runnable` runs on one rank, one of kind `python two-ranks` on two gloo processes; the
+blocks of a page share their names. Where a `text` block follows, it is exactly what the block prints, rank by rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer
+from pydantic.fields import FieldInfo
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import terrazzo as tz
+from terrazzo import checkpoint, cli, engine
+from terrazzo.checkpoint.manifest import Entry, Manifest, OptimizerEntry, StateEntry
+from terrazzo.engine import PLANS, PRECISIONS, Plan
+from terrazzo.engine.precision import DTYPE_FIELDS
+from terrazzo.train import failure, stop
+from terrazzo.train.config import Config, Section
+from tests.helpers.fake import fake_group
+from tests.helpers.processes import Pool
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+
+
+def text(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@dataclass
+class Block:
+    """A fenced block of kind `kind`, and what the `text` block right behind it holds, if there is one."""
+
+    kind: str
+    code: str
+    prints: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    fences = r"^```([^\n]+)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?"
+    found = re.finditer(fences, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [Block(*match.groups()) for match in found]
+
+
+def with_kind(kind: str) -> list[Path]:
+    return [page for page in PAGES if any(block.kind == kind for block in blocks_of(page))]
+
+
+def printed_by(blocks: list[str]) -> list[str]:
+    """What each of a page's blocks prints, run one after the other with shared names."""
+    names: dict[str, Any] = {"__name__": "documentation"}
+    outputs = []
+    for code in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(code, "<documentation>", "exec"), names)
+        outputs.append(output.getvalue())
+    return outputs
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.chdir(tmp_path)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", with_kind("python runnable"), ids=page_id)
+def test_blocks_run_on_one_rank(page: Path, one_rank: None) -> None:
+    blocks = [block for block in blocks_of(page) if block.kind == "python runnable"]
+    for block, output in zip(blocks, printed_by([block.code for block in blocks]), strict=True):
+        if block.prints is not None:
+            assert output == block.prints
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("page", with_kind("python two-ranks"), ids=page_id)
+def test_blocks_run_on_two_ranks(page: Path, two_processes: Pool) -> None:
+    blocks = [block for block in blocks_of(page) if block.kind == "python two-ranks"]
+    by_rank = two_processes.run(printed_by, [block.code for block in blocks])
+    for block, outputs in zip(blocks, zip(*by_rank, strict=True), strict=True):
+        if block.prints is not None:
+            assert "".join(outputs) == block.prints
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{target} does not exist"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
+    content = page.read_text(encoding="utf-8")
+    for name in re.findall(r"\b(?:examples|benchmarks|tests|src/terrazzo|tools)/[\w./-]*\w", content):
+        if not name.startswith("benchmarks/out"):
+            assert (ROOT / name).exists(), f"{name} does not exist"
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([a-z]+)", content)) <= set(targets)
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = text("README.md")
+    for page in DOCS.rglob("*.md"):
+        assert page == DOCS / "README.md" or f"({page.relative_to(DOCS)})" in index
+
+
+# -- the reference ---------------------------------------------------------------------------------------------
+
+
+def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the configuration with what the models say of it."""
+    for name, field in section.model_fields.items():
+        kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if isinstance(kind, type)]
+        inner = next((kind for kind in kinds if issubclass(kind, Section)), None)
+        if inner is not None:
+            yield from settings(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def shown_default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    return json.dumps(str(value) if isinstance(value, Path) else value)
+
+
+@pytest.mark.parametrize(("key", "field"), list(settings()), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_config_key_is_in_the_reference(key: str, field: FieldInfo) -> None:
+    rows = [line for line in text("reference/train-config.md").splitlines() if line.startswith(f"| `{key}` |")]
+    assert len(rows) == 1, f"one row for {key}, with the default {shown_default(field)}"
+    _, default, meaning = re.split(r" (?<!\\)\| ", rows[0].strip("| "), maxsplit=2)
+    assert default == f"`{shown_default(field)}`"
+    assert (field.description or "") in meaning
+    for choice in get_args(field.annotation):
+        assert not isinstance(choice, str) or f"`{choice}`" in meaning, f"{choice} is a choice of {key}"
+
+
+def test_the_reference_has_no_key_that_is_gone() -> None:
+    documented = re.findall(r"^\| `([a-z_]+\.[a-z_.]+)` \|", text("reference/train-config.md"), re.MULTILINE)
+    assert set(documented) == {key for key, _ in settings()}
+
+
+def test_every_command_line_argument_is_in_the_reference() -> None:
+    reference = text("reference/cli.md")
+    root: Any = typer.main.get_command(cli.app)
+    for verb in root.commands.values():
+        assert f"terrazzo {verb.name}" in reference
+        for parameter in verb.params:
+            for name in parameter.opts if parameter.param_type_name == "option" else [parameter.make_metavar_name()]:
+                assert name in reference
+    for parameter in root.params:
+        assert all(name in reference for name in parameter.opts)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = text("reference/api.md")
+    for module, prefix in ((tz, "tz."), (checkpoint, "tz.checkpoint."), (engine, "")):
+        for name in module.__all__:
+            assert f"`{prefix}{name}" in reference, f"{prefix}{name}"
+
+
+def test_every_exit_code_is_in_the_reference() -> None:
+    reference = text("reference/exit-codes.md")
+    for code in (0, failure.FAILED, failure.BAD_INPUT, failure.PREEMPTED, stop.INTERRUPTED):
+        assert f"| {code} |" in reference
+
+
+def test_every_manifest_field_is_in_the_reference() -> None:
+    reference = text("reference/checkpoint-folder.md")
+    for model in (Manifest, Entry, StateEntry, OptimizerEntry):
+        assert all(f"`{name}`" in reference for name in model.model_fields)
+
+
+# -- the table -------------------------------------------------------------------------------------------------
+
+
+def table_rows(page: Path) -> dict[str, list[str]]:
+    """Rows that begin with a plan's name in a table whose next columns are the four places."""
+    rows = {}
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        name = cells[0].split("=")[0].strip().strip("`")
+        if name in PLANS and len(cells) > 4 and all(re.fullmatch(r"[-DSR,]+", cell) for cell in cells[1:5]):
+            rows[name] = cells
+    return rows
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "concepts/table.md"], ids=page_id)
+def test_the_table_is_the_engines(page: Path) -> None:
+    rows = table_rows(page)
+    named = {name: Plan.named(name) for name in PLANS}
+    presets = [name for name, plan in named.items() if name in ("zero0", "zero3") or not _is_alias(name, named)]
+    assert set(rows) == set(presets)
+    for name, cells in rows.items():
+        assert cells[1:5] == [str(place) for place in named[name].places().values()]
+    assert all(f"`{name}`" in page.read_text(encoding="utf-8") for name in PLANS)
+
+
+def _is_alias(name: str, named: dict[str, Plan]) -> bool:
+    return any(other != name and named[other].places() == named[name].places() for other in named)
+
+
+@pytest.mark.parametrize("plan", [row for row in PLANS if row in table_rows(DOCS / "concepts/table.md")])
+def test_bytes_per_parameter_are_what_the_bill_says(plan: str) -> None:
+    lines = text("concepts/table.md").split("## What each row costs")[1].splitlines()
+    cells = next(line for line in lines if line.startswith(f"| `{plan}` |")).strip("|").split("|")
+    two_axes = "S" in table_rows(DOCS / "concepts/table.md")[plan][4]
+    for precision, cell in (("fp32", cells[2]), ("bf16", cells[4])):
+        with fake_group(8):
+            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_replicate", "dp_shard")) if two_axes else None
+            with torch.device("meta"):
+                model: Any = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+            model, _ = tz.shard(model, torch.optim.AdamW, plan, mesh=mesh, precision=precision)
+            bill = engine.engine_of(model).bill
+        assert float(cell) == pytest.approx((bill.total_bytes - bill.transient_bytes) / (2 * 512 * 512), abs=1e-4)
+
+
+def test_precisions_are_the_engines() -> None:
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    for name, precision in PRECISIONS.items():
+        dtypes = [short[getattr(precision, field)] for field in DTYPE_FIELDS]
+        assert f"| `{name}` | {' | '.join(dtypes)} |" in text("guides/precision.md")
