@@ -5,14 +5,11 @@ States follow from shapes, places and dtypes, the transient peak from a step reh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.optimizer import is_per_element
+from terrazzo.engine.optimizer import StateSpec
 from terrazzo.engine.rehearsal import rehearse
 from terrazzo.engine.segment import held_range, runs
 from terrazzo.engine.unit import Unit
@@ -56,7 +53,11 @@ class MemoryBill:
 
 
 def memory_bill(
-    units: Sequence[Unit], templates: Sequence[dict[str, Any]], prefetch: int, micro_batches: int, local_sums: bool
+    units: Sequence[Unit],
+    templates: Sequence[Mapping[str, StateSpec]],
+    prefetch: int,
+    micro_batches: int,
+    local_sums: bool,
 ) -> MemoryBill:
     """The bill of these units, whether or not they have been built.
 
@@ -83,14 +84,12 @@ def _numel(bucket: Bucket, axes: tuple[str, ...]) -> int:
     return bucket.space.range(axes).numel
 
 
-def _moments_bytes(buckets: Sequence[Bucket], templates: Sequence[dict[str, Any]]) -> int:
+def _moments_bytes(buckets: Sequence[Bucket], templates: Sequence[Mapping[str, StateSpec]]) -> int:
     total = 0
     for bucket in buckets:
+        moment_bytes = bucket.recipe.precision.moments.itemsize
         for first, last in runs(bucket):
             group, numel = bucket.members[first].group, held_range(bucket, first, last).numel
-            for value in templates[group].values() if group >= 0 and numel else ():
-                if is_per_element(value):
-                    total += numel * bucket.recipe.precision.moments.itemsize
-                elif isinstance(value, Tensor):
-                    total += value.nbytes
+            for spec in templates[group].values() if group >= 0 and numel else ():
+                total += numel * moment_bytes if spec.per_element else spec.fixed_bytes
     return total

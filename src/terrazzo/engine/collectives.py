@@ -155,7 +155,7 @@ class Collectives(ABC):
     def gather_rows(self, values: Tensor) -> Tensor:
         """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks."""
         rows = values.new_empty((self.size, values.numel()))
-        _all_gather_single(rows, values.reshape(-1), group=self.group)
+        _all_gather_single(rows.view(-1), values.reshape(-1), group=self.group)
         self.traffic.record("control", values.nbytes)
         return rows.view(self.size, *values.shape)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,8 @@ from terrazzo.engine.bill import MemoryBill, memory_bill
 from terrazzo.engine.bucket import Bucket, Recipe
 from terrazzo.engine.collectives import Traffic, Transfer
 from terrazzo.engine.hooks import Hooks
-from terrazzo.engine.optimizer import OptimizerDriver
+from terrazzo.engine.layout import Slot
+from terrazzo.engine.optimizer import OptimizerDriver, StateSpec
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.rehearsal import rehearse
@@ -43,7 +43,7 @@ class Engine:
         recipe: the same with only the axes that have more than one rank, and the precision.
         units: in registration order, root first.
         why_units: how the units were found.
-        templates: what the optimizer keeps for a small tensor of each param group.
+        templates: what the optimizer keeps for a parameter of each param group.
         driver: of the optimizer, or None.
         denominator: of finished gradient sums, where the user has set one.
     """
@@ -54,7 +54,7 @@ class Engine:
     why_units: str
     schedule: Schedule
     hooks: Hooks
-    templates: Sequence[dict[str, Any]] = ()
+    templates: Sequence[Mapping[str, StateSpec]] = ()
     driver: OptimizerDriver | None = None
     denominator: float | None = None
 
@@ -144,36 +144,35 @@ class Engine:
         if write:
             self.publish()
 
-    def load(self, state: Mapping[str, Tensor]) -> set[str]:
-        """Set weights from full tensors by name, this rank keeping its own ranges; returns the names not found.
+    def missing(self, state: Mapping[str, Tensor]) -> set[str]:
+        """Parameters that `state` does not have, under any of their names."""
+        return {slot.name for bucket in self.buckets() for slot in bucket.slots if _name_in(state, slot) is None}
+
+    def load(self, state: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Set weights and `buffers` from full tensors by name, this rank keeping its own ranges.
 
         Args:
             state: may be lazy; one tensor at a time is looked up. A tied parameter may come under any of its names.
+            buffers: those to set; `state` has each.
 
         Errors: `BadInput` listing every tensor of the wrong shape, before anything is changed.
         """
-        found = {}
-        for bucket in self.buckets():
-            for slot in bucket.slots:
-                found[slot.name] = next((name for name in slot.names if name in state), None)
-        self._check_shapes(state, found)
-        self.schedule.rest()
-        with torch.no_grad():
-            for bucket in self.buckets():
-                for slot in bucket.slots:
-                    if (name := found[slot.name]) is not None:
-                        bucket.write(slot, state[name])
-        return {own for own, name in found.items() if name is None}
-
-    def _check_shapes(self, state: Mapping[str, Tensor], found: Mapping[str, str | None]) -> None:
-        wrong = []
-        for bucket in self.buckets():
-            for slot in bucket.slots:
-                name = found[slot.name]
-                if name is not None and tuple(state[name].shape) != slot.shape:
-                    wrong.append(f"{slot.name} is {tuple(state[name].shape)} and should be {slot.shape}")
+        slots = [(bucket, slot, _name_in(state, slot)) for bucket in self.buckets() for slot in bucket.slots]
+        wanted = {name: slot.shape for _, slot, name in slots if name is not None}
+        wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        found = {name: tuple(state[name].shape) for name in wanted}
+        wrong = [
+            f"{name} is {found[name]} and should be {shape}" for name, shape in wanted.items() if found[name] != shape
+        ]
         if wrong:
             raise BadInput(f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}.")
+        self.schedule.rest()
+        with torch.no_grad():
+            for bucket, slot, name in slots:
+                if name is not None:
+                    bucket.write(slot, state[name])
+            for name, buffer in buffers.items():
+                buffer.copy_(state[name])
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's share of all state, by original names; over all ranks each element comes once."""
@@ -197,6 +196,10 @@ class Engine:
         lines.append(f"{len(self.units)} units ({self.why_units}):")
         lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements" for unit in self.units]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:
+    return next((name for name in slot.names if name in state), None)
 
 
 def engine_of(model: nn.Module) -> Engine:

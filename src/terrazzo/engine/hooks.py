@@ -38,6 +38,7 @@ class Hooks:
     ) -> None:
         self.units, self.schedule, self.axes, self.precision, self.scaler = units, schedule, axes, precision, scaler
         self._late: set[int] = set()
+        self._passes = 0
 
     def attach(self, model: nn.Module) -> None:
         """Register every hook on `model` and its units' modules and trainable parameters."""
@@ -85,7 +86,7 @@ class Hooks:
 
     def before_unit(self, unit: Unit) -> None:
         if _inside_backward():  # activation checkpointing runs the forward again
-            self._ensure_backward()
+            self.start_backward()
             unit.wait()
         else:
             self.schedule.enter_forward(unit, torch.is_grad_enabled())
@@ -101,11 +102,10 @@ class Hooks:
             self.schedule.leave_forward(unit, training, announced)
 
     def before_backward(self, unit: Unit) -> None:
-        self._ensure_backward()
         self.schedule.enter_backward(unit)
 
     def take_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
-        self._ensure_backward()
+        self.start_backward()
         dtype = self.precision.accumulate if self.schedule.sums_locally else self.precision.reduce
         bucket.take_gradient(index, dtype)
         if unit.index in self.schedule.closed:
@@ -118,12 +118,15 @@ class Hooks:
                 self._agree()
             self.schedule.finish()
 
-    def _ensure_backward(self) -> None:
+    def start_backward(self) -> int:
+        """Note that a backward pass is under way; returns its number."""
         if not self.schedule.in_backward:
             self.schedule.begin_backward()
             self._late.clear()
+            self._passes += 1
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(_end(weakref.ref(self)))  # type: ignore[no-untyped-call, unused-ignore]
+        return self._passes
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
         """Have the backward of `unit` announced by its outputs.
@@ -248,14 +251,14 @@ def _gradient(hooks: HooksRef, unit: int, bucket: weakref.ref[Bucket], index: in
 
 
 def _backward(hooks: HooksRef, index: int) -> Callable[[Tensor], None]:
-    """Tells once that the backward of one call of a unit begins, whichever of its outputs gets there first."""
-    fired = False
+    """Tells once per backward pass that it has reached one call of a unit, whichever of its outputs comes first."""
+    told = 0
 
     def backward(grad: Tensor) -> None:
-        nonlocal fired
+        nonlocal told
         live = hooks()
-        if live is not None and not fired:
-            fired = True
+        if live is not None and told != live.start_backward():
+            told = live.start_backward()
             live.before_backward(live.units[index])
 
     return backward

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket, Member, Recipe
 from terrazzo.engine.scaler import LossScaler
+from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.segment import Segment, segments_of
 from terrazzo.errors import BadInput, Misuse
 
@@ -27,11 +30,12 @@ __all__ = [
     "ELEMENTWISE",
     "OptimizerDriver",
     "ShardedOptimizer",
+    "StateSpec",
     "adopt",
     "assign_groups",
     "check_optimizer",
     "clip_grad_norm",
-    "is_per_element",
+    "forget_gradients",
     "state_of",
     "unhooked_step",
 ]
@@ -73,34 +77,58 @@ def assign_groups(optimizer: Optimizer, members: Sequence[Member]) -> None:
         )
 
 
-def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """What this optimizer keeps for a tensor of `group` that has two elements.
+@dataclass(frozen=True)
+class StateSpec:
+    """What an optimizer keeps for a parameter under one key.
 
-    Taken from a parameter that has state already, else found by stepping such a tensor on a zero gradient.
+    Attributes:
+        per_element: one value per element of the parameter, in the dtype of moments; else of the shape that follows.
+        kind: Tensor, or the Python type of a plain number.
+    """
+
+    per_element: bool
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    device: torch.device | None = None
+    kind: type = Tensor
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Memory of a state that is not per element."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.kind is Tensor and not self.per_element else 0
+
+    def restored(self, flat: Tensor) -> Any:
+        """`flat` as the optimizer expects it."""
+        if self.kind is not Tensor:
+            return self.kind(flat.item())
+        return flat.to(device=self.device, dtype=self.dtype).reshape(self.shape).clone()
+
+
+def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, StateSpec]:
+    """What this optimizer keeps for each parameter of `group`.
+
+    Taken from a parameter that has state already, else found by stepping a tensor of two elements on a zero gradient.
     """
     for parameter in group["params"]:
         if parameter.dim() and (state := optimizer.state.get(parameter)):
-            return {key: _for_pair(value, parameter) for key, value in state.items()}
-    tensor = nn.Parameter(torch.zeros(_PAIR))
-    tensor.grad = torch.zeros(_PAIR)
+            return _specs(state, parameter.shape)
+    tensor = nn.Parameter(torch.zeros(2))
+    tensor.grad = torch.zeros(2)
     probe = copy.copy(optimizer)
     probe.state = defaultdict(dict)
     probe.param_groups = [{**group, "params": [tensor]}]
     unhooked_step(probe)
-    return dict(probe.state[tensor])
+    return _specs(probe.state[tensor], tensor.shape)
 
 
-_PAIR = (2,)
-
-
-def is_per_element(example: Any) -> bool:
-    """Whether this entry of `state_of` holds one value per element."""
-    return isinstance(example, Tensor) and example.shape == _PAIR
-
-
-def _for_pair(value: Any, parameter: Tensor) -> Any:
-    per_element = isinstance(value, Tensor) and value.shape == parameter.shape
-    return value.new_zeros(_PAIR) if per_element else value
+def _specs(state: Mapping[str, Any], shape: torch.Size) -> dict[str, StateSpec]:
+    specs = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            specs[key] = StateSpec(per_element=False, kind=type(value))
+        else:
+            specs[key] = StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
+    return specs
 
 
 def unhooked_step(optimizer: Optimizer) -> None:
@@ -115,13 +143,19 @@ class OptimizerDriver:
     Args:
         optimizer: its groups' tensors are replaced by segments.
         buckets: the trainable ones.
+        schedule: of the model.
         publish: brings compute weights in line with updated master weights.
     """
 
     def __init__(
-        self, optimizer: Optimizer, buckets: Sequence[Bucket], recipe: Recipe, publish: Callable[[], None]
+        self,
+        optimizer: Optimizer,
+        buckets: Sequence[Bucket],
+        recipe: Recipe,
+        schedule: Schedule,
+        publish: Callable[[], None],
     ) -> None:
-        self.buckets, self.recipe = buckets, recipe
+        self.buckets, self.recipe, self.schedule = buckets, recipe, schedule
         self._publish = weakref.WeakMethod(publish)  # its owner owns this driver
         self.segments = [segment for segment in segments_of(buckets) if segment.group >= 0]
         scaling = recipe.precision.loss_scaling
@@ -204,8 +238,15 @@ class OptimizerDriver:
         return bool(self.recipe.axes.maximum(flag).item())
 
     def zero_grad(self, set_to_none: bool) -> None:
-        for bucket in self.buckets:
-            bucket.zero_grad(set_to_none)
+        forget_gradients(self.buckets, self.schedule, set_to_none)
+
+
+def forget_gradients(buckets: Iterable[Bucket], schedule: Schedule, set_to_none: bool) -> None:
+    """Forget every gradient, those on their way from a backward that raised included."""
+    if schedule.in_backward:
+        schedule.abandon_backward()
+    for bucket in buckets:
+        bucket.zero_grad(set_to_none)
 
 
 class ShardedOptimizer(Optimizer):

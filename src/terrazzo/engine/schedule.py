@@ -97,8 +97,10 @@ class Schedule:
     def end_forward(self, training: bool) -> None:
         """The model's own forward has ended: take part in what other ranks may still run."""
         self.in_forward = False
-        for skipped in self.order.forward[self._forward_cursor :]:
-            self.units[skipped].wait()
+        order = self.order.forward
+        for skipped in range(self._forward_cursor, len(order)):
+            self._fetch(order, skipped)
+            self.units[order[skipped]].wait()
         for unit in self.units:
             if not training or unit.index not in self._awaited:
                 self._put_down(unit, training)
@@ -121,11 +123,11 @@ class Schedule:
         if position is None:
             self.strayed = True
             return
-        for skipped in order[self._forward_cursor : position]:
-            self._pass(self.units[skipped], training)
+        for skipped in range(self._forward_cursor, position):
+            self._fetch(order, skipped)
+            self._pass(self.units[order[skipped]], training)
+        self._fetch(order, position)
         self._forward_cursor = position + 1
-        for ahead in order[position : position + 1 + self.prefetch]:
-            self.units[ahead].fetch()
 
     def _pass(self, unit: Runnable, training: bool) -> None:
         """Take part in the gather of a unit that only other ranks run.
@@ -153,7 +155,10 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Autograd is done: run the program to its end. `finish` must follow."""
-        self._backward_to(len(self.order.backward) - 1)
+        last = len(self.order.backward) - 1
+        if self._backward_cursor <= last:
+            self._backward_to(last)
+            self.units[self.order.backward[last]].wait()
         self._awaited.clear()
         for unit in self.units:
             unit.rest()
@@ -184,11 +189,17 @@ class Schedule:
             for unit in ended:
                 if unit.index not in self._awaited:  # else its backward is still to come
                     unit.rest()
-            for ahead in order.backward[step : step + 1 + self.prefetch]:
-                self.units[ahead].fetch()
+            self._fetch(order.backward, step)
             for unit in ended:
                 self._close(unit)
+            if step < position:
+                self.units[order.backward[step]].wait()
         self._backward_cursor = position + 1
+
+    def _fetch(self, order: Sequence[int], position: int) -> None:
+        """Start gathering the unit at `position` and those to prefetch."""
+        for index in order[position : position + 1 + self.prefetch]:
+            self.units[index].fetch()
 
     def _close(self, unit: Runnable) -> None:
         """The unit's gradients are complete: start summing them over ranks, unless this micro-batch only adds."""

@@ -25,6 +25,7 @@ from terrazzo.engine.optimizer import (
     assign_groups,
     check_optimizer,
     clip_grad_norm,
+    forget_gradients,
     state_of,
 )
 from terrazzo.engine.order import Order
@@ -165,8 +166,7 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, as the optimizer's `zero_grad` does."""
-        for bucket in self._terrazzo.trainable():
-            bucket.zero_grad(set_to_none)
+        forget_gradients(self._terrazzo.trainable(), self._terrazzo.schedule, set_to_none)
 
     def set_gradient_denominator(self, denominator: float | None) -> None:
         """From now on, divide the sum of gradients over ranks and micro-batches by this.
@@ -181,20 +181,18 @@ class ShardedModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy."""
-        buffers = _persistent_buffers(self)
-        missing = self._terrazzo.load(state_dict)
-        missing |= {name for name in buffers if name not in state_dict}
-        known = {name for bucket in self._terrazzo.buckets() for slot in bucket.slots for name in slot.names}
-        unexpected = [name for name in state_dict if name not in known and name not in buffers]
+        engine, buffers = self._terrazzo, _persistent_buffers(self)
+        known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names} | set(buffers)
+        missing = sorted(engine.missing(state_dict) | {name for name in buffers if name not in state_dict})
+        unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             raise BadInput(
-                f"load_state_dict: missing {sorted(missing) or 'nothing'}, unexpected {unexpected or 'nothing'}. Pass "
+                f"load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. Pass "
                 "strict=False to load what matches."
             )
-        for name, buffer in buffers.items():
-            if name in state_dict:
-                buffer.copy_(state_dict[name])
-        return _Loaded(sorted(missing), unexpected)
+        found = {name: buffer for name, buffer in buffers.items() if name in state_dict}
+        engine.load(state_dict, found)
+        return _Loaded(missing, unexpected)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse(
@@ -267,7 +265,7 @@ def _drive(engine: Engine, optimizer: Optimizer) -> None:
         for member in bucket.members
         if member.parameter in optimizer.state
     }
-    engine.driver = OptimizerDriver(optimizer, engine.trainable(), engine.recipe, engine.publish)
+    engine.driver = OptimizerDriver(optimizer, engine.trainable(), engine.recipe, engine.schedule, engine.publish)
     engine.hooks.scaler = engine.driver.scaler
     if states:
         restore_optimizer(engine.driver, engine.templates, reading(states))

@@ -6,6 +6,7 @@ or the number of ranks remains in it, so pieces written under one plan can be re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.layout import Range, Slot
-from terrazzo.engine.optimizer import OptimizerDriver, is_per_element
+from terrazzo.engine.optimizer import OptimizerDriver, StateSpec
 from terrazzo.engine.segment import Segment
 
 __all__ = ["Piece", "Read", "model_pieces", "optimizer_pieces", "reading", "restore_model", "restore_optimizer"]
@@ -90,7 +91,7 @@ def restore_model(buckets: list[Bucket], read: Read) -> None:
                         state.part(held).copy_(value)
 
 
-def restore_optimizer(driver: OptimizerDriver, templates: Sequence[dict[str, Any]], read: Read) -> None:
+def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, StateSpec]], read: Read) -> None:
     """Set the optimizer's state; parameters for which `read` has none go back to having none.
 
     Args:
@@ -108,8 +109,8 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[dict[str, Any
         if fixed is not None:
             moments = {
                 kind: _read_moments(segment, kind, read).to(driver.recipe.precision.moments)
-                for kind, example in template.items()
-                if is_per_element(example)
+                for kind, spec in template.items()
+                if spec.per_element
             }
             optimizer.state[segment.parameter] = {kind: (fixed | moments)[kind] for kind in template}
 
@@ -123,22 +124,18 @@ def _read_moments(segment: Segment, kind: str, read: Read) -> Tensor:
     return whole
 
 
-def _read_fixed(slot: Slot, template: dict[str, Any], read: Read) -> dict[str, Any] | None:
+def _read_fixed(slot: Slot, template: Mapping[str, StateSpec], read: Read) -> dict[str, Any] | None:
     """The states of a parameter that are not per element; None when it has no state at all."""
     fixed: dict[str, Any] = {}
-    for kind, example in template.items():
-        if is_per_element(example):
+    for kind, spec in template.items():
+        if spec.per_element:
             if slot.numel and read(slot.name, kind, 0, 1) is None:
                 return None
             continue
-        numel = example.numel() if isinstance(example, Tensor) else 1
-        value = read(slot.name, kind, 0, numel)
+        value = read(slot.name, kind, 0, math.prod(spec.shape))
         if value is None:
             return None
-        if isinstance(example, Tensor):
-            fixed[kind] = value.to(example).reshape(example.shape).clone()
-        else:
-            fixed[kind] = type(example)(value.item())
+        fixed[kind] = spec.restored(value)
     return fixed
 
 
