@@ -176,7 +176,7 @@ class Bucket:
 
     def rest_between(self) -> None:
         """From forward to backward: keep the part of the full weights that the plan's `between` names."""
-        if self.resident or self.between_axes == ():
+        if self.resident or not self._present or self.between_axes == ():
             return
         if self.between_axes != self.weight_axes and self._held is None:
             kept = self.full.narrow(self.between_axes)
