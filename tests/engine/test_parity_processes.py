@@ -1,0 +1,163 @@
+"""Two real gloo processes: the same bits as the reference and as threads, whatever is late; losses as DDP's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from terrazzo.engine.collectives import GlooCollectives
+from terrazzo.engine.schedule import Schedule
+from tests.engine.models import base_model, batch, loss_of
+from tests.engine.parity import Case, Runner, assert_parity, run_on_threads
+from tests.engine.reference import adamw, reference
+from tests.helpers.processes import Pool
+
+pytestmark = pytest.mark.processes
+
+PLANS = (
+    *(Case(plan, 2) for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")),
+    *(Case(plan, 1, replicas=2) for plan in ("hybrid_shard", "hfsdp")),
+    *(Case(plan, 2, replicas=1) for plan in ("hybrid_shard_zero2", "hpz")),
+)
+
+
+def plan_id(case: Case) -> str:
+    return f"{case.plan}-{case.replicas or ''}{'x' if case.replicas else ''}{case.shards}"
+
+
+def train(case: Case) -> Any:
+    """Run by each process."""
+    rank = torch.distributed.get_rank()
+    return Runner(case, rank).run()
+
+
+# -- bit for bit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["tied_across", "unused"])
+@pytest.mark.parametrize("case", PLANS, ids=plan_id)
+def test_fp32_is_bitwise_the_single_process(two_processes: Pool, case: Case, variant: str) -> None:
+    case = replace(case, variant=variant, micro_batches=2)
+    assert_parity(case, two_processes.run(train, case), reference(case.recipe))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3"])
+def test_reduced_precision_is_bitwise_the_casts_by_hand(two_processes: Pool, plan: str, precision: str) -> None:
+    case = Case(plan, 2, variant="tied_across", precision=precision, micro_batches=2)
+    assert_parity(case, two_processes.run(train, case), reference(case.recipe))
+
+
+# -- DDP -------------------------------------------------------------------------------------------------------
+
+
+def train_ddp(case: Case) -> list[list[float]]:
+    """Losses by step and micro-batch under torch's DDP."""
+    rank = torch.distributed.get_rank()
+    model = DistributedDataParallel(copy.deepcopy(base_model(case.variant)), find_unused_parameters=True)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step in range(case.steps):
+        losses.append([])
+        for micro in range(case.micro_batches):
+            last = micro == case.micro_batches - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                loss = loss_of(model, batch(step, rank, micro))
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses[-1].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(("variant", "micro_batches"), [("tied_across", 1), ("frozen", 3)])
+def test_losses_are_ddps(two_processes: Pool, variant: str, micro_batches: int) -> None:
+    common = Case("zero0", 2, variant=variant, micro_batches=micro_batches, steps=8)
+    wanted = torch.tensor(two_processes.run(train_ddp, common), dtype=torch.float64)
+    for case in (replace(case, variant=variant, micro_batches=micro_batches, steps=8) for case in PLANS):
+        traces = [traces for traces, _ in two_processes.run(train, case)]
+        found = torch.tensor([[trace.losses for trace in ranks] for ranks in traces], dtype=torch.float64)
+        torch.testing.assert_close(
+            found, wanted, rtol=1e-6, atol=1e-6, msg=lambda text, c=case: f"{plan_id(c)}: {text}"
+        )
+
+
+# -- delays ----------------------------------------------------------------------------------------------------
+
+POINTS: dict[str, tuple[type, str]] = {
+    "after forward": (Schedule, "end_forward"),
+    "before gather": (GlooCollectives, "_all_gather"),
+    "before reduce": (GlooCollectives, "_reduce_scatter"),
+    "before step": (Schedule, "finish"),
+    "after units": (Schedule, "leave_forward"),
+    "before units of backward": (Schedule, "enter_backward"),
+}
+
+
+@contextlib.contextmanager
+def late(kind: type, method: str, choose: random.Random) -> Iterator[None]:
+    """Every call of the method first sleeps for up to 8 ms, on each rank for a time of its own."""
+    original: Callable[..., Any] = getattr(kind, method)
+
+    def delayed(*args: Any, **options: Any) -> Any:
+        time.sleep(choose.choice([0.0, 0.0, 0.002, 0.008]))
+        return original(*args, **options)
+
+    setattr(kind, method, delayed)
+    try:
+        yield
+    finally:
+        setattr(kind, method, original)
+
+
+def train_late(case: Case, points: tuple[str, ...]) -> Any:
+    rank = torch.distributed.get_rank()
+    choose = random.Random(f"{rank} {points}")
+    with contextlib.ExitStack() as stack:
+        for point in points:
+            stack.enter_context(late(*POINTS[point], choose))
+        return Runner(case, rank).run()
+
+
+@pytest.mark.parametrize("points", [*((point,) for point in POINTS), tuple(POINTS)], ids=" + ".join)
+@pytest.mark.parametrize("plan", ["zero3", "zero1", "shard_grad_op"])
+def test_delays_change_no_bit(two_processes: Pool, plan: str, points: tuple[str, ...]) -> None:
+    case = Case(plan, 2, variant="unused", micro_batches=2)
+    assert_parity(case, two_processes.run(train_late, case, points), reference(case.recipe))
+
+
+@pytest.mark.parametrize("plan", ["zero3", "zero1", "shard_grad_op"])
+def test_an_optimizer_step_that_is_late_on_one_rank_changes_no_bit(two_processes: Pool, plan: str) -> None:
+    case = Case(plan, 2)
+    assert_parity(case, two_processes.run(train_stepping_late, case), reference(case.recipe))
+
+
+def train_stepping_late(case: Case) -> Any:
+    rank = torch.distributed.get_rank()
+    return Runner(case, rank, tune=lambda model, optimizer: time.sleep(0.02 * rank)).run()
+
+
+# -- compiled --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3", "shard_grad_op"])
+def test_compiled_units_change_no_bit(two_processes: Pool, plan: str, precision: str) -> None:
+    case = Case(plan, 2, precision=precision, compiled=True, variant="tied_across")
+    assert_parity(case, two_processes.run(train, case, timeout_s=120.0), reference(case.recipe))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+@pytest.mark.parametrize("case", [Case("zero3", 1), Case("zero0", 1), Case("hpz", 1, replicas=1)], ids=plan_id)
+def test_compiled_units_on_one_rank(case: Case) -> None:
+    case = replace(case, compiled=True, checkpointing="full", micro_batches=2)
+    assert_parity(case, run_on_threads(case), reference(case.recipe))
