@@ -258,7 +258,8 @@ def test_whole_gradients_cannot_be_reduced_each_time(plan: str) -> None:
 def test_control_messages_stay_small() -> None:
     with fake_group(8):
         model, optimizer = shard_on_paper("zero3", (8, 1))
-        found = one_step(model, optimizer, 1, None)
+        for _ in range(2):  # the first step also agrees on the order of units
+            found = one_step(model, optimizer, 1, None)
         assert found.bytes["control"] < 1024
         assert found.count["control"] == 1
 
