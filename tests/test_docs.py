@@ -175,10 +175,10 @@ def test_every_command_line_argument_is_in_the_reference() -> None:
     for verb in root.commands.values():
         assert f"terrazzo {verb.name}" in reference
         for parameter in verb.params:
-            for name in parameter.opts if parameter.param_type_name == "option" else [parameter.make_metavar_name()]:
-                assert name in reference
+            names = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
+            assert all(f"`{name}`" in reference for name in names)
     for parameter in root.params:
-        assert all(name in reference for name in parameter.opts)
+        assert all(f"`{name}`" in reference for name in parameter.opts)
 
 
 def test_every_public_name_is_in_the_reference() -> None:
