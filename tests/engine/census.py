@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors really hold, by walking Python's objects: an oracle that knows nothing of the engine."""
+"""Counts the bytes that tensors really hold, by walking Python's objects; knows nothing of the engine."""
 
 from __future__ import annotations
 

@@ -266,15 +266,19 @@ def test_a_forward_inside_gathered_works_and_values_rest_again_after() -> None:
     assert all(loss == loss_of(base, batch()).item() for loss in on_ranks(2, body))
 
 
+def write_and_raise(model: nn.Module) -> None:
+    with tz.gathered(model, write=True) as parameters, torch.no_grad():
+        parameters["head.bias"].fill_(7)
+        raise ZeroDivisionError
+
+
 def test_an_exception_inside_gathered_writes_nothing() -> None:
     base = Net()
 
     def body(rank: int) -> dict[str, Tensor]:
         model, _ = sharded(base, "zero3")
-        with pytest.raises(ZeroDivisionError), tz.gathered(model, write=True) as parameters:
-            with torch.no_grad():
-                parameters["head.bias"].fill_(7)
-            raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError):
+            write_and_raise(model)
         return full_parameters(model)
 
     for found in on_ranks(2, body):

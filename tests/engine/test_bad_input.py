@@ -181,7 +181,7 @@ def test_functions_on_a_model_that_is_not_sharded(use: Any) -> None:
 
 def test_fp16_where_the_device_cannot_compute_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*args: Any) -> Any:
-        raise RuntimeError('"addmm_impl_cpu_" not implemented for \'Half\'')
+        raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
     monkeypatch.setattr(torch.nn.functional, "linear", unsupported)
     with fake_group(2), pytest.raises(tz.BadInput, match=r"float16.*Half.*bf16"):
@@ -210,27 +210,27 @@ def test_a_process_group_whose_backend_cannot_serve_the_mesh() -> None:
 # -- wrong moments, in a model that is sharded -----------------------------------------------------------------
 
 
-def test_a_step_within_accumulate() -> None:
-    for plan in ("zero1", "zero3"):
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+def test_a_step_within_accumulate(plan: str) -> None:
+    base = Net()
 
-        def body(rank: int, plan: str = plan) -> dict[str, Tensor]:
-            model, optimizer = sharded(base, plan)
-            with tz.accumulate(model):
-                loss_of(model, batch(0, rank)).backward()
-                with pytest.raises(tz.Misuse, match=r"tz\.accumulate"):
-                    optimizer.step()
-            with pytest.raises(tz.Misuse, match="accumulate"):
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, plan)
+        with tz.accumulate(model):
+            loss_of(model, batch(0, rank)).backward()
+            with pytest.raises(tz.Misuse, match=r"tz\.accumulate"):
                 optimizer.step()
-            return full_parameters(model)
+        with pytest.raises(tz.Misuse, match="accumulate"):
+            optimizer.step()
+        return full_parameters(model)
 
-        base = Net()
-        for found in on_ranks(2, body):
-            assert_equal(found, dict(base.named_parameters()))
+    for found in on_ranks(2, body):
+        assert_equal(found, dict(base.named_parameters()))
 
 
 def test_a_closure_is_refused() -> None:
     with fake_group(2):
-        model, optimizer = tz.shard(Net(), adamw)
+        _model, optimizer = tz.shard(Net(), adamw)
         with pytest.raises(tz.Misuse, match="closure"):
             optimizer.step(lambda: 0.0)
 

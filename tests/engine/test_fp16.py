@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: overflow anywhere skips everywhere; growth, backoff, hysteresis, minimum; counters and state."""
+"""Dynamic loss scaling: overflow anywhere skips everywhere; growth, backoff, hysteresis, minimum, state."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_endless_overflow_diverges_on_every_rank() -> None:
 
 
 def test_the_scale_is_no_part_of_losses_gradients_or_norms() -> None:
-    """Powers of two divide out exactly, so that any scale gives the same numbers as long as nothing over- or underflows."""
+    """Powers of two divide out exactly: any scale gives nearly the same numbers while nothing overflows."""
     base = Net()
 
     def body(rank: int, init: float) -> tuple[list[float], float, dict[str, Tensor]]:
@@ -196,7 +196,7 @@ def test_the_scalers_state_travels_through_the_optimizer() -> None:
         train(model, optimizer, 3, rank)
         model.blast = float("inf")
         train(model, optimizer, 1, rank)
-        other_model, other = sharded(Explosive(), "zero1", 2, precision=fp16(init=1024.0, interval=5))
+        _other_model, other = sharded(Explosive(), "zero1", 2, precision=fp16(init=1024.0, interval=5))
         other.load_scaler_state(copy.deepcopy(optimizer.scaler_state()))
         return optimizer.scaler_state(), other.scaler_state(), [other.loss_scale, other.skipped_steps]
 

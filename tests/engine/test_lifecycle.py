@@ -11,50 +11,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
-from terrazzo.engine import checkpoint_activations, engine_of
+from terrazzo.engine import engine_of
 from tests.engine.toys import (
     EVERY_PLAN,
-    TABLE_1D,
     Net,
     adamw,
     assert_close,
     batch,
+    follows_one_process,
     full_parameters,
     loss_of,
-    mesh_for,
     on_ranks,
+    plain_loop,
     sharded,
+    step,
     train,
     train_alone,
 )
 from tests.helpers.fake import fake_group
-
-Loop = Callable[[Any, Any, Callable[[int], Tensor]], None]
-"""A training loop (model, optimizer, batch of a step); alone it sees every rank's batches in one."""
-
-
-def follows_one_process(base: nn.Module, loop: Loop, plan: str = "zero3", world_size: int = 2) -> None:
-    """`loop` on ranks leaves the parameters that it leaves in one process on the ranks' batches together."""
-    alone = copy.deepcopy(base)
-    loop(alone, adamw(alone.parameters()), lambda s: torch.cat([batch(s, r) for r in range(world_size)]))
-
-    def body(rank: int) -> dict[str, Tensor]:
-        model, optimizer = sharded(base, plan, world_size)
-        loop(model, optimizer, lambda step: batch(step, rank))
-        return full_parameters(model)
-
-    for found in on_ranks(world_size, body):
-        assert_close(found, dict(alone.named_parameters()), 2e-6)
-
-
-def step(model: Any, optimizer: Any, loss: Tensor) -> None:
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
 
 # -- evaluation ------------------------------------------------------------------------------------------------
 
@@ -215,11 +191,6 @@ class Backwards(Net):
         return self.head(x)
 
 
-def plain_loop(model: Any, optimizer: Any, data: Callable[[int], Tensor]) -> None:
-    for number in range(5):
-        step(model, optimizer, loss_of(model, data(number)))
-
-
 @pytest.mark.parametrize("kind", [Twice, TwiceInARow, Wandering, Backwards])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_units_in_any_order_and_number(plan: str, kind: type[Net]) -> None:
@@ -355,49 +326,6 @@ def test_outputs_may_be_structures(plan: str, form: str) -> None:
     with fake_group(2):
         tz.shard(copy.deepcopy(base), None, plan)
     follows_one_process(base, loop, plan)
-
-
-# -- activation checkpointing ----------------------------------------------------------------------------------
-
-
-class Spanning(Net):
-    """One checkpointed region around two units and a half of the root's own work."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        def inner(x: Tensor) -> Tensor:
-            return self.blocks[1](self.blocks[0](x)) * 2
-
-        x = checkpoint(inner, self.embed(tokens), use_reentrant=False)
-        return self.head(self.blocks[2](x))
-
-
-@pytest.mark.parametrize("plan", TABLE_1D)
-def test_a_checkpointed_region_across_units(plan: str) -> None:
-    follows_one_process(Spanning(), plain_loop, plan)
-
-
-@pytest.mark.parametrize("options", [{"mode": "full"}, {"mode": "full", "every": 2}, {"mode": "selective"}, {"mode": "none"}])
-@pytest.mark.parametrize("plan", ["zero0", "zero3", "hpz"])
-def test_checkpointed_units_train_bit_for_bit_as_without(plan: str, options: dict[str, Any]) -> None:
-    base = Net()
-    plain = on_ranks(4, lambda rank: train(*sharded(base, plan, 4), 3, rank))
-
-    def body(rank: int) -> list[float]:
-        model = copy.deepcopy(base)
-        checkpoint_activations(model, **options)
-        model, optimizer = tz.shard(model, adamw(model.parameters()), plan, mesh=mesh_for(plan, 4))
-        return train(model, optimizer, 3, rank)
-
-    assert on_ranks(4, body) == plain
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"mode": "ful"}, "Did you mean 'full'"), ({"mode": "full", "every": 0}, "1 or more"), ({"mode": "selective", "ops": ["mmm"]}, "mmm")],
-)
-def test_checkpointing_that_cannot_work_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(tz.BadInput, match=words):
-        checkpoint_activations(Net(), **options)
 
 
 def test_the_ledger_returns_to_zero_after_each_step() -> None:

@@ -169,7 +169,9 @@ def test_the_transient_peak_on_real_ranks(plan: str) -> None:
 
 def _gloo_peaks() -> list[tuple[int, int]]:
     plans = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
-    return [_peak_and_promise(*tz.shard(Net(), adamw, plan), *case) for plan in plans for case in ((1, None), (2, True))]
+    return [
+        _peak_and_promise(*tz.shard(Net(), adamw, plan), *case) for plan in plans for case in ((1, None), (2, True))
+    ]
 
 
 @pytest.mark.processes
@@ -189,10 +191,12 @@ def test_prefetch_and_the_transient_peak(plan: str, prefetch: int) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_zero3_holds_a_few_units_at_once(prefetch: int) -> None:
-    """Forward: the root, the running unit and those gathered ahead. Backward: besides, one unreduced gradient of the root,
-    one of the running unit, and one that is being reduced."""
+    """Forward: the root, the running unit and those gathered ahead.
+
+    Backward: besides, unreduced gradients of the root and of the running unit, and one that is being reduced.
+    """
     with fake_group(64):
-        model, optimizer = tz.shard(Net(depth=8), adamw, "zero3", prefetch=prefetch)
+        model, _optimizer = tz.shard(Net(depth=8), adamw, "zero3", prefetch=prefetch)
         engine = engine_of(model)
         root, unit = (engine.units[index].numel * 4 for index in (0, 1))
         loss = loss_of(model, batch())
@@ -221,7 +225,7 @@ def test_the_ledger_is_what_is_really_held(plan: str) -> None:
     readings = []
     with fake_group(8), census():
         model = Probed(width, 4)
-        model, optimizer = tz.shard(model, adamw, plan, mesh=mesh(plan))
+        model, _optimizer = tz.shard(model, adamw, plan, mesh=mesh(plan))
         engine, at_rest = engine_of(model), live_bytes()
         model.probe = lambda: readings.append((live_bytes(), engine.axes.ledger.live_bytes))
         finished = [0, engine.bill.grad_bytes]

@@ -59,12 +59,12 @@ def test_no_dtype_can_be_left_to_a_default_of_none() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf61", torch.int32, torch.complex64, 16])
 def test_a_wrong_dtype_names_the_field_and_the_choices(dtype: Any) -> None:
-    with pytest.raises(BadInput, match="compute is .*fp32, bf16, fp16, fp64"):
+    with pytest.raises(BadInput, match=r"compute is .*fp32, bf16, fp16, fp64"):
         Precision(compute=dtype)
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(BadInput, match="no precision 'bf16_pure'.*Did you mean 'bf16-pure'"):
+    with pytest.raises(BadInput, match=r"no precision 'bf16_pure'.*Did you mean 'bf16-pure'"):
         Precision.named("bf16_pure")
 
 

@@ -1,4 +1,4 @@
-"""What threads hide, on two real gloo processes: routes that differ between ranks, retries, accumulation, evaluation."""
+"""What threads hide, on two real gloo processes: routes that differ, retries, accumulation, evaluation."""
 
 from __future__ import annotations
 

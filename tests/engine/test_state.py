@@ -134,7 +134,7 @@ def test_parameters_without_state_are_restored_to_having_none() -> None:
     base = Net()
 
     def first(rank: int) -> list[Piece]:
-        model, optimizer = sharded(base, "zero3")
+        model, _optimizer = sharded(base, "zero3")
         x = model.embed.weight  # the embedding alone is used
         assert x.shape == (17, 13)
         with tz.gathered(model):
@@ -287,7 +287,9 @@ def ones() -> dict[str, Tensor]:
 def test_missing_and_unexpected_names_are_listed_and_nothing_is_changed() -> None:
     state = ones()
     del state["head.bias"], state["blocks.1.up.weight"], state["count"]
-    refused({**state, "hed.bias": torch.ones(17)}, "head.bias", "blocks.1.up.weight", "count", "hed.bias", "strict=False")
+    refused(
+        {**state, "hed.bias": torch.ones(17)}, "head.bias", "blocks.1.up.weight", "count", "hed.bias", "strict=False"
+    )
 
 
 def test_wrong_shapes_are_all_listed_and_nothing_is_changed() -> None:
@@ -305,7 +307,9 @@ def test_not_strict_loads_what_matches() -> None:
 
     def body(rank: int) -> tuple[Any, dict[str, Tensor]]:
         model, _ = sharded(base, "zero3")
-        return model.load_state_dict({"head.bias": torch.ones(17), "nose": torch.ones(1)}, strict=False), full_parameters(model)
+        return model.load_state_dict(
+            {"head.bias": torch.ones(17), "nose": torch.ones(1)}, strict=False
+        ), full_parameters(model)
 
     for result, found in on_ranks(2, body):
         assert result.unexpected_keys == ["nose"]

@@ -198,9 +198,11 @@ def test_bytes_follow_the_dtypes(plan: str, precision: Any, itemsizes: tuple[int
         assert by_kind(told.bytes) == by_kind(found.bytes)
 
 
-@pytest.mark.parametrize(("plan", "multiple"), [("zero0", 2), ("zero1", 2), ("zero2", 2), ("shard_grad_op", 2), ("zero3", 3)])
+@pytest.mark.parametrize(
+    ("plan", "multiple"), [("zero0", 2), ("zero1", 2), ("zero2", 2), ("shard_grad_op", 2), ("zero3", 3)]
+)
 def test_the_published_volumes(plan: str, multiple: int) -> None:
-    """2Ψ(N-1)/N for DDP and ZeRO-1/2, 3Ψ(N-1)/N for ZeRO-3 (Rajbhandari et al., 2020, section 7), less one root gather."""
+    """2Ψ(N-1)/N for DDP and ZeRO-1/2, 3Ψ(N-1)/N for ZeRO-3 (Rajbhandari et al., 2020), less one root gather."""
     world_size = 8
     with fake_group(world_size):
         model, optimizer = shard_on_paper(plan, (world_size, 1))
@@ -229,7 +231,11 @@ def test_evaluation_gathers_each_unit_once_and_reduces_nothing() -> None:
         engine_of(model).traffic.reset()
         with torch.no_grad():
             model(batch())
-        assert by_kind(engine_of(model).traffic.count) == {"all_gather": 1 + DEPTH, "reduce_scatter": 0, "all_reduce": 0}
+        assert by_kind(engine_of(model).traffic.count) == {
+            "all_gather": 1 + DEPTH,
+            "reduce_scatter": 0,
+            "all_reduce": 0,
+        }
 
 
 def test_frozen_parameters_are_gathered_but_not_reduced() -> None:

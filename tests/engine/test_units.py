@@ -117,7 +117,13 @@ def test_a_class_that_matches_nothing_is_refused() -> None:
 
 def owners(model: nn.Module) -> dict[str, str]:
     """For every name of every parameter, the unit that owns it."""
-    return {name: unit.name for unit in engine_of(model).units for b in unit.buckets for slot in b.slots for name in slot.names}
+    return {
+        name: unit.name
+        for unit in engine_of(model).units
+        for b in unit.buckets
+        for slot in b.slots
+        for name in slot.names
+    }
 
 
 class Tree(nn.Module):

@@ -1,9 +1,8 @@
-"""Parameters without a gradient, on some ranks or on all: no hang, zeros where another rank has one, else left alone."""
+"""Parameters without a gradient on some ranks count as zero; without one on all ranks they are left alone."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -166,7 +165,7 @@ def test_ranks_that_run_different_units_in_evaluation(plan: str) -> None:
     base = Gated()
 
     def body(rank: int) -> float:
-        model, optimizer = sharded(base, plan, 4)
+        model, _optimizer = sharded(base, plan, 4)
         model.use = ((0,), (1, 2), (), (0, 2))[rank]
         with torch.no_grad():
             return loss_of(model, batch()).item()

@@ -81,7 +81,9 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, rank: int, first: 
     return losses
 
 
-def train_alone(model: nn.Module, optimizer: Optimizer, steps: int, world_size: int, first: int = 0) -> list[list[float]]:
+def train_alone(
+    model: nn.Module, optimizer: Optimizer, steps: int, world_size: int, first: int = 0
+) -> list[list[float]]:
     """The same steps in plain PyTorch: the mean over the ranks' losses, differentiated in one process."""
     losses = []
     for step in range(first, first + steps):
@@ -119,10 +121,40 @@ def sharded(base: nn.Module, plan: str = "zero3", world_size: int = 2, **options
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        options: dict[str, Any] = {"rtol": tolerance, "atol": tolerance, "msg": lambda m, n=name: f"{n}: {m}"}
+        torch.testing.assert_close(found[name], value.detach(), **options)
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value.detach()), name
+
+
+Loop = Callable[[Any, Any, Callable[[int], Tensor]], None]
+"""A training loop (model, optimizer, batch of a step); alone it sees every rank's batches in one."""
+
+
+def follows_one_process(base: nn.Module, loop: Loop, plan: str = "zero3", world_size: int = 2) -> None:
+    """`loop` on ranks leaves the parameters that it leaves in one process on the ranks' batches together."""
+    alone = copy.deepcopy(base)
+    loop(alone, adamw(alone.parameters()), lambda s: torch.cat([batch(s, r) for r in range(world_size)]))
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, plan, world_size)
+        loop(model, optimizer, lambda step: batch(step, rank))
+        return full_parameters(model)
+
+    for found in on_ranks(world_size, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+def step(model: Any, optimizer: Any, loss: Tensor) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain_loop(model: Any, optimizer: Any, data: Callable[[int], Tensor]) -> None:
+    for number in range(5):
+        step(model, optimizer, loss_of(model, data(number)))
