@@ -83,8 +83,8 @@ def base_model(variant: str) -> nn.Module:
         torch.manual_seed(7)
         if variant in ("unused", "reordered"):
             return Routed() if variant == "unused" else Reordered()
-        model = Net(tied_blocks=variant == "tied_inside")
-        if variant == "tied_across":
+        model = Net(tied_blocks=variant == "tied")
+        if variant in ("tied", "tied_across"):  # across two blocks, and inside the root unit
             model.head.weight = model.embed.weight
             model.blocks[2].up.weight = model.blocks[0].up.weight
         if variant == "frozen":

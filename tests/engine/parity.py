@@ -228,15 +228,12 @@ def with_feature(case: Case, feature: str) -> Case:
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "tied_inside": {"variant": "tied_inside"},
-    "tied_across": {"variant": "tied_across"},
+    "tied": {"variant": "tied"},
     "frozen": {"variant": "frozen"},
     "unused": {"variant": "unused"},
-    "unused_accumulating": {"variant": "unused", "micro_batches": 2},
-    "unused_reordered": {"variant": "reordered", "micro_batches": 2},
+    "unused_and_reordered": {"variant": "reordered", "micro_batches": 2},
     "accumulating": {"micro_batches": 3},
     "accumulating_locally": {"micro_batches": 3, "local": True},
-    "accumulating_reduced": {"micro_batches": 3, "local": False},
-    "checkpointed": {"checkpointing": "full"},
-    "checkpointed_selectively": {"checkpointing": "selective", "variant": "tied_across", "micro_batches": 2},
+    "checkpointed": {"checkpointing": "full", "variant": "frozen"},
+    "checkpointed_selectively": {"checkpointing": "selective", "variant": "tied"},
 }

@@ -75,7 +75,7 @@ def test_a_norm_below_the_limit_changes_no_bit() -> None:
 # -- denominators ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("denominator", [1.0, 7.0, 0.3, 30.0])
+@pytest.mark.parametrize("denominator", [1.0, 0.3])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_one_division_by_the_chosen_denominator(case: Case, denominator: float) -> None:
     check(replace(case, denominator=denominator, micro_batches=2, steps=2))

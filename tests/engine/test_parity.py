@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.engine.parity import CUSTOM, FEATURES, Case, check, with_feature
@@ -26,6 +28,13 @@ def keeps_whole_gradients(case: Case) -> bool:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("case", MESHES, ids=mesh_id)
 def test_fp32_is_bitwise_the_single_process(case: Case, feature: str) -> None:
-    if feature == "accumulating_reduced" and keeps_whole_gradients(case):
-        pytest.skip("refused: the plan keeps whole gradients")
     check(with_feature(case, feature))
+
+
+@pytest.mark.parametrize("case", [case for case in MESHES if case.ranks == 4], ids=mesh_id)
+def test_the_default_of_accumulation_follows_from_the_plan(case: Case) -> None:
+    """Whole gradients are added up locally, split ones are reduced by each micro-batch: so says the reference."""
+    whole = keeps_whole_gradients(case)
+    case = replace(case, micro_batches=3, variant="frozen")
+    assert (case.recipe.sums.each == "") == whole
+    check(replace(case, local=whole))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR
 
 from tests.engine.parity import Case, Runner, assert_parity, run_on_threads
-from tests.engine.reference import Trainer
+from tests.engine.reference import Recipe, Step, Trainer
 from tests.helpers.threads import run_in_threads
 
 
@@ -73,12 +74,16 @@ def in_groups(model: nn.Module, name: str) -> Optimizer:
 @pytest.mark.parametrize("plan", ["zero3", "zero1"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_bitwise_itself_on_whole_parameters(name: str, plan: str) -> None:
-    fused = "fused" in name
     # torch's fused SGD cannot start the momentum of a parameter that gets its first gradient after others have
-    case = Case(plan, 3, variant="tied_across" if name == "SGD fused" else "unused")
-    trainer = Trainer(case.recipe, lambda model: in_groups(model, name), padded=fused)
-    expected = [trainer.step() for _ in range(case.steps)]
+    case = Case(plan, 3, variant="tied" if name == "SGD fused" else "unused")
+    expected = on_whole_parameters(name, case.recipe)
     assert_parity(case, run_on_threads(case, make_optimizer=lambda model: in_groups(model, name)), expected)
+
+
+@functools.cache
+def on_whole_parameters(name: str, recipe: Recipe) -> list[Step]:
+    trainer = Trainer(recipe, lambda model: in_groups(model, name), padded="fused" in name)
+    return [trainer.step() for _ in range(recipe.steps)]
 
 
 def one_cycle(optimizer: Optimizer) -> LRScheduler:

@@ -12,7 +12,7 @@ PLANS = [
     *(Case(plan, 3) for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")),
     *(Case(plan, 2, replicas=2) for plan in ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", CUSTOM)),
 ]
-FEATURES = ("tied_inside", "tied_across", "frozen", "unused_accumulating", "accumulating", "checkpointed")
+FEATURES = ("tied", "unused_and_reordered", "accumulating", "checkpointed")
 PRECISIONS = ("bf16", "bf16-pure", "fp16")
 
 
