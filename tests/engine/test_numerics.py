@@ -174,6 +174,33 @@ def test_a_bf16_wire_is_summed_in_fp32(each: str) -> None:
         assert torch.equal(bits(value), bits((total / 3).flatten())), name
 
 
+def test_an_all_reduce_over_a_bf16_wire_rounds_its_result_once_more() -> None:
+    """Its sum, divided in fp32, travels back as bf16: all ranks must hold the same gradient."""
+    case = Case("zero0", 3, dtypes=Precision(reduce=torch.bfloat16))
+    (parts,) = _gradients_of_ranks(case)
+    found = assemble(run_in_threads(3, lambda rank: _one_backward(case, rank)), "gradients")
+    for name, value in found.items():
+        widened = [part[name].bfloat16().float() for part in parts]
+        mean = (widened[0] + widened[1] + widened[2]) / 3
+        assert torch.equal(value.float(), mean.bfloat16().float().flatten()), name
+
+
+@pytest.mark.parametrize("case", [Case("zero1", 3), Case("zero3", 3), Case("hfsdp", 2, 2)], ids=plan_id)
+def test_bf16_moments_are_widened_for_each_update_and_rounded_after_it(case: Case) -> None:
+    trainer = Trainer(case.recipe, by_adamw)
+    expected = []
+    for _ in range(case.steps):
+        step = trainer.step()
+        for state in trainer.optimizer.state.values():
+            state.update({kind: value.bfloat16().float() for kind, value in state.items() if kind != "step"})
+        step.states = {
+            (name, kind): value if kind == "step" else value.bfloat16() for (name, kind), value in step.states.items()
+        }
+        expected.append(step)
+    case = replace(case, dtypes=Precision(moments=torch.bfloat16))
+    assert_parity(case, run_on_threads(case), expected)
+
+
 def _one_backward(case: Case, rank: int) -> dict[str, Any]:
     kept: list[dict[str, Any]] = []
     Runner(case, rank, tune=lambda model, optimizer: kept.append(gradients_of(model))).step()
