@@ -195,9 +195,7 @@ def everything(data: TokenData) -> list[int]:
     return sorted(int(token) for part in parts for token in part.read(0, part.tokens_numel))
 
 
-def test_the_cache_is_built_once_and_again_when_anything_changes(
-    texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_built_once_and_again_when_anything_changes(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = counted_builds(monkeypatch)
     first = load_data(spec_of(texts))
     assert everything(first) == sorted(stream_of(path.read_text() for path in texts.iterdir()))

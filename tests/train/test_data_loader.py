@@ -50,10 +50,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
 
 
 def loaders(dataset: SequenceDataset, world_size: int, **config: Any) -> list[Loader]:
-    return [
-        Loader(dataset, LoaderConfig(rank=rank, world_size=world_size, **config))
-        for rank in range(world_size)
-    ]
+    return [Loader(dataset, LoaderConfig(rank=rank, world_size=world_size, **config)) for rank in range(world_size)]
 
 
 def rows(ranks: list[Loader]) -> list[list[int]]:
@@ -212,9 +209,7 @@ def test_evaluation_gives_every_sequence_once_in_equal_numbers(
     limit: int | None,
 ) -> None:
     dataset = make_dataset(tmp_path_factory.mktemp("data"), sequences)
-    ranks = [
-        list(evaluation_batches(dataset, micro_batch, rank, world_size, limit)) for rank in range(world_size)
-    ]
+    ranks = [list(evaluation_batches(dataset, micro_batch, rank, world_size, limit)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for one in ranks for batch in one]
     assert all(batch.inputs.shape == (micro_batch, LENGTH) for batch in batches)
@@ -223,9 +218,7 @@ def test_evaluation_gives_every_sequence_once_in_equal_numbers(
     count = min(sequences, limit or sequences)
     assert len(kept) == count
     assert Counter(map(tuple, kept)) <= Counter(map(tuple, every))
-    assert sum(batch.valid_tokens for batch in batches) == sum(
-        int((b.targets != IGNORED).sum()) for b in batches
-    )
+    assert sum(batch.valid_tokens for batch in batches) == sum(int((b.targets != IGNORED).sum()) for b in batches)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ from terrazzo.train.data.sources import PYTHON_STDLIB, Skipped, find_files, read
 from terrazzo.train.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
-def documents(
-    source: str | list[str], text_field: str = "text", max_bytes: int | None = None
-) -> list[Document]:
+def documents(source: str | list[str], text_field: str = "text", max_bytes: int | None = None) -> list[Document]:
     return list(read_documents(find_files(source), text_field, max_bytes, Skipped()))
 
 
@@ -69,9 +67,7 @@ def test_binary_files_are_skipped_in_a_folder_and_refused_by_name(tmp_path: Path
         ("empty", "without any visible file"),
     ],
 )
-def test_sources_that_name_nothing(
-    source: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_that_name_nothing(source: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match=named):

@@ -104,9 +104,7 @@ def plain_attention(of: dict[str, Tensor], shape: DecoderConfig, x: Tensor) -> T
         query = plain_rotate(x @ of["attention.query.weight"][mine].T, shape.rope_theta)
         key = plain_rotate(x @ of["attention.key.weight"][its].T, shape.rope_theta)
         value = x @ of["attention.value.weight"][its].T
-        rows = [
-            torch.softmax(key[: t + 1] @ query[t] / size**0.5, dim=0) @ value[: t + 1] for t in range(len(x))
-        ]
+        rows = [torch.softmax(key[: t + 1] @ query[t] / size**0.5, dim=0) @ value[: t + 1] for t in range(len(x))]
         heads.append(torch.stack(rows))
     return torch.cat(heads, dim=1)
 
@@ -121,9 +119,7 @@ def test_logits_equal_the_plain_computation(tie_embeddings: bool, kv_heads: int)
     expected = plain_logits(model, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=2e-4)
     assert expected.std() > 0.1
-    torch.testing.assert_close(
-        model.double()(tokens), expected, atol=1e-5, rtol=1e-5
-    )  # but for the fp32 tables
+    torch.testing.assert_close(model.double()(tokens), expected, atol=1e-5, rtol=1e-5)  # but for the fp32 tables
 
 
 def test_a_later_token_changes_no_earlier_logits() -> None:
@@ -140,9 +136,7 @@ def test_attention_depends_on_relative_positions_only() -> None:
     block = Block(config())
     x = torch.randn(1, 8, 48)
     cos, sin = Decoder(config(max_sequence_length=64)).rotary(64)
-    torch.testing.assert_close(
-        block(x, cos[:8], sin[:8]), block(x, cos[40:48], sin[40:48]), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(block(x, cos[:8], sin[:8]), block(x, cos[40:48], sin[40:48]), atol=1e-5, rtol=1e-5)
 
 
 def test_initial_values() -> None:
@@ -154,9 +148,7 @@ def test_initial_values() -> None:
         scaled = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
         assert parameter.std().item() == pytest.approx(0.02 / 4 if scaled else 0.02, rel=0.05), name
         assert abs(parameter.mean().item()) < 1e-3
-    assert (
-        F.cross_entropy(model(tokens_of((4, 32)))[:, :-1].flatten(0, 1), tokens_of((4, 31)).flatten()) < 7.0
-    )
+    assert F.cross_entropy(model(tokens_of((4, 32)))[:, :-1].flatten(0, 1), tokens_of((4, 31)).flatten()) < 7.0
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
@@ -303,9 +295,7 @@ def test_huggingface_model_from_meta_is_initialised_and_freed() -> None:
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, expected.get_buffer(name)), name
     for name, parameter in model.named_parameters():
-        assert parameter.std().item() == pytest.approx(expected.get_parameter(name).std().item(), rel=0.1), (
-            name
-        )
+        assert parameter.std().item() == pytest.approx(expected.get_parameter(name).std().item(), rel=0.1), name
     gc.collect()
     layer = weakref.ref(next(module for module in model.modules() if isinstance(module, nn.Linear)))
     del module, model

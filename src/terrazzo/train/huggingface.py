@@ -21,9 +21,7 @@ __all__ = ["build_causal_lm", "num_flops_per_token", "read_config", "weight_file
 CONFIG_FILE = "config.json"
 
 
-def build_causal_lm(
-    spec: Mapping[str, Any] | str | Path, device: torch.device, pretrained: bool
-) -> nn.Module:
+def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, pretrained: bool) -> nn.Module:
     """See `terrazzo.train.model.build_model`, which is the public way in."""
     transformers = import_transformers()
     folder = None if isinstance(spec, Mapping) else Path(spec)

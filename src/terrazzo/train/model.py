@@ -65,9 +65,7 @@ class DecoderConfig:
             if field.name not in ("tie_embeddings", "dropout") and not value > 0:
                 raise BadInput(f"model.{field.name} is {value}; it must be greater than 0.")
         if not 0.0 <= self.dropout < 1.0:
-            raise BadInput(
-                f"model.dropout is {self.dropout}; give a probability from 0 up to, not including, 1."
-            )
+            raise BadInput(f"model.dropout is {self.dropout}; give a probability from 0 up to, not including, 1.")
         if self.dim % self.heads or self.head_dim % 2:
             raise BadInput(
                 f"model.dim = {self.dim} split over model.heads = {self.heads} must give each head an even "

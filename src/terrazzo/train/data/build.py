@@ -43,9 +43,7 @@ class DataSpec:
         if self.sequence_length < 1:
             raise BadInput(f"sequence_length is {self.sequence_length}; give at least 1 token.")
         if self.max_bytes is not None and self.max_bytes < 1:
-            raise BadInput(
-                f"data.max_bytes is {self.max_bytes}; give at least 1, or leave it out for no cap."
-            )
+            raise BadInput(f"data.max_bytes is {self.max_bytes}; give at least 1, or leave it out for no cap.")
         if not 0.0 <= self.validation_fraction < 0.5:
             raise BadInput(
                 f"data.validation_fraction is {self.validation_fraction}; give a share from 0 (no "
@@ -110,9 +108,7 @@ def sources_of(spec: DataSpec) -> list[str | Sequence[str]]:
     return [spec.source] if spec.validation_source is None else [spec.source, spec.validation_source]
 
 
-def cache_place(
-    spec: DataSpec, source: str | Sequence[str], tokenizer: Tokenizer
-) -> tuple[str | Sequence[str], Path]:
+def cache_place(spec: DataSpec, source: str | Sequence[str], tokenizer: Tokenizer) -> tuple[str | Sequence[str], Path]:
     """The source and the file that its cache has."""
     key = cache_key(find_files(source), tokenizer, spec.text_field, spec.max_bytes)
     folder = Path(spec.cache).expanduser() if spec.cache is not None else default_cache_dir()
@@ -169,6 +165,4 @@ def assemble(spec: DataSpec, tokenizer: Tokenizer, caches: list[TokenCache]) -> 
         validation = SequenceDataset(caches[0], held_out, spec.sequence_length, tokenizer.end_of_document)
     if validation is not None and len(validation) == 0:
         validation = None  # a single held-out token predicts nothing
-    return TokenData(
-        train, validation, tokenizer, Skipped([name for cache in caches for name in cache.header.skipped])
-    )
+    return TokenData(train, validation, tokenizer, Skipped([name for cache in caches for name in cache.header.skipped]))

@@ -72,16 +72,12 @@ class TokenCache:
     text_bytes: npt.NDArray[np.int64]
 
 
-def cache_key(
-    files: Sequence[SourceFile], tokenizer: Tokenizer, text_field: str, max_bytes: int | None
-) -> str:
+def cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer, text_field: str, max_bytes: int | None) -> str:
     """A name for what the cache of these inputs holds; files count by path, size and modification time."""
     listed = []
     for file in files:
         status = file.path.stat()
-        listed.append(
-            (str(file.path.absolute()), file.name, file.required, status.st_size, status.st_mtime_ns)
-        )
+        listed.append((str(file.path.absolute()), file.name, file.required, status.st_size, status.st_mtime_ns))
     described = json.dumps([FORMAT_VERSION, tokenizer.fingerprint, text_field, max_bytes, listed])
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 
@@ -175,12 +171,8 @@ def open_cache(path: Path, key: str, verify: bool) -> TokenCache | None:
         return None
     tokens = np.memmap(path, dtype=header.dtype, mode="r", shape=(header.tokens_numel,))
     offset = body_bytes - 24 * header.documents
-    numbers = np.fromfile(path, dtype="<u8", count=3 * header.documents, offset=offset).reshape(
-        3, header.documents
-    )
-    return TokenCache(
-        header, crc, tokens, numbers[0].astype(np.int64), numbers[1], numbers[2].astype(np.int64)
-    )
+    numbers = np.fromfile(path, dtype="<u8", count=3 * header.documents, offset=offset).reshape(3, header.documents)
+    return TokenCache(header, crc, tokens, numbers[0].astype(np.int64), numbers[1], numbers[2].astype(np.int64))
 
 
 def read_header(file: BinaryIO) -> tuple[CacheHeader, int, int] | None:

@@ -76,9 +76,7 @@ def read_parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
     try:
         table = parquet.ParquetFile(path)
     except ArrowInvalid as error:
-        raise BadInput(
-            f"{str(path)!r} is not a readable parquet file ({error}). Copy or write it again."
-        ) from error
+        raise BadInput(f"{str(path)!r} is not a readable parquet file ({error}). Copy or write it again.") from error
     with table:
         columns = list(table.schema_arrow.names)
         column = next((known for known in (text_field, MESSAGES_FIELD) if known in columns), None)
@@ -125,12 +123,8 @@ def render_messages(messages: Any, where: str) -> str:
 
 def render_message(message: Any, where: str) -> str:
     """One message; its content is a string, or a list of `{"type": "text", "text": ...}` parts."""
-    role, content = (
-        (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    )
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise BadInput(

@@ -63,11 +63,7 @@ class Skipped:
 
     def __str__(self) -> str:
         shown = ", ".join(self.names[:3]) + (", ..." if len(self.names) > 3 else "")
-        return (
-            f"{len(self.names)} binary or non-UTF-8 files skipped ({shown})"
-            if self.names
-            else "no file skipped"
-        )
+        return f"{len(self.names)} binary or non-UTF-8 files skipped ({shown})" if self.names else "no file skipped"
 
 
 def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
@@ -98,9 +94,7 @@ def files_of(source: str) -> list[SourceFile]:
     if path.is_dir():
         found = folder_files(path)
     else:
-        found = [
-            Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)
-        ]
+        found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
     if found:
         root = path if path.is_dir() else glob_root(path)
         return [SourceFile(file, file.relative_to(root).as_posix(), required=False) for file in found]
@@ -109,9 +103,7 @@ def files_of(source: str) -> list[SourceFile]:
             f"data.source {source!r} is a folder without any visible file. Put text, JSONL or parquet in it."
         )
     if glob.has_magic(str(path)):
-        raise BadInput(
-            f"data.source {source!r} is a glob that matches no file (seen from {os.getcwd()}). Correct it."
-        )
+        raise BadInput(f"data.source {source!r} is a glob that matches no file (seen from {os.getcwd()}). Correct it.")
     raise BadInput(
         f"data.source {source!r} does not exist (seen from {os.getcwd()}). Give an existing file, folder or "
         f"glob, or '{PYTHON_STDLIB}', which needs no download."

@@ -149,9 +149,7 @@ def find_end(backend: Any, stated: str | None, name: str) -> int:
         index = backend.token_to_id(token)
         if index is not None:
             return int(index)
-    wanted = (
-        f"has no token {stated!r}" if stated else f"states no eos_token and has none of {list(END_TOKENS)}"
-    )
+    wanted = f"has no token {stated!r}" if stated else f"states no eos_token and has none of {list(END_TOKENS)}"
     raise BadInput(
         f"The tokenizer {name!r} {wanted}, so documents cannot be told apart. Set data.end_of_document to a "
         f"token of its vocabulary."
