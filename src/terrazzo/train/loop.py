@@ -32,6 +32,7 @@ class Trainer:
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
         self.losses: list[Tensor] = []  # of the steps since the last log step, this rank's share of each
+        self.norms: list[Tensor] = []  # of the same steps, the gradients' global norm
         self.wait_s = 0.0
         self.tokens_at_log = session.tokens
         self.saved_step = session.step
@@ -78,6 +79,7 @@ class Trainer:
         session.step += 1
         session.tokens += batch.valid_tokens
         self.losses.append(total / denominator)
+        self.norms.append(norm)
         self.wait_s += self.engine.traffic.wait_s
         self.report.step_done(self.engine.traffic)
         return norm
@@ -103,21 +105,28 @@ class Trainer:
     def global_losses(self) -> list[float]:
         """The mean loss per token of each step since the last call; raises `Diverged` at the first that is not finite.
 
-        They are brought together once per log step, so that no step waits for the device; nothing is saved before.
+        The gradients' norms are checked with them: a step on a NaN gradient leaves NaN weights behind a finite loss.
+        Both are brought together once per log step, so that no step waits for the device; nothing is saved before.
         """
-        session = self.session
         losses = torch.stack(self.losses)
         dist.all_reduce(losses)
-        self.losses = []
         values: list[float] = losses.tolist()
-        for index, value in enumerate(values):
-            if not math.isfinite(value):
-                step = session.step - len(values) + 1 + index
-                raise Diverged(
-                    f"The loss of step {step} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set"
-                    f" train.clip, or use precision bf16 or fp32; checkpoints up to step {self.saved_step} are intact."
-                )
+        norms: list[float] = torch.stack(self.norms).tolist()
+        self.losses, self.norms = [], []
+        fp16 = bool(self.session.optimizer.scaler_state())  # it skips the steps whose gradient overflowed
+        for index, (value, norm) in enumerate(zip(values, norms, strict=True)):
+            step = self.session.step - len(values) + 1 + index
+            self._check_finite(f"loss of step {step}", value)
+            if not fp16:
+                self._check_finite(f"gradients' norm of step {step}", norm)
         return values
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise Diverged(
+                f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"
+                f" precision bf16 or fp32; checkpoints up to step {self.saved_step} are intact."
+            )
 
     def between_steps(self, *, finished: bool, last: bool) -> None:
         """Evaluation, samples and checkpoints that are due after the current step."""

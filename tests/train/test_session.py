@@ -1,0 +1,71 @@
+"""Sessions in this process: what is never saved, what a resumed run says, what a new run removes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terrazzo.checkpoint import complete_checkpoints
+from terrazzo.errors import Diverged
+from terrazzo.train import loop
+from terrazzo.train.config import Config
+from terrazzo.train.config_file import config_from_dict
+from terrazzo.train.loop import Trainer
+from terrazzo.train.ranks import Ranks
+from terrazzo.train.session import open_session
+from terrazzo.train.stop import StopRequest
+from tests.helpers.threads import run_in_threads
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def config_in(folder: Path, **sections: dict[str, Any]) -> Config:
+    text = folder / "text.txt"
+    text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(600)))
+    values: dict[str, dict[str, Any]] = {
+        "model": {"dim": 16, "layers": 1, "heads": 2},
+        "data": {"source": str(text), "validation_fraction": 0.0, "cache": str(folder / "cache")},
+        "batch": {"global_batch": 2, "micro_batch": 2, "sequence_length": 16},
+        "optimizer": {"lr": 0.003},
+        "train": {"steps": 4, "sample_tokens": 0},
+        "checkpoint": {"every": 1},
+        "log": {"every": 10, "folder": str(folder / "run"), "tensorboard": False},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return config_from_dict(values)
+
+
+class NeverStop(StopRequest):
+    """Signals belong to the main thread; ranks are threads here."""
+
+    def __init__(self) -> None:
+        pass
+
+    def agreed(self) -> bool:
+        return False
+
+
+def trained(config: Config) -> int:
+    return run_in_threads(1, lambda _: Trainer(open_session(config, ALONE), NeverStop()).run())[0]
+
+
+def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = loop.summed_loss, []
+
+    def bad_from_the_third_step_on(*arguments: Any) -> Tensor:
+        loss = real(*arguments)
+        calls.append(loss.item())
+        if len(calls) == 3:
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    monkeypatch.setattr(loop, "summed_loss", bad_from_the_third_step_on)
+    with pytest.raises(Diverged, match=r"norm of step 3 is nan.*up to step 2 are intact"):
+        trained(config_in(tmp_path))
+    saved = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in saved] == ["step-00000001", "step-00000002"]
