@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.collectives import backend_of
@@ -17,7 +18,15 @@ from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.precision import Precision
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["check_agreement", "check_mesh", "check_model", "check_precision"]
+__all__ = [
+    "check_agreement",
+    "check_device",
+    "check_mesh",
+    "check_model",
+    "check_precision",
+    "model_facts",
+    "optimizer_facts",
+]
 
 
 def check_model(model: nn.Module) -> None:
@@ -32,15 +41,15 @@ def check_model(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise BadInput(f"{type(model).__name__} has no parameters: there is nothing to shard.")
+    exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
+    if exotic:
+        raise BadInput(f"{', '.join(exotic)}: complex and sparse parameters cannot be sharded.")
     scattered = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
     if scattered:
         raise BadInput(
             f"{', '.join(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
             "each by nn.Parameter(parameter.detach().contiguous())."
         )
-    exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
-    if exotic:
-        raise BadInput(f"{', '.join(exotic)}: complex and sparse parameters cannot be sharded.")
 
 
 def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
@@ -60,6 +69,16 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
         )
     if axes.device.type == "cpu" and backend == "nccl":
         raise BadInput('The mesh is on the CPU, but the process group is NCCL. Use init_process_group("cpu:gloo").')
+
+
+def check_device(model: nn.Module, device: torch.device) -> None:
+    """Errors: `BadInput` for parameters on an accelerator that is not the mesh's device."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            raise BadInput(
+                f"{name!r} is on {parameter.device}, but the mesh is on {device}. For NCCL, initialise the process "
+                'group with "cpu:gloo,cuda:nccl" and call torch.cuda.set_device(local_rank) first; or pass mesh=.'
+            )
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
@@ -91,6 +110,20 @@ def check_agreement(axes: Axes, facts: Mapping[str, object]) -> None:
             f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
             "Give every rank the same model and arguments."
         )
+
+
+def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
+    """The class of an optimizer and the hyper-parameters of its groups, for `check_agreement`."""
+    if optimizer is None:
+        return []
+    plain = (bool, int, float, str, type(None), list, tuple)
+    groups = [
+        {k: v for k, v in g.items() if k not in _NOT_HYPER and isinstance(v, plain)} for g in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *groups]
+
+
+_NOT_HYPER = ("params", "param_names")
 
 
 def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:

@@ -113,7 +113,8 @@ class Transfer:
         """Run the chain to its end and return what it moved."""
         while self._in_flight is not None:
             self.advance()
-        assert self._result is not None
+        if self._result is None:
+            raise RuntimeError("A collective of this chain has failed before.")
         return self._result
 
     def _start_next(self) -> None:
@@ -121,6 +122,9 @@ class Transfer:
             self._in_flight = next(self._moves)
         except StopIteration as stop:
             self._in_flight, self._result = None, stop.value
+        except BaseException:
+            self._in_flight = None
+            raise
 
 
 class Collectives(ABC):

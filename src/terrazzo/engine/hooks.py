@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Hooks:
         self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision, scaler: LossScaler | None
     ) -> None:
         self.units, self.schedule, self.axes, self.precision, self.scaler = units, schedule, axes, precision, scaler
+        unit_modules = {unit.module for unit in units}
+        self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
         self._late: set[int] = set()
         self._passes = 0
 
@@ -61,9 +63,11 @@ class Hooks:
             for unit in self.units:
                 _check_flags(unit)
             abandoned = self.schedule.in_backward
+            if self.scaler is not None:
+                self.scaler.in_use = False
             self.schedule.begin_forward()
             if abandoned:
-                self._drop_gradients()
+                self._forget_gradients()
         if self.units[0].is_root:
             self.before_unit(self.units[0])
         if self.precision.compute in _HALF:
@@ -106,6 +110,12 @@ class Hooks:
 
     def take_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
         self.start_backward()
+        if self.scaler is not None and not self.scaler.in_use:
+            raise Misuse(
+                f"A gradient reached {bucket.members[index].name!r} without passing through the model's output, so "
+                "the loss scale of fp16 is missing from it. Return every tensor that a loss is computed from out of the model's "
+                "forward, in tuples, lists or dicts."
+            )
         dtype = self.precision.accumulate if self.schedule.sums_locally else self.precision.reduce
         bucket.take_gradient(index, dtype)
         if unit.index in self.schedule.closed:
@@ -117,6 +127,8 @@ class Hooks:
             if not self.schedule.accumulating:
                 self._agree()
             self.schedule.finish()
+            if self.scaler is not None:
+                self.scaler.in_use = False
 
     def start_backward(self) -> int:
         """Note that a backward pass is under way; returns its number."""
@@ -129,17 +141,20 @@ class Hooks:
         return self._passes
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
-        """Have the backward of `unit` announced by its outputs.
+        """Have the backward of `unit` announced by the tensors through which it can be reached.
 
-        Returns whether it will be, and whether an object of unknown kind among the outputs may hide a tensor.
+        These are its outputs, and what its modules have put aside in attributes, such as an auxiliary loss.
+
+        Returns whether it will be announced, and whether an object of unknown kind may hide a further tensor.
         """
-        leaves = tree_leaves(output)
+        leaves = _leaves(output)
+        hidden = any(not isinstance(leaf, _PLAIN) for leaf in leaves)
         differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        differentiable += _put_aside([unit.module, *self._inside[unit.index]])
         hook = _backward(weakref.ref(self), unit.index)
         for leaf in differentiable:
             leaf.register_hook(hook)
-        hidden = not all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
-        return bool(differentiable), hidden and not differentiable
+        return bool(differentiable), hidden
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:
@@ -147,10 +162,11 @@ class Hooks:
 
         return tree_map_only(Tensor, cast, inputs)
 
-    def _drop_gradients(self) -> None:
+    def _forget_gradients(self) -> None:
+        """After a backward that raised, some gradients hold its part and some do not: none can be used."""
         for unit in self.units:
             for bucket in unit.trainable():
-                bucket.drop_unfinished()
+                bucket.zero_grad(set_to_none=True)
 
     # -- the end of a step -------------------------------------------------------------------------------------
 
@@ -182,7 +198,36 @@ class Hooks:
         for unit in (unit for unit in self.units if late[unit.index]):
             schedule.start_reducing(unit)
         if flags[0]:
-            schedule.order = replace(schedule.order, agreed=False)
+            schedule.order = dataclasses.replace(schedule.order, agreed=False)
+
+
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+def _leaves(output: Any) -> list[Any]:
+    """The leaves of a nested structure; dataclasses are opened too."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            leaves.append(leaf)
+    return leaves
+
+
+def _put_aside(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Tensors with a gradient function among the attributes of modules."""
+    values = (value for module in modules for value in vars(module).values())
+    return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+
+
+def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules inside `module`, without those inside one of `others`."""
+    found = []
+    for child in module.children():
+        if child not in others:
+            found += [child, *_modules_inside(child, others)]
+    return found
 
 
 def _inside_backward() -> bool:

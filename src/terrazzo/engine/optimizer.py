@@ -8,7 +8,6 @@ weights are published to the compute weights. A step that must not happen simply
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import weakref
 from collections import defaultdict
@@ -114,7 +113,8 @@ def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, StateSpec
             return _specs(state, parameter.shape)
     tensor = nn.Parameter(torch.zeros(2))
     tensor.grad = torch.zeros(2)
-    probe = copy.copy(optimizer)
+    probe = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
+    probe.__dict__.update(optimizer.__dict__)
     probe.state = defaultdict(dict)
     probe.param_groups = [{**group, "params": [tensor]}]
     unhooked_step(probe)
@@ -275,6 +275,9 @@ class ShardedOptimizer(Optimizer):
         if self._driver.scaler and state:
             self._driver.scaler.load_state(state)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise Misuse("A sharded optimizer cannot take further param groups: give it all of them before tz.shard.")
+
     def state_dict(self) -> Any:
         raise Misuse(
             "A sharded optimizer's state_dict would hold only this rank's flat shards. Save with tz.checkpoint.save, "
@@ -299,7 +302,7 @@ def clip_grad_norm(buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, n
     """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
     grads = [bucket.grad for bucket in buckets if bucket.grad is not None]
     axes, split = recipe.axes, recipe.plan.optim.axes
-    local = [torch.linalg.vector_norm(grad, norm_type).double() for grad in grads]
+    local = [torch.linalg.vector_norm(grad, norm_type, dtype=_norm_dtype(grad)).double() for grad in grads]
     norms = torch.stack(local) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
     if norm_type == float("inf"):
         total = axes.total(norms.max(), split, reduce=torch.amax)
@@ -309,6 +312,11 @@ def clip_grad_norm(buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, n
     for grad in grads:
         grad.mul_(coefficient.to(grad.dtype))
     return total.float()
+
+
+def _norm_dtype(grad: Tensor) -> torch.dtype:
+    """16 bits can neither hold nor sum the squares of gradients."""
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -322,8 +330,10 @@ def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dt
 def _only(optimizer: Optimizer, segment: Segment) -> Iterator[None]:
     """The optimizer with this segment as its only parameter."""
     groups = optimizer.param_groups
-    optimizer.param_groups = [{**groups[segment.group], "params": [segment.parameter]}]
+    group = groups[segment.group]
+    params = group["params"]
+    optimizer.param_groups, group["params"] = [group], [segment.parameter]
     try:
         yield
     finally:
-        optimizer.param_groups = groups
+        optimizer.param_groups, group["params"] = groups, params

@@ -25,11 +25,13 @@ class LossScaler:
     Attributes:
         scale: factor on gradients inside the model; a power of two.
         skipped_steps: steps that an overflow on any rank has cancelled, since the start.
+        in_use: whether gradients of the backward now under way have been multiplied by it.
     """
 
     def __init__(self, settings: LossScaling) -> None:
         self.settings, self.scale = settings, settings.init
         self.skipped_steps = 0
+        self.in_use = False
         self._good_steps = 0
         self._patience = settings.hysteresis
 
@@ -78,6 +80,7 @@ class _ScaleBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.scaler.in_use = True
         return (grads[0] * ctx.scaler.scale).to(ctx.dtype), None
 
 

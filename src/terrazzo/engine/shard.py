@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket, Member, Recipe
-from terrazzo.engine.checks import check_agreement, check_mesh, check_model, check_precision, model_facts
+from terrazzo.engine.checks import (
+    check_agreement,
+    check_device,
+    check_mesh,
+    check_model,
+    check_precision,
+    model_facts,
+    optimizer_facts,
+)
 from terrazzo.engine.engine import Engine, engine_of
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.materialize import initializer_of, materialize, move_buffers, synchronize
@@ -40,6 +48,7 @@ from terrazzo.errors import BadInput, Misuse
 __all__ = ["accumulate", "clip_grad_norm_", "gathered", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
+N = TypeVar("N", Plan, Precision)
 OptimizerLike = Optimizer | Callable[[Any], Optimizer] | None
 
 
@@ -75,11 +84,12 @@ def shard(  # structure: signature fixed by the design
     check_model(model)
     if prefetch < 0:
         raise BadInput(f"prefetch is {prefetch}; it counts units gathered ahead, so it must be 0 or more.")
-    mesh = _default_mesh(model) if mesh is None else mesh
+    mesh = _default_mesh() if mesh is None else mesh
     axes = Axes(mesh)
     check_mesh(mesh, axes)
-    plan = (Plan.named(plan) if isinstance(plan, str) else plan).resolve(axes.names)
-    precision = Precision.named(precision) if isinstance(precision, str) else precision
+    check_device(model, axes.device)
+    plan = _one_of(Plan, plan, "plan").resolve(axes.names)
+    precision = _one_of(Precision, precision, "precision")
     check_precision(precision, axes.device)
     recipe = Recipe(axes, _live(plan, axes), precision)
 
@@ -88,7 +98,13 @@ def shard(  # structure: signature fixed by the design
     built = _build_optimizer(model, optimizer, specs)
     check_agreement(
         axes,
-        {"plan": str(plan), "precision": str(precision), "prefetch": prefetch, "parameters": model_facts(specs)},
+        {
+            "plan": str(plan),
+            "precision": repr(precision),
+            "prefetch": prefetch,
+            "parameters": model_facts(specs),
+            "optimizer": optimizer_facts(built),
+        },
     )
     planned = _plan_units(specs, recipe)
     _build_units(model, planned, axes)
@@ -139,6 +155,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     engine = engine_of(model)
     if not max_norm > 0 or not norm_type > 0:
         raise BadInput(f"clip_grad_norm_ with max_norm {max_norm} and norm_type {norm_type}: both must be positive.")
+    if any(bucket.unfinished for bucket in engine.trainable()):
+        raise Misuse(
+            "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
+            "backward outside 'with tz.accumulate(model)' first."
+        )
     return clip_grad_norm(engine.trainable(), engine.recipe, max_norm, float(norm_type))
 
 
@@ -194,6 +215,19 @@ class ShardedModule(nn.Module):
         engine.load(state_dict, found)
         return _Loaded(missing, unexpected)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `.to`, `.half` and their like do to parameters: nothing, or an error if it would be something."""
+        for bucket in self._terrazzo.buckets():
+            probe = torch.empty(0, dtype=bucket.compute_dtype, device=self._terrazzo.axes.device)
+            changed = fn(probe)
+            if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+                raise Misuse(
+                    f"This would turn parameters on {probe.device} in {probe.dtype} into {changed.dtype} on "
+                    f"{changed.device}, but the weights of a sharded model are views of the engine's memory. Convert "
+                    "the model before tz.shard, or choose its 'precision'."
+                )
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse(
             f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy "
@@ -210,7 +244,15 @@ def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return buffers
 
 
-def _default_mesh(model: nn.Module) -> DeviceMesh:
+def _one_of(kind: type[N], value: N | str, argument: str) -> N:
+    if isinstance(value, str):
+        return kind.named(value)
+    if not isinstance(value, kind):
+        raise BadInput(f"{argument} is {value!r}; pass a tz.{kind.__name__} or the name of one.")
+    return value
+
+
+def _default_mesh() -> DeviceMesh:
     device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 

@@ -7,7 +7,7 @@ or the number of ranks remains in it, so pieces written under one plan can be re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, 
     optimizer, parts = driver.optimizer, []
     for segment in driver.segments:
         optimizer.state.pop(segment.parameter, None)
-        labels = [str(_read_fixed(slot, templates[segment.group], read)) for slot in _slots(segment)]
+        labels = [_label(_read_fixed(slot, templates[segment.group], read)) for slot in _slots(segment)]
         parts.append(segment.cut(labels, optimizer))
     driver.recut(optimizer, parts)
     for segment in driver.segments:
@@ -137,6 +137,11 @@ def _read_fixed(slot: Slot, template: Mapping[str, StateSpec], read: Read) -> di
             return None
         fixed[kind] = spec.restored(value)
     return fixed
+
+
+def _label(fixed: Mapping[str, Any] | None) -> Hashable:
+    """Equal for parameters whose states can share one tensor."""
+    return None if fixed is None else tuple((key, str(torch.as_tensor(v).tolist())) for key, v in fixed.items())
 
 
 def _slots(segment: Segment) -> tuple[Slot, ...]:
