@@ -6,7 +6,7 @@ from terrazzo.engine.collectives import Traffic
 from terrazzo.engine.engine import Engine, engine_of
 from terrazzo.engine.place import PLANS, Place, Plan
 from terrazzo.engine.precision import PRECISIONS, LossScaling, Precision
-from terrazzo.engine.shard import accumulate, clip_grad_norm_, gathered, shard
+from terrazzo.engine.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.state import Piece
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile_units",
     "engine_of",
+    "estimate",
     "gathered",
     "shard",
 ]

@@ -113,8 +113,8 @@ class Hooks:
         if self.scaler is not None and not self.scaler.in_use:
             raise Misuse(
                 f"A gradient reached {bucket.members[index].name!r} without passing through the model's output, so "
-                "the loss scale of fp16 is missing from it. Return every tensor that a loss is computed from out of the model's "
-                "forward, in tuples, lists or dicts."
+                "the loss scale of fp16 is missing from it. Return every tensor that a loss is computed from out of "
+                "the model's forward, in tuples, lists or dicts."
             )
         dtype = self.precision.accumulate if self.schedule.sums_locally else self.precision.reduce
         bucket.take_gradient(index, dtype)

@@ -12,7 +12,7 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Member
 from terrazzo.errors import BadInput
 
-__all__ = ["Initializer", "initializer_of", "materialize", "move_buffers", "synchronize"]
+__all__ = ["Initializer", "check_initializable", "initializer_of", "materialize", "move_buffers", "synchronize"]
 
 Initializer = Callable[[nn.Module], None]
 """Sets the parameters and buffers that a module itself owns, not those of its children."""
@@ -32,12 +32,26 @@ def initializer_of(model: nn.Module) -> Initializer:
         if callable(own):
             own(module)
         elif not callable(reset):
-            raise BadInput(
-                f"{type(module).__name__} was built on the meta device and has no reset_parameters() to give its "
-                "parameters values. Add that method, or build the model on a real device."
-            )
+            raise _no_initializer(module)
 
     return initialize
+
+
+def check_initializable(model: nn.Module, members: Iterable[Member]) -> None:
+    """Errors: `BadInput` for a meta parameter in a module that has no way to initialise it."""
+    if callable(getattr(model, "_init_weights", None)):
+        return
+    for member in members:
+        for module, _ in member.holders if member.parameter.is_meta else ():
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise _no_initializer(module)
+
+
+def _no_initializer(module: nn.Module) -> BadInput:
+    return BadInput(
+        f"{type(module).__name__} was built on the meta device and has no reset_parameters() to give its parameters and "
+        "buffers values. Add that method, or build the model on a real device."
+    )
 
 
 def materialize(members: Iterable[Member], initialize: Initializer, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
+from terrazzo.engine.bill import MemoryBill, memory_bill
 from terrazzo.engine.bucket import Bucket, Member, Recipe
 from terrazzo.engine.checks import (
     check_agreement,
@@ -26,7 +28,7 @@ from terrazzo.engine.checks import (
 )
 from terrazzo.engine.engine import Engine, engine_of
 from terrazzo.engine.hooks import Hooks
-from terrazzo.engine.materialize import initializer_of, materialize, move_buffers, synchronize
+from terrazzo.engine.materialize import check_initializable, initializer_of, materialize, move_buffers, synchronize
 from terrazzo.engine.optimizer import (
     OptimizerDriver,
     adopt,
@@ -45,7 +47,7 @@ from terrazzo.engine.state import reading, restore_optimizer
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["accumulate", "clip_grad_norm_", "gathered", "shard"]
+__all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
 N = TypeVar("N", Plan, Precision)
@@ -70,8 +72,8 @@ def shard(  # structure: signature fixed by the design
 
     Args:
         model: any module with contiguous parameters. Freeze what is to be frozen before.
-        optimizer: an elementwise `torch.optim` optimizer over `model.parameters()` that has not stepped yet; a callable
-            that builds one from the parameters; or None.
+        optimizer: an elementwise `torch.optim` optimizer over `model.parameters()`, whose state is sharded with it; a
+            callable that builds one from the parameters; or None.
         plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
             `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`.
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
@@ -81,43 +83,79 @@ def shard(  # structure: signature fixed by the design
 
     Errors: `BadInput` or `Misuse` on every rank, before anything is changed.
     """
-    check_model(model)
-    if prefetch < 0:
-        raise BadInput(f"prefetch is {prefetch}; it counts units gathered ahead, so it must be 0 or more.")
-    mesh = _default_mesh() if mesh is None else mesh
-    axes = Axes(mesh)
-    check_mesh(mesh, axes)
-    check_device(model, axes.device)
-    plan = _one_of(Plan, plan, "plan").resolve(axes.names)
-    precision = _one_of(Precision, precision, "precision")
-    check_precision(precision, axes.device)
-    recipe = Recipe(axes, _live(plan, axes), precision)
-
-    names, why = find_units(model, units)
-    specs = partition(model, names)
-    built = _build_optimizer(model, optimizer, specs)
-    check_agreement(
-        axes,
-        {
-            "plan": str(plan),
-            "precision": repr(precision),
-            "prefetch": prefetch,
-            "parameters": model_facts(specs),
-            "optimizer": optimizer_facts(built),
-        },
-    )
-    planned = _plan_units(specs, recipe)
-    _build_units(model, planned, axes)
+    prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch))
+    recipe, planned, built = prepared.recipe, prepared.units, prepared.optimizer
+    _build_units(model, planned, recipe.axes)
 
     schedule = Schedule(planned, Order.of_registration(planned), prefetch)
-    hooks = Hooks(planned, schedule, axes, precision, None)
-    engine = Engine(plan, recipe, planned, why, schedule, hooks)
+    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, None)
+    engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks)
     schedule.denominator = _weak_call(engine.gradient_denominator)
     if built is not None:
         _drive(engine, built)
     hooks.attach(model)
     _adopt_model(model, engine)
     return model, built
+
+
+def estimate(  # structure: the signature of shard
+    model: nn.Module,
+    optimizer: OptimizerLike = None,
+    plan: Plan | str = "zero3",
+    *,
+    units: Units | None = None,
+    precision: Precision | str = "fp32",
+    mesh: DeviceMesh | None = None,
+    prefetch: int = 1,
+) -> MemoryBill:
+    """The memory that `shard` with the same arguments would need on this rank; nothing is allocated or changed.
+
+    The model may be on the meta device, and the process group may be torch's `fake` one of any size.
+    """
+    prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch))
+    groups = prepared.optimizer.param_groups if prepared.optimizer is not None else []
+    templates = [state_of(prepared.optimizer, group) for group in groups if prepared.optimizer is not None]
+    return memory_bill(prepared.units, templates, prefetch, 1, local_sums=False)
+
+
+@dataclass(frozen=True)
+class _Options:
+    units: Units | None
+    precision: Precision | str
+    mesh: DeviceMesh | None
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What `shard` is about to do; nothing has been allocated or changed yet."""
+
+    plan: Plan
+    recipe: Recipe
+    units: list[Unit]
+    why: str
+    optimizer: Optimizer | None
+
+
+def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: _Options) -> _Prepared:
+    check_model(model)
+    if options.prefetch < 0:
+        raise BadInput(f"prefetch is {options.prefetch}; it counts units gathered ahead, so it must be 0 or more.")
+    mesh = _default_mesh() if options.mesh is None else options.mesh
+    axes = Axes(mesh)
+    check_mesh(mesh, axes)
+    check_device(model, axes.device)
+    plan = _one_of(Plan, plan, "plan").resolve(axes.names)
+    precision = _one_of(Precision, options.precision, "precision")
+    check_precision(precision, axes.device)
+    names, why = find_units(model, options.units)
+    specs = partition(model, names)
+    check_initializable(model, [member for spec in specs for member in spec.members])
+    built = _build_optimizer(model, optimizer, specs)
+    facts = {"plan": str(plan), "precision": repr(precision), "prefetch": options.prefetch}
+    check_agreement(axes, {**facts, "parameters": model_facts(specs), "optimizer": optimizer_facts(built)})
+    recipe = Recipe(axes, _live(plan, axes), precision)
+    return _Prepared(plan, recipe, _plan_units(specs, recipe), why, built)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,231 @@
+"""Ways of going wrong without a word, each of which is either right or refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.engine import engine_of, estimate
+from tests.engine.census import census, live_bytes
+from tests.engine.toys import Net, adamw, assert_close, batch, full_parameters, loss_of, on_ranks, sharded
+from tests.helpers.fake import fake_group
+
+VALUES = {
+    "constants": lambda rank: torch.full((4, 8), 1.0 + rank),
+    "orders": lambda rank: torch.arange(32.0).roll(rank),
+}
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_weights_that_differ_between_ranks_take_the_first_ranks(values: str) -> None:
+    def body(rank: int) -> Tensor:
+        model = nn.Linear(8, 4)
+        with torch.no_grad():
+            model.weight.copy_(VALUES[values](rank).reshape(4, 8))
+        model, _ = tz.shard(model, None, "zero0")
+        return model.weight.detach().clone()
+
+    for weight in on_ranks(3, body):
+        assert torch.equal(weight, VALUES[values](0).reshape(4, 8))
+
+
+class Aside(nn.Module):
+    """A block that leaves an auxiliary loss on itself, computed after its output."""
+
+    aux: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.scale = nn.Linear(13, 13), nn.Parameter(torch.ones(13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.mix(x)
+        self.aux = (y * self.scale).pow(2).mean()
+        return y
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Aside() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def aux(self) -> Tensor:
+        return torch.stack([block.aux for block in self.blocks]).sum()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "shard_grad_op"])
+def test_a_loss_put_aside_on_a_module_trains_as_in_one_process(plan: str) -> None:
+    base, inputs = Stack(), torch.randn(4, 2, 13)
+
+    def step(model: Any, optimizer: Any, inputs: Tensor) -> None:
+        (model(inputs).mean() + model.aux()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, plan)
+        for x in inputs:
+            step(model, optimizer, x)
+        return full_parameters(model)
+
+    alone = copy.deepcopy(base)
+    optimizer = adamw(alone.parameters())
+    for x in inputs:
+        step(alone, optimizer, x)
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class Wrapped(Net):
+    def forward(self, tokens: Tensor) -> Any:
+        return Output(super().forward(tokens))
+
+
+def test_outputs_that_the_loss_scale_cannot_reach_are_refused() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Wrapped(), precision="fp16")
+        with pytest.raises(tz.Misuse, match=r"loss scale of fp16 is missing"):
+            model(batch(0, rank)).logits.float().sum().backward()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_hyper_parameters_that_differ_between_ranks_are_refused(plan: str) -> None:
+    def body(rank: int) -> None:
+        model = Net()
+        with pytest.raises(tz.BadInput, match="optimizer"):
+            tz.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1 * (rank + 1)), plan)
+
+    on_ranks(2, body)
+
+
+def test_after_a_failed_backward_no_gradient_is_left() -> None:
+    def fail(grad: Tensor) -> None:
+        raise RuntimeError("injected")
+
+    def body(rank: int) -> tuple[float, float]:
+        model, _ = sharded(Net(), "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        wanted = tz.clip_grad_norm_(model, 1e9).item()
+        model.zero_grad()
+        model.blocks[0].up.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        with pytest.raises(RuntimeError, match="injected"):
+            loss_of(model, batch(0, rank)).backward()
+        model.blocks[0].up._forward_hooks.clear()
+        loss_of(model, batch(0, rank)).backward()
+        return tz.clip_grad_norm_(model, 1e9).item(), wanted
+
+    for found, wanted in on_ranks(2, body):
+        assert found == wanted
+
+
+def test_conversions_and_new_groups_after_sharding_are_refused() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero0")
+        assert model.to("cpu") is model
+        for convert in (model.half, model.double, lambda: model.to(torch.bfloat16)):
+            with pytest.raises(tz.Misuse, match="before tz[.]shard"):
+                convert()
+        with pytest.raises(tz.Misuse, match="param groups"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+    on_ranks(2, body)
+
+
+def test_the_norm_of_16_bit_gradients_is_taken_in_fp32() -> None:
+    def body(rank: int) -> tuple[float, float]:
+        model, _ = sharded(nn.Linear(64, 64), "zero2", precision=tz.Precision(accumulate="fp16"))  # type: ignore[arg-type]
+        model(torch.full((4, 64), 30.0)).sum().backward()
+        squares = sum(b.grad.double().pow(2).sum().item() for b in engine_of(model).trainable() if b.grad is not None)
+        return tz.clip_grad_norm_(model, 1e9).item(), squares
+
+    found = on_ranks(2, body)
+    assert found[0][0] == pytest.approx(sum(squares for _, squares in found) ** 0.5, rel=1e-6)
+
+
+def test_clipping_in_the_middle_of_a_step_is_refused() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero1")
+        with tz.accumulate(model):
+            loss_of(model, batch(0, rank)).backward()
+        with pytest.raises(tz.Misuse, match="last micro-batch"):
+            tz.clip_grad_norm_(model, 1.0)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("argument", ["plan", "precision"])
+def test_a_plan_or_precision_of_another_kind_is_named(argument: str) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(tz.BadInput, match=f"{argument} is None"):
+            tz.shard(Net(), None, **{argument: None})
+
+    on_ranks(1, body)
+
+
+class Lion(torch.optim.Optimizer):
+    """Keeps a plain attribute, which copying an optimizer loses."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.beta = 0.9
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    p.add_(momentum.lerp(p.grad, 1 - self.beta).sign_(), alpha=-group["lr"])
+                    momentum.lerp_(p.grad, 0.01)
+
+
+def test_a_users_optimizer_may_keep_plain_attributes() -> None:
+    def body(rank: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, Lion(model.parameters(), 1e-2), "zero3")
+        loss_of(model, batch(0, 0)).backward()
+        optimizer.step()
+        return full_parameters(model)
+
+    base = Net()
+    alone = copy.deepcopy(base)
+    optimizer = Lion(alone.parameters(), 1e-2)
+    loss_of(alone, batch(0, 0)).backward()
+    optimizer.step()
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()))
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3"])
+def test_the_estimate_before_sharding_is_the_bill_after_it(plan: str) -> None:
+    with fake_group(8):
+        model = Net()
+        optimizer = adamw(model.parameters())
+        with census():
+            gc.collect()
+            before = live_bytes()
+            estimated = estimate(model, optimizer, plan, precision="bf16")
+            assert live_bytes() == before
+        model, _ = tz.shard(model, optimizer, plan, precision="bf16")
+        assert engine_of(model).bill == estimated
