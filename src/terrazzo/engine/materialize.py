@@ -49,8 +49,8 @@ def check_initializable(model: nn.Module, members: Iterable[Member]) -> None:
 
 def _no_initializer(module: nn.Module) -> BadInput:
     return BadInput(
-        f"{type(module).__name__} was built on the meta device and has no reset_parameters() to give its parameters and "
-        "buffers values. Add that method, or build the model on a real device."
+        f"{type(module).__name__} was built on the meta device and has no reset_parameters() to give its parameters "
+        "and buffers values. Add that method, or build the model on a real device."
     )
 
 
