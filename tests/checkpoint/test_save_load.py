@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint import write
+from terrazzo.checkpoint import store, write
+from terrazzo.checkpoint.read import CheckpointWeights
 from terrazzo.errors import BadInput, Misuse
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -215,3 +216,127 @@ def test_nothing_but_safetensors_and_json_is_written(tmp_path: Path) -> None:
         "exp_avg_sq",
         "step",
     }
+
+
+class Normed(nn.Module):
+    """Two modules that share one buffer, which takes part in what the model computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_buffer("scale", torch.ones(4))
+        self.second.register_buffer("scale", self.first.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.first(x) * self.first.scale
+        return self.second(first)
+
+
+class Swapped(nn.Module):
+    """The same parameters; the module that comes first has the other name of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_buffer("scale", torch.ones(4))
+        self.second.register_buffer("scale", self.first.scale)
+
+    forward = Normed.forward
+
+
+def normed(kind: type[nn.Module] = Normed) -> Trained:
+    with exclusive():
+        model = kind()
+    return tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan="zero3")
+
+
+@pytest.mark.parametrize("kind", [Normed, Swapped])
+def test_a_shared_buffer_is_saved_once_and_found_under_either_name(tmp_path: Path, kind: type[nn.Module]) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = normed()
+        model.first.scale.fill_(3.0)
+        checkpoint.save(tmp_path / "a", model, optimizer, {})
+        names = json.loads((tmp_path / "a" / "manifest.json").read_text())["entries"]
+        assert [name for name in names if "scale" in name] == ["first.scale"]
+        for load in (
+            lambda m, o: checkpoint.load(tmp_path / "a", m, o),
+            lambda m, _: checkpoint.load_weights(m, tmp_path / "a"),
+        ):
+            other, other_optimizer = normed(kind)
+            load(other, other_optimizer)
+            assert torch.equal(other.second.scale, torch.full((4,), 3.0))
+            assert other.first.scale is other.second.scale
+
+    run_in_threads(2, body)
+
+
+def test_buffers_that_differ_between_ranks_are_all_those_of_rank_0(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = build("zero3")
+        for _, buffer in model.named_buffers():
+            buffer.fill_(rank + 5)
+        checkpoint.save(tmp_path / "a", model, optimizer, {})
+        checkpoint.load(tmp_path / "a", model, optimizer)
+        assert {float(value) for _, buffer in model.named_buffers() for value in buffer.flatten()} == {5.0}
+
+    run_in_threads(3, body)
+
+
+def test_the_loss_scale_of_an_own_loop_is_restored(tmp_path: Path) -> None:
+    def built() -> Trained:
+        with exclusive():
+            model = nn.Sequential(nn.Linear(10, 3))
+        return tz.shard(model, torch.optim.SGD(model.parameters(), lr=1e-3), plan="zero1", precision="fp16")
+
+    def body(rank: int) -> None:
+        model, optimizer = built()
+        counters = optimizer.scaler_state() | {"scale": 32.0, "skipped_steps": 11, "good_steps": 7}
+        optimizer.load_scaler_state(counters)
+        checkpoint.save(tmp_path / "a", model, optimizer, {})
+        model, optimizer = built()
+        checkpoint.load(tmp_path / "a", model, optimizer)
+        assert optimizer.scaler_state() == counters
+        assert optimizer.loss_scale == 32.0
+
+    run_in_threads(2, body)
+
+
+def test_weights_that_are_not_in_the_files_are_refused_not_made_up(tmp_path: Path) -> None:
+    saved_after_three_steps(tmp_path / "a", "zero3", 1)
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    del manifest["entries"]["0.linear.weight"]["states"]["weight"]
+    manifest["entries"]["1.linear.weight"]["states"]["weight"]["ranges"] = []
+    (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
+    weights = CheckpointWeights(tmp_path / "a")
+    for name in ("0.linear.weight", "1.linear.weight"):
+        with pytest.raises(BadInput, match=f"names {name}, of 100 elements"):
+            weights[name]
+    assert weights["0.linear.bias"].shape == (10,)
+
+
+@pytest.mark.parametrize("function", ["prepare", "commit"])
+def test_what_fails_on_rank_0_alone_is_raised_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def fails(*arguments: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(store, function, fails)
+
+    def body(rank: int) -> None:
+        model, optimizer = build("zero3")
+        with pytest.raises(Misuse, match=r"rank 0: PermissionError"):
+            checkpoint.save(tmp_path / "a", model, optimizer, {})
+
+    run_in_threads(2, body)
+
+
+def test_extra_that_fails_on_one_rank_or_in_the_manifest_is_raised_on_every_rank(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = build("zero3")
+        with pytest.raises(BadInput, match="extra holds a value"):
+            checkpoint.save(tmp_path / "a", model, optimizer, {"x": {1} if rank == 1 else 1})
+        with pytest.raises(Misuse, match="rank 0: ValueError"):
+            checkpoint.save(tmp_path / "a", model, optimizer, {"step": "many"})
+
+    run_in_threads(2, body)

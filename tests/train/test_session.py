@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint import complete_checkpoints
-from terrazzo.errors import Diverged
+from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop
 from terrazzo.train.config import Config
 from terrazzo.train.config_file import config_from_dict
@@ -51,7 +52,16 @@ class NeverStop(StopRequest):
 
 
 def trained(config: Config) -> int:
-    return run_in_threads(1, lambda _: Trainer(open_session(config, ALONE), NeverStop()).run())[0]
+    def body(rank: int) -> int:
+        trainer = Trainer(open_session(config, ALONE), NeverStop())
+        try:
+            return trainer.run()
+        finally:
+            trainer.session.loader.close()
+            for sink in trainer.report._sinks:
+                sink.close()
+
+    return run_in_threads(1, body)[0]
 
 
 def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +79,35 @@ def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkey
         trained(config_in(tmp_path))
     saved = complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert [path.name for path in saved] == ["step-00000001", "step-00000002"]
+
+
+def test_a_resumed_run_names_what_differs_and_which_value_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(config_in(tmp_path))
+    assert "resume: " not in capsys.readouterr().out
+    changed = config_in(tmp_path, optimizer={"lr": 5.0}, batch={"micro_batch": 1}, train={"steps": 6})
+    trained(changed)
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("resume: ")]
+    assert lines == [
+        "resume: batch.micro_batch is 1 in the configuration, which is used, and 2 in the checkpoint",
+        "resume: optimizer.lr is 5.0 in the configuration and 0.003 in the checkpoint, which is used",
+    ]
+    header = out[: out.index("step 6/6")]
+    assert "units" in header
+    assert "precision:" in header
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    assert {group["initial_lr"] for group in manifest["optimizer"]["groups"]} == {0.003}
+
+
+def test_an_overwriting_run_that_cannot_start_removes_nothing(tmp_path: Path) -> None:
+    trained(config_in(tmp_path))
+    folder = tmp_path / "run" / "checkpoints"
+    saved = complete_checkpoints(folder)
+    anew = {"resume": "never", "overwrite": True}
+    with pytest.raises(BadInput):
+        trained(config_in(tmp_path, checkpoint=anew, plan={"units": ["NoSuchBlock"]}))
+    assert complete_checkpoints(folder) == saved
+    trained(config_in(tmp_path, checkpoint=anew, train={"steps": 1}))
+    assert [path.name for path in complete_checkpoints(folder)] == ["step-00000001"]

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
-__all__ = ["persistent_buffers"]
+__all__ = ["Buffer", "persistent_buffers"]
 
 
-def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to `state_dict()`, by fully qualified name; one that is shared appears once."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+@dataclass
+class Buffer:
+    """A buffer and all names under which `state_dict()` lists it; the first is the one it is saved under."""
+
+    tensor: torch.Tensor
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def persistent_buffers(model: torch.nn.Module) -> list[Buffer]:
+    """The buffers that belong to `state_dict()`, each once however many modules share it."""
+    found: dict[int, Buffer] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                buffer = found.setdefault(id(tensor), Buffer(tensor))
+                buffer.names.append(f"{prefix}.{name}" if prefix else name)
+    return list(found.values())

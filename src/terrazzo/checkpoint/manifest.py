@@ -49,10 +49,11 @@ class Entry(_Strict):
 
 
 class OptimizerEntry(_Strict):
-    """The optimizer's class and the hyper-parameters of its groups."""
+    """The optimizer's class, the hyper-parameters of its groups, and the fp16 loss scaler's counters."""
 
     name: str
     groups: list[dict[str, Any]]
+    scaler: dict[str, float] = {}
 
 
 class Manifest(_Strict):

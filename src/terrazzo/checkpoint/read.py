@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from terrazzo.checkpoint.manifest import MANIFEST, Manifest, OptimizerEntry, rea
 from terrazzo.checkpoint.rng import restore_rng
 from terrazzo.checkpoint.weights import SafetensorsWeights
 from terrazzo.engine import engine_of
+from terrazzo.engine.optimizer import ShardedOptimizer
 from terrazzo.errors import BadInput
 
 __all__ = ["load", "load_weights"]
@@ -36,10 +37,10 @@ def load(path: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
     manifest = _checked(path, model, optimizer)
     reader = _Reader(path, manifest)
     engine_of(model).restore(reader.read)
-    for name, buffer in persistent_buffers(model).items():
-        values = reader.read(name, "buffer", 0, buffer.numel())
-        if values is not None:
-            buffer.copy_(values.view(buffer.shape))
+    for buffer in persistent_buffers(model):
+        read = (reader.read(name, "buffer", 0, buffer.tensor.numel()) for name in buffer.names)
+        if (values := next((found for found in read if found is not None), None)) is not None:
+            buffer.tensor.copy_(values.view(buffer.tensor.shape))
     if optimizer is not None and manifest.optimizer is not None:
         _restore_groups(optimizer, manifest.optimizer)
     if manifest.world_size == dist.get_world_size():
@@ -61,25 +62,46 @@ def load_weights(model: torch.nn.Module, source: str | Path | Mapping[str, torch
     if isinstance(source, Mapping):
         model.load_state_dict(source)
     elif (Path(source) / MANIFEST).exists():
-        model.load_state_dict(CheckpointWeights(Path(source)))
+        model.load_state_dict(CheckpointWeights(Path(source), [buffer.names for buffer in persistent_buffers(model)]))
     else:
         model.load_state_dict(SafetensorsWeights(source))
 
 
 class CheckpointWeights(Mapping[str, torch.Tensor]):
-    """The full weights and buffers in a checkpoint, put together one at a time."""
+    """The full weights and buffers in a checkpoint, put together one at a time.
 
-    def __init__(self, path: Path) -> None:
-        self._manifest = read_manifest(path)
+    `shared` lists groups of names of one tensor: what is saved under one of them is found under all. Raises `BadInput`
+    for a tensor that the manifest names and the files do not hold.
+    """
+
+    def __init__(self, path: Path, shared: Iterable[Sequence[str]] = ()) -> None:
+        self._path, self._manifest = path, read_manifest(path)
         self._reader = _Reader(path, self._manifest)
+        self._saved_as = {name: name for name in self._manifest.entries}
+        for names in shared:
+            saved = next((name for name in names if name in self._manifest.entries), None)
+            if saved is not None:
+                self._saved_as = {**dict.fromkeys(names, saved), **self._saved_as}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        entry = self._manifest.entries[name]
+        saved = self._saved_as[name]
+        entry = self._manifest.entries[saved]
         kind = "buffer" if "buffer" in entry.states else "weight"
-        values = self._reader.read(name, kind, 0, math.prod(entry.shape))
-        return torch.empty(entry.shape) if values is None else values.view(entry.shape)
+        numel = math.prod(entry.shape)
+        values = self._reader.read(saved, kind, 0, numel)
+        if numel == 0:
+            return torch.empty(entry.shape)
+        if values is None or values.numel() != numel:
+            raise BadInput(
+                f"The checkpoint '{self._path}' names {saved}, of {numel} elements, but does not hold all its values:"
+                " it is damaged, use another one."
+            )
+        return values.view(entry.shape)
 
-    def __iter__(self) -> Any:
+    def __contains__(self, name: object) -> bool:
+        return name in self._saved_as  # the mixin's would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
         return iter(self._manifest.entries)
 
     def __len__(self) -> int:
@@ -134,9 +156,11 @@ def _checked(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def _check_fit(path: Path, manifest: Manifest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     saved = {name: entry.shape for name, entry in manifest.entries.items()}
+    for buffer in persistent_buffers(model):
+        names = [name for name in buffer.names if name in saved] or [buffer.name]
+        shapes |= {name: list(buffer.tensor.shape) for name in names}
     problems = [f"missing: {name}" for name in sorted(set(shapes) - set(saved))]
     problems += [f"not in the model: {name}" for name in sorted(set(saved) - set(shapes))]
     for name in sorted(set(saved) & set(shapes)):
@@ -169,3 +193,5 @@ def _restore_groups(optimizer: torch.optim.Optimizer, saved: OptimizerEntry) -> 
                 current.fill_(value)
             else:  # JSON has no tuples
                 group[key] = tuple(value) if isinstance(current, tuple) else value
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.load_scaler_state(saved.scaler)

@@ -17,6 +17,7 @@ __all__ = [
     "commit",
     "complete_checkpoints",
     "latest",
+    "partial_folder",
     "prepare",
     "prune",
     "step_folder",
@@ -51,14 +52,20 @@ def latest(folder: Path) -> Path | None:
 
 def prune(folder: Path, keep_last: int) -> None:
     """Remove all but the newest `keep_last` complete checkpoints."""
-    for path in complete_checkpoints(folder)[:-keep_last]:
+    complete = complete_checkpoints(folder)
+    for path in complete[: max(0, len(complete) - keep_last)]:
         (path / MANIFEST).unlink()  # first: what is half removed must not be taken for complete
         shutil.rmtree(path)
 
 
+def partial_folder(path: Path) -> Path:
+    """Where the checkpoint `path` is written until `commit` gives it its name."""
+    return path.parent / f".{path.name}.partial"
+
+
 def prepare(path: Path) -> Path:
-    """An empty folder to write the checkpoint `path` into, until `commit` gives it its name."""
-    partial = path.parent / f".{path.name}.partial"
+    """Make the folder to write the checkpoint `path` into, empty."""
+    partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from terrazzo.checkpoint.exchange import agree, gather_json
 from terrazzo.checkpoint.manifest import MANIFEST, Entry, Manifest, OptimizerEntry, StateEntry, tensor_key
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.engine import engine_of
+from terrazzo.engine.optimizer import ShardedOptimizer
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["save"]
@@ -51,8 +53,9 @@ def save(
 ) -> None:
     """Write the state of a sharded model and its optimizer to the folder `path`. Collective.
 
-    A state that several ranks hold is written once. Memory: this rank's ranges are written from where they are; on CUDA
-    they are copied to the host first. The folder must be on a file system that all ranks share.
+    A state that several ranks hold is written once; buffers are written by rank 0. Memory: this rank's ranges are
+    written from where they are; on CUDA they are copied to the host first. The folder must be on a file system that all
+    ranks share.
 
     Args:
         path: the checkpoint's folder; it must not exist yet.
@@ -65,29 +68,42 @@ def save(
     """
     path = Path(path)
     _check(path, extra)
-    partial = store.prepare(path) if dist.get_rank() == 0 else path.parent / f".{path.name}.partial"
-    gather_json(None)  # the folder exists before anyone writes
-    held = _held(model)
-    mine = _assigned(held)
+    partial, is_first = store.partial_folder(path), dist.get_rank() == 0
+    _together(path, (lambda: store.prepare(path)) if is_first else None)  # before anyone writes into it
+    mine = _assigned(_held(model))
     file = f"rank-{dist.get_rank():05d}.safetensors"
-    problem = _attempt(lambda: _write_ranges(partial / file, mine))
-    if (failed := agree(problem)) is not None:
-        raise Misuse(f"The checkpoint '{path}' was not saved: {failed}.")
+    _together(path, lambda: _write_ranges(partial / file, mine))
     parts = gather_json({"ranges": [part.described() for part in mine], "rng": capture_rng()})
-    if dist.get_rank() == 0:
-        manifest = _manifest(parts, model, optimizer, extra)
-        problem = _attempt(lambda: _commit(partial, path, manifest))
-    if (failed := agree(problem)) is not None:
-        raise Misuse(f"The checkpoint '{path}' was not saved: {failed}.")
+
+    def finish() -> None:
+        store.write_text(partial / MANIFEST, _manifest(parts, model, optimizer, extra).model_dump_json())
+        store.commit(partial, path)
+
+    _together(path, finish if is_first else None)
 
 
 def _check(path: Path, extra: dict[str, Any]) -> None:
+    problem = None
     try:
         json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"extra holds a value that JSON cannot: {error}. Use numbers, text, lists and dicts.") from None
-    if agree(f"'{path}' exists" if path.exists() else None):
-        raise BadInput(f"The checkpoint '{path}' exists already and is not replaced: remove it or use another name.")
+        problem = f"extra holds a value that JSON cannot: {error}. Use numbers, text, lists and dicts."
+    if path.exists():
+        problem = f"The checkpoint '{path}' exists already and is not replaced: remove it or use another name."
+    if (first := agree(problem)) is not None:
+        raise BadInput(first)
+
+
+def _together(path: Path, work: Callable[[], object] | None) -> None:
+    """Run this rank's `work`, if it has any; raises `Misuse` on all ranks when it failed on one. Collective."""
+    problem = None
+    try:
+        if work is not None:
+            work()
+    except Exception as error:  # whatever it was, the other ranks must not wait for this one
+        problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    if (failed := agree(problem)) is not None:
+        raise Misuse(f"The checkpoint '{path}' was not saved: {failed}.")
 
 
 def _held(model: torch.nn.Module) -> list[_Range]:
@@ -96,19 +112,23 @@ def _held(model: torch.nn.Module) -> list[_Range]:
         _Range(piece.name, piece.kind, piece.start, piece.stop, list(piece.shape), piece.tensor)
         for piece in engine_of(model).pieces()
     ]
-    for name, buffer in persistent_buffers(model).items():
-        held.append(_Range(name, "buffer", 0, buffer.numel(), list(buffer.shape), buffer.reshape(-1)))
+    for buffer in persistent_buffers(model):
+        shape, numel = list(buffer.tensor.shape), buffer.tensor.numel()
+        held.append(_Range(buffer.name, "buffer", 0, numel, shape, buffer.tensor.reshape(-1)))
     return held
 
 
 def _assigned(held: list[_Range]) -> list[_Range]:
-    """The part of `held` that this rank writes: holders of the same range take turns."""
+    """The part of `held` that this rank writes: holders of the same range take turns.
+
+    Buffers are rank 0's: ranks may update them each for itself, and those of one module belong together.
+    """
     holders: dict[str, list[int]] = defaultdict(list)
     for rank, labels in enumerate(gather_json([part.label for part in held])):
         for label in labels:
             holders[label].append(rank)
     writer = {label: ranks[index % len(ranks)] for index, (label, ranks) in enumerate(holders.items())}
-    return [part for part in held if writer[part.label] == dist.get_rank()]
+    return [part for part in held if (0 if part.kind == "buffer" else writer[part.label]) == dist.get_rank()]
 
 
 def _write_ranges(file: Path, ranges: list[_Range]) -> None:
@@ -151,22 +171,9 @@ def _optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
-    return OptimizerEntry(name=type(optimizer).__name__, groups=groups)
+    scaler = optimizer.scaler_state() if isinstance(optimizer, ShardedOptimizer) else {}
+    return OptimizerEntry(name=type(optimizer).__name__, groups=groups, scaler=scaler)
 
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _commit(partial: Path, path: Path, manifest: Manifest) -> None:
-    store.write_text(partial / MANIFEST, manifest.model_dump_json())
-    store.commit(partial, path)
-
-
-def _attempt(work: Any) -> str | None:
-    """Run `work`; what went wrong with the disk, if anything, so that all ranks can be told."""
-    try:
-        work()
-    except Exception as error:  # whatever it was, the other ranks must not wait for this one
-        return f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    return None

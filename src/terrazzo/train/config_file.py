@@ -85,8 +85,8 @@ def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
     raise BadInput(f"{origin} has {len(lines)} problems:\n{listed}")
 
 
-def flatten(config: BaseModel) -> dict[str, str]:
-    """Every setting as `section.key` → JSON text: the form in which ranks compare what they were given."""
+def flatten(config: BaseModel | dict[str, Any]) -> dict[str, str]:
+    """Every setting as `section.key` → JSON text: the form in which settings are compared."""
     flat: dict[str, str] = {}
 
     def walk(prefix: str, value: Any) -> None:
@@ -96,7 +96,7 @@ def flatten(config: BaseModel) -> dict[str, str]:
         else:
             flat[prefix] = json.dumps(value)
 
-    walk("", config.model_dump(mode="json"))
+    walk("", config.model_dump(mode="json") if isinstance(config, BaseModel) else config)
     return flat
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from glob import has_magic
 from pathlib import Path
 
-from terrazzo.checkpoint import complete_checkpoints, latest
+from terrazzo.checkpoint import latest, prune
 from terrazzo.errors import BadInput
 from terrazzo.train import data
 from terrazzo.train.build import (
@@ -59,10 +58,9 @@ def resume_from(config: Config) -> Path | None:
 
 
 def clear_checkpoints(config: Config) -> None:
-    """Remove what `checkpoint.overwrite` allows to remove. Called by one rank, before training."""
+    """Remove what `checkpoint.overwrite` allows to remove. Called by one rank, just before training starts."""
     if config.checkpoint.resume == "never" and config.checkpoint.overwrite:
-        for path in complete_checkpoints(config.checkpoint_folder):
-            shutil.rmtree(path)
+        prune(config.checkpoint_folder, keep_last=0)
 
 
 def _check_model(config: Config) -> None:

@@ -79,9 +79,9 @@ class Report:
         )
         if session.data.skipped.names:
             self._say(f"data: {session.data.skipped}")
-        self._say(f"plan {self._engine.plan}\n{self._bill.table()}")
+        self._say(f"{self._engine.describe()}\n{self._bill.table()}")
         if session.step:
-            self._say(f"resumed at step {session.step}")
+            self._say("\n".join([f"resumed at step {session.step}", *session.resume_notes]))
 
     def train(self, measured: Measured) -> None:
         """A log step."""

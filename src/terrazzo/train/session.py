@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from terrazzo.train.huggingface import weight_files
 from terrazzo.train.model import num_flops_per_token
 from terrazzo.train.preflight import clear_checkpoints, resume_from
 from terrazzo.train.ranks import Ranks
+from terrazzo.train.resume import resume_notes
 from terrazzo.train.schedule import build_schedule
 
 __all__ = ["Session", "open_session"]
@@ -35,7 +36,10 @@ __all__ = ["Session", "open_session"]
 
 @dataclass
 class Session:
-    """The objects of a run. `step` counts finished optimizer steps, `tokens` the targets trained on."""
+    """The objects of a run. `step` counts finished optimizer steps, `tokens` the targets trained on.
+
+    `resume_notes` has a line for each setting that differs from those of the checkpoint that was loaded.
+    """
 
     config: Config
     ranks: Ranks
@@ -47,6 +51,7 @@ class Session:
     flops_per_token: int
     step: int = 0
     tokens: int = 0
+    resume_notes: list[str] = field(default_factory=list)
 
     @property
     def micro_batches(self) -> int:
@@ -61,7 +66,6 @@ class Session:
             "step": self.step,
             "tokens": self.tokens,
             "schedule": self.schedule.state_dict(),
-            "scaler": self.optimizer.scaler_state(),
             "data": self.loader.state_dict(),
             "config": self.config.model_dump(mode="json"),
         }
@@ -75,15 +79,13 @@ class Session:
         extra = checkpoint.load(path, self.model, self.optimizer)
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.schedule.load_state_dict(extra["schedule"])
-        self.optimizer.load_scaler_state(extra["scaler"])
         self.loader.load_state_dict(extra["data"])
+        self.resume_notes = resume_notes(self.config, extra["config"])
 
 
 def open_session(config: Config, ranks: Ranks) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
     newest = gather_json(str(resume_from(config) or ""))[0]  # rank 0 decides: file systems may lag
-    if ranks.is_first:
-        clear_checkpoints(config)
     data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
     loader = _loader(config, ranks, data)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
@@ -106,6 +108,8 @@ def open_session(config: Config, ranks: Ranks) -> Session:
     session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token)
     if newest:
         session.load(Path(newest))
+    elif ranks.is_first:  # last, so that nothing is lost to a run that cannot start
+        clear_checkpoints(config)
     return session
 
 
