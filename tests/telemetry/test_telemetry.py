@@ -31,6 +31,7 @@ def test_one_line_says_everything_and_na_where_nothing_is_known() -> None:
     for part in ("step   20/1000", "loss 1.5000", "lr 3.00e-04", "8,192 tok/s", "MFU n/a", "1.50 GiB", "data 1%"):
         assert part in line
     assert "comm 25%" in line
+    assert "comm n/a" in replace(METRICS, communication=None).line(1000)
     assert "\n" not in line
     known = replace(METRICS, grad_norm=0.5, tflops=123.4, mfu=0.42, skipped_steps=3).line(1000)
     assert "grad norm 0.500 | " in known

@@ -17,7 +17,8 @@ class StepMetrics:
     """One log step. Rates and shares are over the steps since the previous one; None where not known.
 
     `tokens_per_s` counts all ranks; `tflops` and `mfu` are per rank. Shares (`data_wait`, `communication`) are of
-    wall-clock time, from 0 to 1: `communication` is the time this rank stood waiting for collectives.
+    wall-clock time, from 0 to 1: `communication` is the time this rank stood waiting for collectives, not known on
+    CUDA, where the device waits and not the process.
     """
 
     step: int
@@ -27,7 +28,7 @@ class StepMetrics:
     step_s: float
     tokens_per_s: float
     data_wait: float
-    communication: float
+    communication: float | None
     peak_memory_bytes: int
     grad_norm: float | None = None
     tflops: float | None = None
@@ -44,12 +45,13 @@ class StepMetrics:
         norm = f"{self.grad_norm:.3f}" if self.grad_norm is not None else "n/a"
         tflops = f"{self.tflops:.3g}" if self.tflops is not None else "n/a"
         mfu = f"{self.mfu:.1%}" if self.mfu is not None else "n/a"
+        communication = f"{self.communication:.0%}" if self.communication is not None else "n/a"
         skipped = f" | skipped {self.skipped_steps}" if self.skipped_steps else ""
         return (
             f"step {self.step:>{len(str(steps))}}/{steps} | loss {self.loss:.4f} | grad norm {norm}"
             f" | lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tok/s | {tflops} TFLOP/s | MFU {mfu}"
             f" | peak {self.peak_memory_bytes / 2**30:.2f} GiB | data {self.data_wait:.0%} | comm"
-            f" {self.communication:.0%}{skipped}"
+            f" {communication}{skipped}"
         )
 
 

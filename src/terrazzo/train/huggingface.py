@@ -111,8 +111,8 @@ def load_weights(transformers: Any, folder: Path, config: Any) -> nn.Module:
         names = sorted(report["missing_keys"])
         raise BadInput(
             f"The weights in {str(folder)!r} lack {len(names)} parameters of the model in its {CONFIG_FILE}, "
-            f"such as {names[0]!r}. Use the config.json that was saved with them, or set pretrained to false "
-            "for random ones."
+            f"such as {names[0]!r}. Use the config.json that was saved with them, or set model.weights to "
+            "random for new ones."
         )
     loaded: nn.Module = model
     return loaded
@@ -128,8 +128,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         raise BadInput(
             f"The model folder {str(folder)!r} holds no *.safetensors file. Save the model with "
-            "save_pretrained (pickled weights, .bin or .pt, are never read), or set pretrained to false for "
-            "random initial weights."
+            "save_pretrained (pickled weights, .bin or .pt, are never read), or set model.weights to random "
+            "for new ones."
         )
     return files
 

@@ -49,7 +49,8 @@ class Report:
         self._last_validation: Validation | None = None
         self._last_sample = ""
         self._peak_flops = None
-        if session.ranks.device.type == "cuda":
+        self._on_cuda = session.ranks.device.type == "cuda"
+        if self._on_cuda:
             self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(session.ranks.device))
         if self._speaks:
             self._open()
@@ -187,7 +188,8 @@ class Report:
             step_s=measured.total_s / measured.steps,
             tokens_per_s=per_second,
             data_wait=measured.data_wait_s / measured.total_s,
-            communication=measured.communication_s / measured.total_s,
+            # NCCL's wait() only orders streams: the process never stands still there.
+            communication=None if self._on_cuda else measured.communication_s / measured.total_s,
             peak_memory_bytes=measured.peak_memory_bytes,
             grad_norm=measured.grad_norm,
             tflops=flops / 1e12 if flops else None,
