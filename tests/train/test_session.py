@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint import complete_checkpoints
+from terrazzo.checkpoint import complete_checkpoints, latest
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop
 from terrazzo.train.config import Config
 from terrazzo.train.config_file import config_from_dict
+from terrazzo.train.huggingface import weight_files
 from terrazzo.train.loop import Trainer
 from terrazzo.train.ranks import Ranks
 from terrazzo.train.session import open_session
@@ -64,21 +65,32 @@ def trained(config: Config) -> int:
     return run_in_threads(1, body)[0]
 
 
-def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def spoil_the_third_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN gradients in step 3, behind a finite loss."""
     real, calls = loop.summed_loss, []
 
-    def bad_from_the_third_step_on(*arguments: Any) -> Tensor:
+    def summed_loss(*arguments: Any) -> Tensor:
         loss = real(*arguments)
         calls.append(loss.item())
         if len(calls) == 3:
             loss.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
-    monkeypatch.setattr(loop, "summed_loss", bad_from_the_third_step_on)
+    monkeypatch.setattr(loop, "summed_loss", summed_loss)
+
+
+def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_the_third_gradient(monkeypatch)
     with pytest.raises(Diverged, match=r"norm of step 3 is nan.*up to step 2 are intact"):
         trained(config_in(tmp_path))
     saved = complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert [path.name for path in saved] == ["step-00000001", "step-00000002"]
+
+
+def test_under_fp16_such_a_step_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_the_third_gradient(monkeypatch)
+    assert trained(config_in(tmp_path, precision={"name": "fp16"})) == 0
+    assert latest(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step-00000004"
 
 
 def test_a_resumed_run_names_what_differs_and_which_value_is_used(
@@ -111,3 +123,8 @@ def test_an_overwriting_run_that_cannot_start_removes_nothing(tmp_path: Path) ->
     assert complete_checkpoints(folder) == saved
     trained(config_in(tmp_path, checkpoint=anew, train={"steps": 1}))
     assert [path.name for path in complete_checkpoints(folder)] == ["step-00000001"]
+
+
+def test_absent_pretrained_weights_name_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"set model\.weights to random"):
+        weight_files(tmp_path)

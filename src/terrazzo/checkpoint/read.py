@@ -30,8 +30,7 @@ def load(path: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
     same. Everything that can be checked is checked on every rank before anything is changed.
 
     Raises:
-        BadInput: the checkpoint is not complete, or does not fit the model or optimizer; all differences are
-            listed.
+        BadInput: the checkpoint is not complete, or does not fit the model or optimizer; all differences are listed.
     """
     path = Path(path)
     manifest = _checked(path, model, optimizer)
@@ -52,12 +51,10 @@ def load_weights(model: torch.nn.Module, source: str | Path | Mapping[str, torch
     """Load full weights into a (sharded) model, one tensor at a time.
 
     Args:
-        source: a mapping of names to full tensors, a safetensors file, a folder of them, or a checkpoint's
-            folder.
+        source: a mapping of names to full tensors, a safetensors file, a folder of them, or a checkpoint's folder.
 
     Raises:
-        BadInput: the files cannot be read. Missing, unexpected and misshapen names raise as in
-            `load_state_dict`.
+        BadInput: the files cannot be read. Missing, unexpected and misshapen names raise as in `load_state_dict`.
     """
     if isinstance(source, Mapping):
         model.load_state_dict(source)

@@ -1,5 +1,6 @@
-"""A small decoder-only language model to train and to read, and the two functions that treat it and a
-`transformers` model alike: `build_model` and `generate`.
+"""A small decoder-only language model to train and to read.
+
+`build_model` and `generate` treat it and a `transformers` model alike.
 
 Pre-norm blocks of causal grouped-query attention with rotary positions and a SwiGLU feed-forward, no biases:
 the architecture of Llama (arXiv 2302.13971) with the grouped queries of arXiv 2305.13245. `Block` is the
@@ -42,8 +43,7 @@ class DecoderConfig:
     """The shape of a `Decoder`. `ffn_dim` is the width of each of the two SwiGLU branches.
 
     Raises:
-        BadInput: a size that is not positive, `heads` that does not divide `dim` or is not a multiple of
-        `kv_heads`,
+        BadInput: a size that is not positive, `heads` that does not divide `dim` or is not a multiple of `kv_heads`,
             an odd head size (rotary positions turn pairs), or a dropout outside [0, 1).
     """
 
@@ -110,10 +110,10 @@ class Embedding(nn.Embedding):
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of the rotary positions (RoFormer, arXiv 2104.09864), fp32 `[max_sequence_length,
-    head_dim / 2]`.
+    """Cosines and sines of the rotary positions (RoFormer, arXiv 2104.09864).
 
-    The buffers are recomputed, never saved: `state_dict` does not hold them.
+    Both are fp32 `[max_sequence_length, head_dim / 2]`. The buffers are recomputed, never saved: `state_dict` does not
+    hold them.
     """
 
     cos: Tensor
@@ -255,17 +255,14 @@ def build_model(
     """The model that `spec` describes: parameters fp32, on `device` (default: the current default device).
 
     Args:
-        spec: a `DecoderConfig`; or the contents of a `transformers` config.json (random initial weights); or
-        a local
+        spec: a `DecoderConfig`; or the contents of a `transformers` config.json (random initial weights); or a local
             folder with config.json and, when `pretrained`, safetensors weights.
-        device: `"meta"` gives a model without storage whose modules all have `reset_parameters()`. No weights
-        are
+        device: `"meta"` gives a model without storage whose modules all have `reset_parameters()`. No weights are
             read then: `huggingface.weight_files` names the files to read into it.
         pretrained: False takes only config.json from a folder.
 
     Raises:
-        BadInput: `transformers` is not installed, or the folder or config cannot be used; the message says
-        how.
+        BadInput: `transformers` is not installed, or the folder or config cannot be used; the message says how.
     """
     target = torch.device(device) if device is not None else torch.get_default_device()
     if isinstance(spec, DecoderConfig):

@@ -1,5 +1,4 @@
-"""From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's
-share.
+"""From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's share.
 
 Read `sources`, `tokenizer`, `cache`, `sequences`, `loader`, in that order. Nothing here talks to other ranks:
 what must be agreed on goes through the `agree` function that `load_data` is given.

@@ -78,9 +78,8 @@ def load_data(spec: DataSpec, *, builds: bool = True, agree: Agree = lambda mess
     """Tokenizes what `spec` names, unless the cache has it, and opens it.
 
     Args:
-        builds: True on exactly one rank of each group of ranks that share a file system (more do no harm:
-        they
-            repeat the work and write the same file). The others wait in `agree`.
+        builds: True on exactly one rank of each group of ranks that share a file system. More do no harm: they
+            repeat the work and write the same file. The others wait in `agree`.
         agree: how this rank's failure reaches all; the default is that of a single process.
 
     Raises:

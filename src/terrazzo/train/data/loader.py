@@ -195,8 +195,7 @@ def evaluation_batches(
     world_size: int = 1,
     max_sequences: int | None = None,
 ) -> Iterator[Batch]:
-    """This rank's micro-batches of one pass over `dataset`, or over `max_sequences` evenly spaced sequences
-    of it.
+    """This rank's micro-batches of one pass over `dataset`, or over `max_sequences` evenly spaced sequences of it.
 
     Every rank gets the same number of batches, all of `[micro_batch, T]`, so that all run the same
     collectives; what is left over is filled with rows in which every target is ignored. Summed over ranks,

@@ -26,8 +26,7 @@ Indices = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank. `inputs` and `targets` are int64 `[B, T]` on the CPU, targets one token
-    ahead.
+    """One micro-batch of one rank. `inputs` and `targets` are int64 `[B, T]` on the CPU, targets one token ahead.
 
     `valid_tokens` counts the targets that are not `IGNORED`; it may be 0.
     """
