@@ -217,12 +217,29 @@ class GlooCollectives(Collectives):
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
+        with self._receiving(full) as parts:
+            yield self._exchange("scatter", self._chunks(full), parts)
+            if self.size == 2 and dtype == full.dtype:  # the sum fits into what was received: no new memory
+                return torch.add(parts[0], parts[1], out=parts[1 - self.rank])
+            return self._sum(parts, dtype)
+
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
+        if full.dtype != dtype:
+            return (yield from super()._all_reduce(full, dtype, denominator))
+        with self._receiving(full) as parts:
+            yield self._exchange("scatter", self._chunks(full), parts)
+            for part in parts[1:-1]:
+                parts[0].add_(part)
+            divide(torch.add(parts[0], parts[-1], out=parts[self.rank]), denominator)
+        return (yield from self._all_gather(full))
+
+    @contextmanager
+    def _receiving(self, full: Tensor) -> Iterator[list[Tensor]]:
+        """This rank's chunk of every rank's `full`, in rank order: its own, and memory for the others'."""
         chunks = self._chunks(full)
         space = use_large_pages(full.new_empty((self.size - 1, chunks[0].numel())))
         with self.ledger.holding(space) as received:
-            parts = [*received[: self.rank], chunks[self.rank], *received[self.rank :]]
-            yield self._exchange("scatter", chunks, parts)
-            return self._sum(parts, dtype)
+            yield [*received[: self.rank], chunks[self.rank], *received[self.rank :]]
 
     def receive_bytes(self, full_bytes: int) -> int:
         return full_bytes // self.size * (self.size - 1)
