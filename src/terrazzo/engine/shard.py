@@ -98,7 +98,7 @@ def shard(  # structure: signature fixed by the design
     return model, built
 
 
-def estimate(  # structure: the signature of shard
+def estimate(  # structure: signature fixed by that of shard
     model: nn.Module,
     optimizer: OptimizerLike = None,
     plan: Plan | str = "zero3",
