@@ -162,8 +162,10 @@ def register_rank() -> None:
 def _report(folder: Path, error: ChildFailedError) -> int:
     """Say what ended the run; its exit code."""
     failures: list[ProcessFailure] = list(error.failures.values())
+    first = first_failure(folder)
     killed = next((failure for failure in failures if failure.exitcode < 0), None)
-    if killed is not None:  # died without a word: the errors of the others only follow from it
+    stopped_by_agent = first is not None and killed is not None and -killed.exitcode == signal.SIGTERM
+    if killed is not None and not stopped_by_agent:  # died without a word: the errors of the others follow from it
         name = signal.Signals(-killed.exitcode).name
         hint = " (often the kernel's out-of-memory killer)" if name == "SIGKILL" else ""
         print(
@@ -171,7 +173,6 @@ def _report(folder: Path, error: ChildFailedError) -> int:
             file=sys.stderr,
         )
         return FAILED
-    first = first_failure(folder)
     if first is None:
         return max(failure.exitcode for failure in failures)
     if first.exit_code == BAD_INPUT:
