@@ -100,10 +100,11 @@ def _fail(rank: int, error: BaseException, folder: Path | None) -> int:
     part = folder / f"failure.{rank}.part"
     part.write_text(json.dumps(asdict(failure)))
     part.rename(part.with_suffix(".json"))
-    if isinstance(error, Exception):
-        ErrorHandler().record_exception(error)  # torchrun's own report then shows the cause too
-    if SHARED_FOLDER not in os.environ and _claim(folder / "reported"):
-        print(f"[rank {rank}] {failure.text}", file=sys.stderr)
+    if SHARED_FOLDER not in os.environ:  # else our launcher reports, and a half-written file would disturb its agent
+        if isinstance(error, Exception):
+            ErrorHandler().record_exception(error)  # torchrun's own report then shows the cause too
+        if _claim(folder / "reported"):
+            print(f"[rank {rank}] {failure.text}", file=sys.stderr)
     return failure.exit_code
 
 
