@@ -72,10 +72,11 @@ class Axes:
             value = reduce(self.along(axis).gather_rows(value), dim=0)
         return value
 
-    def agree(self, values: Tensor) -> bool:
-        """Whether all data ranks hold the same int64 `values`; blocks."""
-        both = self.maximum(torch.stack([values, ~values]))
-        return bool((both[0] == ~both[1]).all())
+    def equal(self, values: Tensor) -> list[bool]:
+        """For each of the 1-D int64 `values`, whether all data ranks hold the same; blocks."""
+        highest, lowest = self.maximum(torch.stack([values, ~values]))
+        same: list[bool] = (highest == ~lowest).tolist()
+        return same
 
     def broadcast(self, values: Tensor) -> None:
         """Overwrite `values` with those of the first data rank; blocks."""

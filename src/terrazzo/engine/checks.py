@@ -102,8 +102,7 @@ def check_agreement(axes: Axes, facts: Mapping[str, object]) -> None:
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts.items()}
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
     values = torch.tensor(digests, dtype=torch.int64, device=axes.device)
-    both = axes.maximum(torch.stack([values, ~values])).tolist()
-    differing = [key for key, high, low in zip(texts, *both, strict=True) if high != ~low]
+    differing = [key for key, same in zip(texts, axes.equal(values), strict=True) if not same]
     if differing:
         mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)
         raise BadInput(

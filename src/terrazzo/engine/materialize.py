@@ -94,8 +94,7 @@ def synchronize(tensors: list[Tensor], axes: Axes) -> None:
     if not axes.live(axes.names) or not tensors:
         return
     digests = torch.stack([_digest(tensor) for tensor in tensors]).to(axes.device)
-    both = axes.maximum(torch.stack([digests, ~digests]))
-    for tensor, same in zip(tensors, (both[0] == ~both[1]).tolist(), strict=True):
+    for tensor, same in zip(tensors, axes.equal(digests), strict=True):
         if not same:
             value = tensor.detach().to(axes.device).contiguous()
             axes.broadcast(value)
