@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.collectives import Collectives, Handle, Ledger, Traffic, Transfer, collectives_for
+from terrazzo.engine.collectives import Collectives, collectives_for
+from terrazzo.engine.transfer import Handle, Ledger, Traffic, Transfer
 from tests.engine.toys import on_ranks
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool

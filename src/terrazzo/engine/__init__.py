@@ -2,12 +2,12 @@
 
 from terrazzo.engine.activations import checkpoint_activations, compile_units
 from terrazzo.engine.bill import MemoryBill
-from terrazzo.engine.collectives import Traffic
 from terrazzo.engine.engine import Engine, engine_of
 from terrazzo.engine.place import PLANS, Place, Plan
 from terrazzo.engine.precision import PRECISIONS, LossScaling, Precision
 from terrazzo.engine.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.state import Piece
+from terrazzo.engine.transfer import Traffic
 
 __all__ = [
     "PLANS",

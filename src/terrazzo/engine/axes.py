@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.collectives import Collectives, Ledger, Traffic, collectives_for
+from terrazzo.engine.collectives import Collectives, collectives_for
 from terrazzo.engine.place import DATA_AXES
+from terrazzo.engine.transfer import Ledger, Traffic
 
 __all__ = ["Axes"]
 

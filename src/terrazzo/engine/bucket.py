@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.buffer import Buffer, Space
-from terrazzo.engine.collectives import Moves
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.pages import use_large_pages
 from terrazzo.engine.parameter import set_at_rest, set_present
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.transfer import Moves
 
 __all__ = ["Bucket", "Member", "Recipe"]
 

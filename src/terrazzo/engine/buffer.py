@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.collectives import Moves, divide
+from terrazzo.engine.collectives import divide
 from terrazzo.engine.layout import Layout, Range, share
 from terrazzo.engine.pages import use_large_pages
+from terrazzo.engine.transfer import Moves
 
 __all__ = ["Buffer", "Space"]
 

@@ -1,19 +1,13 @@
 """The only caller of torch.distributed collectives: one algorithm per backend, every byte counted.
 
-A move is written as a generator that yields `Handle`s: it starts a collective, yields it, and is resumed once the
-collective has finished. A `Transfer` drives such a generator, so a chain of collectives stays asynchronous without
-threads or callbacks. All sums run in rank order along an axis, ((r0 + r1) + r2) + ..., on every backend but NCCL,
-which is what makes results reproducible bit by bit (see docs/numerics.md).
+All sums run in rank order along an axis, ((r0 + r1) + r2) + ..., on every backend but NCCL, which is what makes results
+reproducible bit by bit (see docs/numerics.md).
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,110 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.pages import use_large_pages
+from terrazzo.engine.peers import Memory, Worker, readable_peers
+from terrazzo.engine.transfer import Handle, Ledger, Moves, Traffic
 
-__all__ = ["Collectives", "Handle", "Ledger", "Moves", "Traffic", "Transfer", "backend_of", "collectives_for", "divide"]
-
-
-@dataclass
-class Traffic:
-    """What one rank sent, by kind of collective, and how long it waited. Counts and bytes are exact."""
-
-    count: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    wait_s: float = 0.0
-
-    def record(self, kind: str, sent_bytes: int, count: int = 1) -> None:
-        self.count[kind] += count
-        self.bytes[kind] += sent_bytes
-
-    def reset(self) -> None:
-        self.count.clear()
-        self.bytes.clear()
-        self.wait_s = 0.0
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.bytes.values())
-
-
-@dataclass
-class Ledger:
-    """Bytes of transient memory held now, and at most: gathered weights, unreduced gradients, receive buffers."""
-
-    live_bytes: int = 0
-    peak_bytes: int = 0
-
-    def take(self, count_bytes: int) -> None:
-        self.live_bytes += count_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def give(self, count_bytes: int) -> None:
-        self.live_bytes -= count_bytes
-
-    @contextmanager
-    def holding(self, tensor: Tensor) -> Iterator[Tensor]:
-        self.take(tensor.nbytes)
-        try:
-            yield tensor
-        finally:
-            self.give(tensor.nbytes)
-
-
-class Handle:
-    """Collectives in flight, started together. Keeps their tensors alive until they have finished."""
-
-    def __init__(self, traffic: Traffic, works: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
-        self._traffic, self._works, self._keep = traffic, works, keep
-
-    def wait(self) -> None:
-        """Return once the results may be used: by the host for gloo, by the current stream for NCCL."""
-        start = time.perf_counter()
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works, self._keep = (), ()
-        self._traffic.wait_s += time.perf_counter() - start
-
-
-Moves = Generator[Handle, None, Tensor]
-"""A chain of collectives: yields each while it is in flight, returns the moved tensor."""
-
-
-class Transfer:
-    """A chain of collectives under way; at most one of its collectives is in flight at any time."""
-
-    def __init__(self, moves: Moves) -> None:
-        self._moves = moves
-        self._in_flight: Handle | None = None
-        self._result: Tensor | None = None
-        self._start_next()
-
-    @property
-    def done(self) -> bool:
-        return self._in_flight is None
-
-    def advance(self) -> None:
-        """Wait for the collective in flight, if any, and start the next one."""
-        if self._in_flight is not None:
-            self._in_flight.wait()
-            self._start_next()
-
-    def finish(self) -> Tensor:
-        """Run the chain to its end and return what it moved."""
-        while self._in_flight is not None:
-            self.advance()
-        if self._result is None:
-            raise RuntimeError("A collective of this chain has failed before.")
-        return self._result
-
-    def _start_next(self) -> None:
-        try:
-            self._in_flight = next(self._moves)
-        except StopIteration as stop:
-            self._in_flight, self._result = None, stop.value
-        except BaseException:
-            self._in_flight = None
-            raise
+__all__ = ["Collectives", "backend_of", "collectives_for", "divide"]
 
 
 class Collectives(ABC):
@@ -193,65 +87,120 @@ class Collectives(ABC):
     def _share_bytes(self, full: Tensor) -> int:
         return full.nbytes // self.size * (self.size - 1)
 
-    def _sum(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        total = torch.add(parts[0].to(dtype), parts[1])
-        for part in parts[2:]:
-            total.add_(part)
-        return total
+
+def _add(parts: Sequence[Tensor], total: Tensor) -> None:
+    """Sum two or more tensors in order, in the dtype of `total`, which may share memory with any of them."""
+    begun = parts[0].to(total.dtype)
+    for part in parts[1:-1]:
+        begun = torch.add(begun, part)
+    torch.add(begun, parts[-1], out=total)
+
+
+_Source = Tensor | Memory
+"""A rank's chunk: in memory of this process, or of another."""
+
+_BLOCK_BYTES = 1 << 20
+"""Read at a time from another process when the next thing is to add it up: half of a core's second-level cache."""
 
 
 class GlooCollectives(Collectives):
-    """Point-to-point over gloo: each chunk goes straight from its source memory to its place in the result.
+    """Each chunk goes straight from its source memory to its place in the result, or into the sum.
 
-    gloo's own all-gather goes through a hidden full copy and its reduce-scatter through a full all-reduce; sending
-    chunks directly takes about a third of the time (docs/decisions.md).
+    Ranks on one machine read each other's memory (see `peers`), and gloo carries only the addresses and the word that
+    all has been read. Between machines gloo's point-to-point carries the chunks; its own all-gather goes through a
+    hidden full copy and its reduce-scatter through a full all-reduce (docs/decisions.md). Gathers and reductions have
+    a thread each, which reads and sums while the rank computes.
     """
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
         super().__init__(group, traffic, ledger)
-        self._tag = {"gather": 0, "scatter": 1}
+        self._near = readable_peers(self.rank, self.gather_rows) if self.size > 1 else {}
+        self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
+        self._workers = {"gather": Worker(), "reduce": Worker()}
+        self._tags = {"gather": 0, "reduce": 2}
 
     def _all_gather(self, full: Tensor) -> Moves:
         chunks = self._chunks(full)
-        yield self._exchange("gather", [chunks[self.rank]] * self.size, chunks)
+
+        def fill(sources: Sequence[_Source]) -> None:
+            for chunk, source in zip(chunks, sources, strict=True):
+                if isinstance(source, Memory):
+                    source.read(0, chunk)
+
+        yield self._exchange("gather", [chunks[self.rank]] * self.size, chunks, fill)
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
-        with self._receiving(full) as parts:
-            yield self._exchange("scatter", self._chunks(full), parts)
-            if self.size == 2 and dtype == full.dtype:  # the sum fits into what was received: no new memory
-                return torch.add(parts[0], parts[1], out=parts[1 - self.rank])
-            return self._sum(parts, dtype)
+        total = full.new_empty(full.numel() // self.size, dtype=dtype)
+        return (yield from self._sum_chunks(full, use_large_pages(total), denominator=1))
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         if full.dtype != dtype:
             return (yield from super()._all_reduce(full, dtype, denominator))
-        with self._receiving(full) as parts:
-            yield self._exchange("scatter", self._chunks(full), parts)
-            for part in parts[1:-1]:
-                parts[0].add_(part)
-            divide(torch.add(parts[0], parts[-1], out=parts[self.rank]), denominator)
+        yield from self._sum_chunks(full, self._chunks(full)[self.rank], denominator)
         return (yield from self._all_gather(full))
 
-    @contextmanager
-    def _receiving(self, full: Tensor) -> Iterator[list[Tensor]]:
-        """This rank's chunk of every rank's `full`, in rank order: its own, and memory for the others'."""
+    def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float) -> Moves:
+        """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""
         chunks = self._chunks(full)
-        space = use_large_pages(full.new_empty((self.size - 1, chunks[0].numel())))
-        with self.ledger.holding(space) as received:
-            yield [*received[: self.rank], chunks[self.rank], *received[self.rank :]]
+        with self.ledger.holding(self.receive_bytes(full.nbytes)):
+            sizes = [self._receive_bytes(rank, total.numel() * full.itemsize) for rank in range(self.size)]
+            space = [use_large_pages(full.new_empty(size_bytes // full.itemsize)) for size_bytes in sizes]
+            space[self.rank] = chunks[self.rank]
+
+            def add(sources: Sequence[_Source]) -> None:
+                step = max(1, _BLOCK_BYTES // full.itemsize)
+                for start in range(0, total.numel(), step):
+                    stop = min(start + step, total.numel())
+                    parts = [
+                        source.read(start * full.itemsize, scratch[: stop - start])
+                        if isinstance(source, Memory)
+                        else source[start:stop]
+                        for source, scratch in zip(sources, space, strict=True)
+                    ]
+                    _add(parts, total[start:stop])
+                    divide(total[start:stop], denominator)
+
+            yield self._exchange("reduce", chunks, space, add)
+        return total
 
     def receive_bytes(self, full_bytes: int) -> int:
-        return full_bytes // self.size * (self.size - 1)
+        return sum(self._receive_bytes(rank, full_bytes // self.size) for rank in range(self.size))
 
-    def _exchange(self, kind: str, outgoing: list[Tensor], incoming: list[Tensor]) -> Handle:
-        tag = self._tag[kind] = (self._tag[kind] + 2) % (1 << 30)
-        works: list[Any] = []
-        for distance in range(1, self.size):
-            target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            works.append(self.group.recv([incoming[source]], source, tag))
-            works.append(self.group.send([outgoing[target]], target, tag))
-        return Handle(self.traffic, works, [*outgoing, *incoming])
+    def _receive_bytes(self, rank: int, chunk_bytes: int) -> int:
+        """Memory for what comes from `rank` to be summed: all of it, or a block at a time."""
+        return chunk_bytes if rank in self._far else min(chunk_bytes, _BLOCK_BYTES) if rank in self._near else 0
+
+    def _exchange(
+        self, kind: str, outgoing: Sequence[Tensor], space: Sequence[Tensor], use: Callable[[Sequence[_Source]], None]
+    ) -> Handle:
+        """Offer `outgoing[rank]` to each other rank, and call `use` with what each offers this one, in rank order.
+
+        Args:
+            kind: of collective: those of one kind come in the same order on every rank.
+            space: where chunks from other machines arrive; this rank's own entry is its own chunk.
+        """
+        tag = self._tags[kind] = (self._tags[kind] + 4) % (1 << 30)
+        addresses = {rank: torch.tensor([outgoing[rank].data_ptr()]) for rank in self._near}
+        offers, taken = ({rank: torch.empty(1, dtype=torch.int64) for rank in self._near} for _ in range(2))
+        coming = [self.group.recv([space[rank]], rank, tag) for rank in self._far]
+        coming += [self.group.recv([offer], rank, tag) for rank, offer in offers.items()]
+        going = [self.group.recv([word], rank, tag + 1) for rank, word in taken.items()]
+        going += [self.group.send([outgoing[rank]], rank, tag) for rank in self._far]
+        going += [self.group.send([address], rank, tag) for rank, address in addresses.items()]
+
+        def job() -> None:
+            for work in coming:
+                work.wait()
+            sources: list[_Source] = list(space)
+            for rank, offer in offers.items():
+                sources[rank] = Memory(self._near[rank], int(offer))
+            use(sources)
+            words = [self.group.send([offer], rank, tag + 1) for rank, offer in offers.items()]
+            for work in [*going, *words]:
+                work.wait()
+
+        return Handle(self.traffic, [self._workers[kind].submit(job)], [*outgoing, *space, *addresses.values()])
 
 
 class NativeCollectives(Collectives):
@@ -286,9 +235,12 @@ class ThreadedCollectives(Collectives):
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
-        with self.ledger.holding(torch.empty_like(full)) as received:
+        received = torch.empty_like(full)
+        with self.ledger.holding(received.nbytes):
             yield Handle(self.traffic, [dist.all_to_all_single(received, full, group=self.group)])
-            return self._sum(self._chunks(received), dtype)
+            total = full.new_empty(full.numel() // self.size, dtype=dtype)
+            _add(self._chunks(received), total)
+            return total
 
     def receive_bytes(self, full_bytes: int) -> int:
         return full_bytes

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bill import MemoryBill, memory_bill
 from terrazzo.engine.bucket import Bucket, Recipe
-from terrazzo.engine.collectives import Traffic, Transfer
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.optimizer import OptimizerDriver, StateSpec
@@ -28,6 +27,7 @@ from terrazzo.engine.state import (
     restore_model,
     restore_optimizer,
 )
+from terrazzo.engine.transfer import Traffic, Transfer
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 

@@ -12,9 +12,9 @@ import torch
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.collectives import Handle, Ledger, Moves, Traffic
 from terrazzo.engine.order import Order, contains
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.transfer import Handle, Ledger, Moves, Traffic
 from terrazzo.engine.unit import Unit
 
 __all__ = ["rehearse"]

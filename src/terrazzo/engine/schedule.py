@@ -13,8 +13,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from terrazzo.engine.collectives import Moves, Transfer
 from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit
+from terrazzo.engine.transfer import Moves, Transfer
 
 __all__ = ["Runnable", "Schedule"]
 

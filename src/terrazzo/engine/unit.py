@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.collectives import Moves, Transfer
+from terrazzo.engine.transfer import Moves, Transfer
 
 __all__ = ["Unit"]
 
