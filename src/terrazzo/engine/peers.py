@@ -115,7 +115,8 @@ class Worker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
         # A daemon: a rank that has lost a peer must be able to exit while a job waits for it.
-        threading.Thread(target=_work, args=(self._jobs,), name="terrazzo-peers", daemon=True).start()
+        self.thread = threading.Thread(target=_work, args=(self._jobs,), name="terrazzo-peers", daemon=True)
+        self.thread.start()
 
     def __del__(self) -> None:
         self._jobs.put(None)

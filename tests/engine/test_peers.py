@@ -1,0 +1,149 @@
+"""Ranks on one machine that read each other's memory: who can, what happens when one is gone, and the thread."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from terrazzo.engine import peers
+from terrazzo.engine.collectives import GlooCollectives, collectives_for
+from terrazzo.engine.peers import Memory, Worker, readable_peers
+from terrazzo.engine.transfer import Ledger, Traffic, Transfer
+from tests.engine.test_collectives import check_all_gather, check_all_reduce, check_everything, check_reduce_scatter
+from tests.helpers.processes import Pool
+
+MORE_THAN_A_BLOCK = (1 << 20) // 4 + 63
+
+
+def along_world() -> GlooCollectives:
+    found = collectives_for(dist.group.WORLD, torch.device("cpu"), Traffic(), Ledger())
+    assert isinstance(found, GlooCollectives)
+    return found
+
+
+def near_ranks() -> set[int]:
+    return set(readable_peers(dist.get_rank(), along_world().gather_rows))
+
+
+def on_machine_of_its_own(rank: int) -> int:
+    """Ranks 0 and 1 share a machine."""
+    return 1 if rank < 2 else rank
+
+
+def check_large_and_small() -> None:
+    for chunk in (1, 17, MORE_THAN_A_BLOCK):
+        check_all_gather(chunk, torch.bfloat16)
+        check_reduce_scatter(chunk, torch.float32, torch.float32)
+        check_reduce_scatter(chunk, torch.bfloat16, torch.float32)
+        check_all_reduce(chunk, torch.float32, torch.float32, 3)
+
+
+def mixed_machines() -> tuple[set[int], int]:
+    machine = on_machine_of_its_own(dist.get_rank())
+    with patch.object(peers, "_machine", lambda: machine):
+        check_large_and_small()
+        return near_ranks(), along_world().receive_bytes(3 * (4 << 20))
+
+
+def switched_off() -> set[int]:
+    with patch.dict("os.environ", {"TERRAZZO_PEER_MEMORY": "0"} if dist.get_rank() == 1 else {}):
+        check_large_and_small()
+        check_everything()
+        return near_ranks()
+
+
+def peak_of_a_reduction() -> tuple[int, int]:
+    ledger = Ledger()
+    full = torch.ones(2 * MORE_THAN_A_BLOCK)
+    along = collectives_for(dist.group.WORLD, torch.device("cpu"), Traffic(), ledger)
+    Transfer(along.reduce_scatter(full, torch.float32)).finish()
+    return ledger.peak_bytes, ledger.live_bytes
+
+
+@pytest.mark.processes
+def test_processes_of_one_machine_read_each_other(two_processes: Pool) -> None:
+    assert two_processes.run(near_ranks) == [{1}, {0}]
+    two_processes.run(check_large_and_small)
+
+
+@pytest.mark.processes
+def test_one_rank_can_switch_it_off_for_both(two_processes: Pool) -> None:
+    assert two_processes.run(switched_off) == [set(), set()]
+
+
+@pytest.mark.processes
+def test_summing_needs_a_block_and_not_a_chunk(two_processes: Pool) -> None:
+    assert two_processes.run(peak_of_a_reduction) == [(1 << 20, 0)] * 2
+
+
+@pytest.mark.processes
+def test_one_axis_may_span_near_and_far_ranks() -> None:
+    chunk, block = 4 << 20, 1 << 20
+    with Pool(3) as pool:
+        assert pool.run(mixed_machines) == [({1}, chunk + block), ({0}, chunk + block), (set(), 2 * chunk)]
+
+
+def test_reads_another_process() -> None:
+    code = (
+        "import sys, torch; from terrazzo.engine import peers; peers._permit_siblings();"
+        "t = torch.arange(100_000); print(t.data_ptr(), flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as child:
+        assert child.stdout is not None
+        memory = Memory(child.pid, int(child.stdout.readline()))
+        found = memory.read(8 * 1000, torch.zeros(50_000, dtype=torch.int64))
+        assert torch.equal(found, torch.arange(1000, 51_000))
+        assert memory.read(0, torch.zeros(0)).numel() == 0
+        child.kill()
+        child.wait()
+        with pytest.raises(ConnectionError, match=f"pid {child.pid}: No such process"):
+            memory.read(0, torch.zeros(1))
+    with pytest.raises(ConnectionError, match="Bad address"):
+        Memory(os.getpid(), 16).read(0, torch.zeros(1))
+
+
+def test_a_worker_does_jobs_in_order_and_hands_over_errors() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    worker = Worker()
+    jobs = [worker.submit(lambda n=n: done.append(n)) for n in range(5)]
+    failing, last = worker.submit(fail), worker.submit(lambda: done.append(5))
+    with pytest.raises(ValueError, match="no"):
+        failing.wait()
+    last.wait()
+    assert done == list(range(6))
+    assert all(job.done() for job in jobs)
+
+
+def test_a_job_that_is_done_holds_no_memory() -> None:
+    worker, held = Worker(), torch.zeros(10)
+    alive = weakref.ref(held)
+
+    def use(tensor: torch.Tensor = held) -> None:
+        tensor.add_(1)
+
+    job = worker.submit(use)
+    del use, held
+    job.wait()
+    assert alive() is None
+
+
+def test_the_thread_ends_with_its_worker() -> None:
+    worker = Worker()
+    thread = worker.thread
+    assert thread.daemon
+    del worker
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
