@@ -189,11 +189,12 @@ def test_prefetch_and_the_transient_peak(plan: str, prefetch: int) -> None:
         assert peak == promise
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_zero3_holds_a_few_units_at_once(prefetch: int) -> None:
     """Forward: the root, the running unit and those gathered ahead.
 
-    Backward: besides, unreduced gradients of the root and of the running unit, and one that is being reduced.
+    Backward: the root's weights and gradient, those of the running unit, and then either a gradient that is being
+    reduced or the weights gathered ahead.
     """
     with fake_group(64):
         model, _optimizer = tz.shard(Net(depth=8), adamw, "zero3", prefetch=prefetch)
@@ -202,7 +203,7 @@ def test_zero3_holds_a_few_units_at_once(prefetch: int) -> None:
         loss = loss_of(model, batch())
         assert engine.peak_transient_bytes <= root + (1 + prefetch) * unit
         loss.backward()
-        assert engine.peak_transient_bytes <= 2 * root + (3 + prefetch) * unit
+        assert engine.peak_transient_bytes <= 2 * root + (2 + max(prefetch, 1)) * unit
 
 
 class Probed(Net):

@@ -233,6 +233,11 @@ class Bucket:
         parameter.grad = None
         self._filled[index] = self.seen[index] = True
 
+    @property
+    def filled_numel(self) -> int:
+        """Elements of the parameters whose gradients are in the unreduced gradient."""
+        return sum(slot.numel for slot, filled in zip(self.slots, self._filled, strict=True) if filled)
+
     def _start_pending(self, dtype: torch.dtype) -> Tensor:
         pending = self.space.empty((), dtype).data
         for gap in self.space.layout.gaps():

@@ -118,6 +118,8 @@ class Hooks:
             )
         dtype = self.precision.accumulate if self.schedule.sums_locally else self.precision.reduce
         bucket.take_gradient(index, dtype)
+        if self.schedule.holds_back(unit) and unit.half_filled:
+            self.schedule.halfway()
         if unit.index in self.schedule.closed:
             self._late.add(unit.index)
 

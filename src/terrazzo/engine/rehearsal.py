@@ -59,6 +59,7 @@ def _backward(schedule: Schedule, paper: Sequence[_PaperUnit]) -> None:
     for index in schedule.order.backward:
         schedule.enter_backward(paper[index])
         paper[index].take_gradients(schedule.sums_locally)
+        schedule.halfway()
     schedule.end_backward()
     schedule.finish()
 
@@ -80,6 +81,10 @@ class _PaperUnit:
     def __init__(self, unit: Unit, ledger: Ledger, traffic: Traffic) -> None:
         self.index, self.has_gradients = unit.index, unit.has_gradients
         self._buckets = [_PaperBucket(bucket, ledger, traffic) for bucket in unit.buckets]
+
+    @property
+    def present(self) -> bool:
+        return all(bucket.present for bucket in self._buckets)
 
     def fetch(self) -> None:
         for bucket in self._buckets:
@@ -126,7 +131,7 @@ class _PaperBucket:
         self.real, self._ledger, self._traffic = bucket, ledger, traffic
         self._full_bytes = bucket.space.layout.numel * bucket.compute_dtype.itemsize
         self._wire_bytes = bucket.recipe.precision.reduce.itemsize
-        self._present = bucket.resident
+        self.present = bucket.resident
         self._held_bytes = self._pending_bytes = self._partial_bytes = 0
 
     @property
@@ -137,8 +142,8 @@ class _PaperBucket:
         return self.real.space.range(axes).numel
 
     def gather(self) -> None:
-        if not self._present:
-            self._present = True
+        if not self.present:
+            self.present = True
             self._ledger.take(self._full_bytes)
             source = self.real.between_axes if self._held_bytes else self.real.weight_axes
             self._all_gather(source, (), self.real.compute_dtype.itemsize)
@@ -159,8 +164,8 @@ class _PaperBucket:
         self.release()
 
     def release(self) -> None:
-        if self._present and not self.real.resident:
-            self._present = False
+        if self.present and not self.real.resident:
+            self.present = False
             self._ledger.give(self._full_bytes)
 
     def drop_held(self) -> None:

@@ -2,7 +2,11 @@
 
 Four events drive everything. Forward of a unit begins: gather it, start gathering the next ones, wait. Forward ends:
 weights go to the plan's `between`. Backward of a unit begins: release the units that have ended, gather this one, start
-gathering the next ones, start reducing the ended ones, wait. Backward ends: reduce the rest.
+reducing the ended ones, start gathering the next ones, wait. Backward ends: reduce the rest.
+
+In backward three units' worth of memory is in use: the weights and the gradient of the running unit, and either the
+gradient that is being reduced or the weights that come next. So while a gradient is being reduced, the next gather is
+held back until half of the running unit's gradient is there.
 
 `hooks` connects these events to a model; `bill` runs the same code on units that only count bytes.
 """
@@ -26,6 +30,8 @@ class Runnable(Protocol):
     def index(self) -> int: ...
     @property
     def has_gradients(self) -> bool: ...
+    @property
+    def present(self) -> bool: ...
     def fetch(self) -> None: ...
     def wait(self) -> None: ...
     def rest_between(self) -> None: ...
@@ -62,6 +68,7 @@ class Schedule:
         self.in_forward = self.in_backward = False
         self._awaited: set[int] = set()
         self._reducing: list[Transfer] = []
+        self._held_back: Sequence[int] = ()
         self._forward_cursor = self._backward_cursor = 0
 
     # -- forward -----------------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ class Schedule:
     # -- backward ----------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        self.in_backward, self._backward_cursor = True, 0
+        self.in_backward, self._backward_cursor, self._held_back = True, 0, ()
         self.closed.clear()
 
     def enter_backward(self, unit: Runnable) -> None:
@@ -155,6 +162,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Autograd is done: run the program to its end. `finish` must follow."""
+        self._held_back = ()
         last = len(self.order.backward) - 1
         if self._backward_cursor <= last:
             self._backward_to(last)
@@ -167,9 +175,7 @@ class Schedule:
 
     def finish(self) -> None:
         """Wait for every reduction under way."""
-        for transfer in self._reducing:
-            transfer.finish()
-        self._reducing.clear()
+        self._finish_reducing()
         self.in_backward = False
 
     def abandon_backward(self) -> None:
@@ -189,12 +195,36 @@ class Schedule:
             for unit in ended:
                 if unit.index not in self._awaited:  # else its backward is still to come
                     unit.rest()
-            self._fetch(order.backward, step)
+            running = self.units[order.backward[step]]
+            running.fetch()
             for unit in ended:
                 self._close(unit)
+            self._held_back = order.backward[step + 1 : step + 1 + self.prefetch]
+            if not (self._reducing and running.has_gradients):
+                self._fetch_held_back()
             if step < position:
                 self.units[order.backward[step]].wait()
         self._backward_cursor = position + 1
+
+    def holds_back(self, unit: Runnable) -> bool:
+        """Whether a gather waits for half of the gradient of `unit`."""
+        return bool(self._held_back) and self.order.backward[self._backward_cursor - 1] == unit.index
+
+    def halfway(self) -> None:
+        """Half of the running unit's gradient is there: make room for the next weights, and start gathering them."""
+        if any(not self.units[index].present for index in self._held_back):
+            self._finish_reducing()
+        self._fetch_held_back()
+
+    def _fetch_held_back(self) -> None:
+        for index in self._held_back:
+            self.units[index].fetch()
+        self._held_back = ()
+
+    def _finish_reducing(self) -> None:
+        for transfer in self._reducing:
+            transfer.finish()
+        self._reducing.clear()
 
     def _fetch(self, order: Sequence[int], position: int) -> None:
         """Start gathering the unit at `position` and those to prefetch."""

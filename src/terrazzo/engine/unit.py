@@ -57,6 +57,12 @@ class Unit:
     def has_gradients(self) -> bool:
         return any(bucket.trainable for bucket in self.buckets)
 
+    @property
+    def half_filled(self) -> bool:
+        """Whether gradients for half of the trainable elements, or more, are here."""
+        buckets = list(self.trainable())
+        return 2 * sum(b.filled_numel for b in buckets) >= sum(slot.numel for b in buckets for slot in b.slots)
+
     def trainable(self) -> Iterator[Bucket]:
         return (bucket for bucket in self.buckets if bucket.trainable)
 
