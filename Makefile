@@ -4,6 +4,7 @@ JOBS ?= 2
 BENCH_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+BENCH_STAMP := .venv/.bench-installed
 # Kernels of one thread: ranks share the cores, and sums come out the same on every machine.
 export OMP_NUM_THREADS ?= 1
 
@@ -32,11 +33,19 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install
-	$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+bench: $(BENCH_STAMP)
+	$(BIN)/terrazzo bench $(BENCH_ARGS)
 
-gpu: install
+# DeepSpeed comes as source, and building it asks for the torch that is installed already.
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt \
+	  'deepspeed>=0.19,<0.20' 'matplotlib>=3.9'
+	touch $@
+
+gpu: $(BENCH_STAMP)
 	$(BIN)/python -m pytest -q -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out

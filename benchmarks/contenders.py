@@ -1,92 +1,255 @@
-"""Who is compared: each contender turns the same plain model into its own model and optimizer.
+"""Who is compared: each contender turns the same plain model into its own training loop.
 
-Every one is set up as its documentation recommends for this model: one unit per block, and the options that
-save copies switched on. Libraries are imported only by the contender that needs them.
+Every one is set up as its documentation recommends for this model: one unit per block, and the options that save copies
+switched on. Libraries are imported only by the contender that needs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.cases import Block
-
-Contender = Callable[[nn.Module], tuple[nn.Module, Optimizer]]
+from benchmarks.cases import Case
+from benchmarks.models import UNITS
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> AdamW:
-    return AdamW(parameters, **HYPERPARAMETERS)
+class Loop:
+    """A model and its optimizer, and how one step of them is written."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        self.case = case
+
+    def not_last(self) -> AbstractContextManager[Any]:
+        """Around a micro-batch whose gradients need not be complete on every rank yet."""
+        return nullcontext()
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Around forward."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Backward of one micro-batch, whose loss is scaled already."""
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+
+    def clip(self, norm: float) -> None:
+        """Clip by the global norm."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        if self.case.clip is not None:
+            self.clip(self.case.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sent_bytes(self) -> int | None:
+        """What this rank has handed to others so far, where the contender counts it itself."""
+        return None
 
 
-def ddp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+class Alone(Loop):
+    """The floor: no communication at all, and an optimizer step on this rank's share of the elements alone."""
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        super().__init__(model, case)
+        self.model = model
+        numel = sum(p.numel() for p in model.parameters() if p.requires_grad) // dist.get_world_size()
+        self.share = nn.Parameter(torch.zeros(numel))
+        self.gradient = torch.ones(numel)
+        self.optimizer = _adamw([self.share])
+
+    def computing(self) -> AbstractContextManager[Any]:
+        return _autocast(self.case)
+
+    def update(self) -> None:
+        self.share.grad = self.gradient
+        self.optimizer.step()
+        self.model.zero_grad()
+
+
+class Ddp(Loop):
     """DistributedDataParallel."""
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return wrapped, _adamw(wrapped.parameters())
+
+    model: DistributedDataParallel
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        super().__init__(model, case)
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = self._optimizer()
+
+    def _optimizer(self) -> Optimizer:
+        return _adamw(self.model.parameters())
+
+    def not_last(self) -> AbstractContextManager[Any]:
+        return self.model.no_sync()
+
+    def computing(self) -> AbstractContextManager[Any]:
+        return _autocast(self.case)
 
 
-def zero_redundancy(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+class ZeroRedundancy(Ddp):
     """DistributedDataParallel with torch's ZeRO-1 optimizer."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        wrapped.parameters(), optimizer_class=AdamW, parameters_as_bucket_view=True, **HYPERPARAMETERS
-    )
-    return wrapped, optimizer
+    def _optimizer(self) -> Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            (p for p in self.model.parameters() if p.requires_grad),
+            optimizer_class=AdamW,
+            parameters_as_bucket_view=True,
+            **HYPERPARAMETERS,
+        )
 
 
-def fsdp1(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+class Fsdp1(Loop):
     """FullyShardedDataParallel, FULL_SHARD."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    wrapped = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy.FULL_SHARD,
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-    )
-    return wrapped, _adamw(wrapped.parameters())
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        super().__init__(model, case)
+        mixed = MixedPrecision(torch.bfloat16, torch.float32) if case.precision == "bf16" else None
+        self.model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy(UNITS),
+            sharding_strategy=ShardingStrategy.FULL_SHARD,
+            mixed_precision=mixed,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        self.optimizer = _adamw(self.model.parameters())
+
+    def clip(self, norm: float) -> None:
+        self.model.clip_grad_norm_(norm)  # type: ignore[operator]
 
 
-def fsdp2(model: nn.Module, reshard_after_forward: bool) -> tuple[nn.Module, Optimizer]:
+class Fsdp2(Loop):
     """fully_shard on each block, then on the whole model."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return model, _adamw(model.parameters())
+    def __init__(self, model: nn.Module, case: Case, reshard_after_forward: bool) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        super().__init__(model, case)
+        policy = MixedPrecisionPolicy()
+        if case.precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": policy,
+        }
+        for module in model.modules():
+            if isinstance(module, UNITS):
+                fully_shard(module, **options)
+        fully_shard(model, **options)
+        self.model, self.optimizer = model, _adamw(model.parameters())
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.model.set_is_last_backward(last)  # type: ignore[operator]
+        super().backward(loss, last)
 
 
-def terrazzo(model: nn.Module, plan: str) -> tuple[nn.Module, Optimizer]:
+class DeepSpeed(Loop):
+    """deepspeed.initialize with the same AdamW, overlap left at the stage's default."""
+
+    def __init__(self, model: nn.Module, case: Case, stage: int) -> None:
+        import deepspeed
+
+        super().__init__(model, case)
+        config = {
+            "train_micro_batch_size_per_gpu": case.batch,
+            "gradient_accumulation_steps": case.accumulate,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": case.precision == "bf16"},
+            "gradient_clipping": case.clip or 0.0,
+            "steps_per_print": 1_000_000,
+        }
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=_adamw(trained), config=config, dist_init_required=False
+        )
+        self.model = self.engine
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.engine.backward(loss * self.case.accumulate)  # it divides by the number of micro-batches itself
+        if not last:
+            self.engine.step()
+
+    def update(self) -> None:
+        self.engine.step()
+
+
+class Terrazzo(Loop):
     """One row of the table."""
-    import terrazzo as tz
 
-    optimizer = _adamw(model.parameters())
-    return tz.shard(model, optimizer, plan=plan, units=[Block], precision="fp32")
+    def __init__(self, model: nn.Module, case: Case, plan: str) -> None:
+        import terrazzo as tz
+
+        super().__init__(model, case)
+        optimizer = _adamw(model.parameters())
+        units = [kind for kind in UNITS if any(isinstance(module, kind) for module in model.modules())]
+        self.model, self.optimizer = tz.shard(model, optimizer, plan=plan, units=units, precision=case.precision)
+        self._accumulate, self._clip = tz.accumulate, tz.clip_grad_norm_
+        self._traffic = tz.engine.engine_of(self.model).traffic
+
+    def not_last(self) -> AbstractContextManager[Any]:
+        return self._accumulate(self.model)
+
+    def clip(self, norm: float) -> None:
+        self._clip(self.model, norm)
+
+    def sent_bytes(self) -> int | None:
+        return self._traffic.total_bytes
 
 
-CONTENDERS: dict[str, Contender] = {
-    "ddp": ddp,
-    "zero-redundancy": zero_redundancy,
-    "fsdp1": fsdp1,
-    "fsdp2": partial(fsdp2, reshard_after_forward=True),
-    "fsdp2-keep": partial(fsdp2, reshard_after_forward=False),
-    "terrazzo-zero0": partial(terrazzo, plan="zero0"),
-    "terrazzo-zero1": partial(terrazzo, plan="zero1"),
-    "terrazzo-zero2": partial(terrazzo, plan="zero2"),
-    "terrazzo-zero3": partial(terrazzo, plan="zero3"),
-    "terrazzo-shard_grad_op": partial(terrazzo, plan="shard_grad_op"),
+@dataclass(frozen=True)
+class Contender:
+    """A loop, and the library that it needs.
+
+    Attributes:
+        trains: whether its losses are those of the others.
+    """
+
+    start: Callable[[nn.Module, Case], Loop]
+    library: str
+    trains: bool = True
+
+
+CONTENDERS = {
+    "alone": Contender(Alone, "torch", trains=False),
+    "ddp": Contender(Ddp, "torch.nn.parallel"),
+    "zero-redundancy": Contender(ZeroRedundancy, "torch.distributed.optim"),
+    "fsdp1": Contender(Fsdp1, "torch.distributed.fsdp"),
+    "fsdp2": Contender(partial(Fsdp2, reshard_after_forward=True), "torch.distributed.fsdp"),
+    "fsdp2-keep": Contender(partial(Fsdp2, reshard_after_forward=False), "torch.distributed.fsdp"),
+    **{f"deepspeed-{stage}": Contender(partial(DeepSpeed, stage=stage), "deepspeed") for stage in range(4)},
+    **{
+        f"terrazzo-{plan}": Contender(partial(Terrazzo, plan=plan), "terrazzo")
+        for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
+    },
 }
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> AdamW:
+    return AdamW((p for p in parameters if p.requires_grad), **HYPERPARAMETERS)
+
+
+def _autocast(case: Case) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16")

@@ -46,6 +46,18 @@ class Gang:
         """`count` training steps; one entry per rank."""
         return self._call(Trainee.steps, count)
 
+    def startup_s(self) -> float:
+        """Of the slowest rank."""
+        return max(self._call(Trainee.startup_s))
+
+    def sent_bytes(self) -> list[int | None]:
+        """So far, rank by rank, where the contender counts it."""
+        return self._call(Trainee.sent_bytes)
+
+    def wire_s(self, count_bytes: int) -> float:
+        """Of the slowest rank."""
+        return max(self._call(Trainee.wire_s, count_bytes))
+
     def overall_peak_bytes(self) -> int:
         """Of the rank that needed most."""
         return max(self._call(Trainee.overall_peak_bytes))

@@ -1,12 +1,15 @@
-"""What runs inside one rank's process: one contender's model, its steps, their times and their memory."""
+"""What runs inside one rank's process: one contender's loop, its steps, their times, their memory and their bytes."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import importlib
+import logging
+import os
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +23,7 @@ from benchmarks.cases import CASES
 from benchmarks.contenders import CONTENDERS
 
 M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
+WIRE_PIECE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -44,25 +48,48 @@ class Steps:
 
 
 class Trainee:
-    """One contender, built and ready to step."""
+    """One contender, built and ready to step.
+
+    Attributes:
+        start_s: from its library's import to the end of its first step, imports that all contenders share left out.
+    """
 
     def __init__(self, start: Start) -> None:
-        warnings.simplefilter("ignore")
+        _be_quiet()
         torch.set_num_threads(1)
+        os.environ.update(RANK=str(start.rank), WORLD_SIZE=str(start.world_size), LOCAL_RANK=str(start.rank))
         store = dist.FileStore(start.store, start.world_size)
         limit = timedelta(seconds=120)
         dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world_size, timeout=limit)
-        _load_all_code()
+        _load_shared_code()
+        contender = CONTENDERS[start.contender]
+        import_s = _seconds(lambda: importlib.import_module(contender.library))
+        for library in ("torch.distributed.fsdp", "torch.distributed.optim", "terrazzo"):
+            importlib.import_module(library)  # code is no part of a contender's memory
         _forget_peak()
         self.empty_bytes = _status_bytes("VmRSS")
         self.case, self.rank, self.done = CASES[start.case], start.rank, 0
         torch.manual_seed(start.seed)
-        self.model, self.optimizer = CONTENDERS[start.contender](self.case.model())
+        model = self.case.model()
+        dist.barrier()
+        begun = time.perf_counter()
+        self.loop = contender.start(model, self.case)
+        del model
+        self.steps(1)
+        self.start_s = import_s + time.perf_counter() - begun
 
     def steps(self, count: int) -> Steps:
         """Train `count` more steps."""
         times = [self._step() for _ in range(count)]
         return Steps(*(list(column) for column in zip(*times, strict=True)))
+
+    def startup_s(self) -> float:
+        """Seconds from the library's import to the end of the first step."""
+        return self.start_s
+
+    def sent_bytes(self) -> int | None:
+        """What this rank has sent so far, where the contender counts it itself."""
+        return self.loop.sent_bytes()
 
     def overall_peak_bytes(self) -> int:
         """Peak so far above the empty process, with building and what malloc keeps of freed memory."""
@@ -75,23 +102,57 @@ class Trainee:
         self.steps(count)
         return _status_bytes("VmHWM") - self.empty_bytes
 
+    def wire_s(self, count_bytes: int) -> float:
+        """Seconds to bring `count_bytes` from the other ranks here by the fastest way known, all ranks at once."""
+        from terrazzo.engine.collectives import collectives_for
+        from terrazzo.engine.transfer import Ledger, Traffic, Transfer
+
+        world = dist.group.WORLD
+        assert world is not None
+        along = collectives_for(world, torch.device("cpu"), Traffic(), Ledger())
+        full = torch.ones(WIRE_PIECE_BYTES // 4 * along.size)
+        coming_bytes = WIRE_PIECE_BYTES * (along.size - 1)
+        Transfer(along.all_gather(full)).finish()
+        dist.barrier()
+        pieces = 8
+        seconds = _seconds(lambda: [Transfer(along.all_gather(full)).finish() for _ in range(pieces)])
+        return seconds * count_bytes / (pieces * coming_bytes)
+
     def _step(self) -> tuple[float, float, float]:
-        """Seconds from a common start to the end of the update, CPU seconds of the same, this rank's loss."""
-        tokens, targets = self.case.tokens(self.done, self.rank)
+        """Seconds from a common start to the end of the update, CPU seconds of the same, this rank's mean loss."""
+        count = self.case.accumulate
+        batches = [self.case.tokens(count * self.done + index, self.rank) for index in range(count)]
         dist.barrier()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        losses = []
+        for index, (tokens, targets) in enumerate(batches):
+            last = index == count - 1
+            with nullcontext() if last else self.loop.not_last():
+                with self.loop.computing():
+                    logits = self.loop.model(tokens).flatten(0, 1)
+                    loss = F.cross_entropy(logits.float(), targets.flatten())
+                self.loop.backward(loss / count, last)
+            losses.append(loss.detach())
+        self.loop.update()
         self.done += 1
-        return time.perf_counter() - wall_s, time.process_time() - cpu_s, loss.item()
+        return time.perf_counter() - wall_s, time.process_time() - cpu_s, torch.stack(losses).mean().item()
 
 
-def _load_all_code() -> None:
-    """Every contender's library, and what torch loads late: code is no part of a contender's memory."""
-    for library in ("torch.distributed.fsdp", "torch.distributed.optim", "terrazzo"):
-        importlib.import_module(library)
+def _seconds(work: object) -> float:
+    begun = time.perf_counter()
+    assert callable(work)
+    work()
+    return time.perf_counter() - begun
+
+
+def _be_quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _load_shared_code() -> None:
+    """What torch loads late and every contender uses."""
     linear = nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(linear.parameters(), fused=True)
     linear(torch.ones(1, 1)).sum().backward()

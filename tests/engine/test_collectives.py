@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from terrazzo.engine.axes import Axes
 from terrazzo.engine.collectives import Collectives, collectives_for
 from terrazzo.engine.transfer import Handle, Ledger, Traffic, Transfer
 from tests.engine.toys import on_ranks
@@ -194,3 +196,13 @@ def test_traffic_is_reset_and_totalled() -> None:
     assert (dict(traffic.count), traffic.total_bytes) == ({"all_gather": 2, "reduce_scatter": 3}, 16)
     traffic.reset()
     assert (traffic.total_bytes, traffic.wait_s) == (0, 0.0)
+
+
+def test_a_broadcast_over_two_axes_crosses_the_outer_one_once() -> None:
+    def body(rank: int) -> tuple[float, int]:
+        axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+        values = torch.tensor([float(rank + 5)])
+        axes.broadcast(values)
+        return values.item(), axes.traffic.count["broadcast"]
+
+    assert on_ranks(4, body) == [(5.0, 2), (5.0, 1), (5.0, 2), (5.0, 1)]

@@ -71,7 +71,7 @@ def test_padding_is_less_than_a_line_per_slot_and_a_line_per_shard(shapes: list[
 @given(SHAPES, st.integers(1, 9))
 def test_slots_and_gaps_cover_every_element_once(shapes: list[tuple[int, ...]], shards: int) -> None:
     layout = _layout(shapes, shards)
-    covered = [slot.range for slot in layout.slots if slot.numel] + layout.gaps()
+    covered = [slot.range for slot in layout.slots if slot.numel] + layout.gaps
     elements = sorted(element for part in covered for element in range(part.start, part.stop))
     assert elements == list(range(layout.numel))
 
@@ -82,7 +82,7 @@ def test_a_worked_example() -> None:
     assert [slot.numel for slot in layout.slots] == [15, 1, 0, 65]
     assert layout.slots[1].name == "b"
     assert layout.numel == 384  # 256 used, and the next multiple of 3 * 64
-    assert layout.gaps() == [Range(15, 64), Range(65, 128), Range(193, 256), Range(256, 384)]
+    assert layout.gaps == [Range(15, 64), Range(65, 128), Range(193, 256), Range(256, 384)]
     assert share(layout.whole, [(1, 3)]) == Range(128, 256)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import engine_of, materialize
 from tests.engine.census import PeakBytes, census
 from tests.engine.toys import (
     EVERY_PLAN,
@@ -214,3 +214,16 @@ def test_loading_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
         shards_bytes = engine_of(model).bill.weight_bytes
     assert peak.peak_bytes <= shards_bytes + 2 * largest_bytes
     assert peak.peak_bytes < whole_bytes / 3
+
+
+def test_a_digest_sees_every_byte_and_its_place_across_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum of device memory is summed in pieces; a byte changed or moved anywhere changes it."""
+    raw = torch.arange(100, dtype=torch.uint8)
+    whole = materialize._weighted_sum(raw)
+    monkeypatch.setattr(materialize, "_DIGEST_PIECE", 7)
+    assert torch.equal(materialize._weighted_sum(raw), whole)
+    assert whole == sum((2 * place + 1) * place for place in range(100))
+    for first, second in ((0, 99), (6, 7)):
+        moved = raw.clone()
+        moved[[first, second]] = raw[[second, first]]
+        assert materialize._weighted_sum(moved) != whole

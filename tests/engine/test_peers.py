@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from terrazzo.engine import peers
 from terrazzo.engine.collectives import GlooCollectives, collectives_for
-from terrazzo.engine.peers import Memory, Worker, readable_peers
+from terrazzo.engine.peers import Memory, Worker, find_neighbours
 from terrazzo.engine.transfer import Ledger, Traffic, Transfer
 from tests.engine.test_collectives import check_all_gather, check_all_reduce, check_everything, check_reduce_scatter
 from tests.helpers.processes import Pool
@@ -30,7 +30,7 @@ def along_world() -> GlooCollectives:
 
 
 def near_ranks() -> set[int]:
-    return set(readable_peers(dist.get_rank(), along_world().gather_rows))
+    return set(find_neighbours(dist.get_rank(), along_world().gather_rows, ["a", "b"]))
 
 
 def on_machine_of_its_own(rank: int) -> int:

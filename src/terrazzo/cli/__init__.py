@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from terrazzo import __version__
+from terrazzo.cli.bench import bench
 from terrazzo.cli.train import train
 from terrazzo.errors import BadInput
 
@@ -42,6 +43,7 @@ def _root(
 
 
 app.command(context_settings={"ignore_unknown_options": False})(train)
+app.command()(bench)
 
 
 def main() -> None:

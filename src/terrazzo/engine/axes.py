@@ -80,9 +80,11 @@ class Axes:
         return same
 
     def broadcast(self, values: Tensor) -> None:
-        """Overwrite `values` with those of the first data rank; blocks."""
-        for axis in self.live(self.names):
-            self.along(axis).broadcast(values)
+        """Overwrite `values` with those of the first data rank; blocks. They cross the links of an outer axis once."""
+        axes = self.live(self.names)
+        for position in reversed(range(len(axes))):
+            if self.is_first(axes[:position]):
+                self.along(axes[position]).broadcast(values)
 
 
 def _local_device(kind: str) -> torch.device:

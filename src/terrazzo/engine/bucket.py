@@ -22,7 +22,7 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.buffer import Buffer, Space
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.pages import use_large_pages
-from terrazzo.engine.parameter import set_at_rest, set_present
+from terrazzo.engine.parameter import Guard
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.transfer import Moves
@@ -65,6 +65,7 @@ class Bucket:
         members: the parameters, in layout order.
         keep: hold full weights between forward and backward whatever the plan says (the root unit, which would be
             gathered again at once).
+        filled_numel: elements of the parameters whose gradients are in the unreduced gradient.
     """
 
     members: list[Member]
@@ -90,7 +91,7 @@ class Bucket:
         self.grad: Tensor | None = None
         self.pending: Tensor | None = None
         self._partial: Tensor | None = None
-        self._filled = [False] * len(self.members)
+        self._empty()
 
     def _weight_serves_as_master(self, stored: torch.dtype) -> bool:
         master = self.recipe.precision.master
@@ -115,7 +116,7 @@ class Bucket:
         self.full = self.weight if self.resident else self.space.empty((), self.compute_dtype)
         self._held: Buffer | None = None
         self._present = True
-        self._classes = [type(member.parameter) for member in self.members]
+        self._guard = Guard([(member.parameter, member.name) for member in self.members])
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = self._view(self.full.data, slot)
         if not self.resident:
@@ -147,7 +148,7 @@ class Bucket:
             master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
     def _view(self, flat: Tensor, slot: Slot) -> Tensor:
-        return flat[slot.range.start : slot.range.stop].view(slot.shape)
+        return flat.as_strided(slot.shape, slot.strides, slot.offset)
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -171,8 +172,7 @@ class Bucket:
         if not self._present:
             self._present = True
             self._drop_held()
-            for member, original in zip(self.members, self._classes, strict=True):
-                set_present(member.parameter, original)
+            self._guard.open()
 
     def rest_between(self) -> None:
         """From forward to backward: keep the part of the full weights that the plan's `between` names."""
@@ -194,8 +194,7 @@ class Bucket:
             storage.resize_(0)
         if self._present:
             self._present = False
-            for member in self.members:
-                set_at_rest(member.parameter, member.name)
+            self._guard.close()
 
     def rest(self) -> None:
         """Release everything that is not `weight`'s own place: the weights have changed or the step is over."""
@@ -230,17 +229,17 @@ class Bucket:
             target.add_(parameter.grad)
         else:
             target.copy_(parameter.grad)
+            self.filled_numel += self.slots[index].numel
         parameter.grad = None
         self._filled[index] = self.seen[index] = True
 
-    @property
-    def filled_numel(self) -> int:
-        """Elements of the parameters whose gradients are in the unreduced gradient."""
-        return sum(slot.numel for slot, filled in zip(self.slots, self._filled, strict=True) if filled)
+    def _empty(self) -> None:
+        """Nothing is in the unreduced gradient."""
+        self._filled, self.filled_numel = [False] * len(self.members), 0
 
     def _start_pending(self, dtype: torch.dtype) -> Tensor:
         pending = self.space.empty((), dtype).data
-        for gap in self.space.layout.gaps():
+        for gap in self.space.layout.gaps:
             pending[gap.start : gap.stop].zero_()
         self.recipe.axes.ledger.take(pending.nbytes)
         return pending
@@ -304,7 +303,8 @@ class Bucket:
             if not filled:
                 self.pending[slot.range.start : slot.range.stop].zero_()
         pending = self.pending
-        self.pending, self._filled = None, [False] * len(self.members)
+        self.pending = None
+        self._empty()
         return pending
 
     @property
@@ -318,7 +318,7 @@ class Bucket:
             if part is not None:
                 self.recipe.axes.ledger.give(part.nbytes)
         self.pending = self._partial = None
-        self._filled = [False] * len(self.members)
+        self._empty()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""

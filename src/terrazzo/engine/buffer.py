@@ -37,7 +37,9 @@ class Space:
         return Buffer(self, axes, use_large_pages(data))
 
     def zeros(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
-        return Buffer(self, axes, torch.zeros(self.range(axes).numel, dtype=dtype, device=self.axes.device))
+        buffer = self.empty(axes, dtype)
+        buffer.data.zero_()
+        return buffer
 
 
 @dataclass

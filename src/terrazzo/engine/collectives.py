@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.pages import use_large_pages
-from terrazzo.engine.peers import Memory, Worker, readable_peers
+from terrazzo.engine.peers import Memory, Worker, find_neighbours
 from terrazzo.engine.transfer import Handle, Ledger, Moves, Traffic
 
 __all__ = ["Collectives", "backend_of", "collectives_for", "divide"]
@@ -106,18 +106,17 @@ _BLOCK_BYTES = 1 << 20
 class GlooCollectives(Collectives):
     """Each chunk goes straight from its source memory to its place in the result, or into the sum.
 
-    Ranks on one machine read each other's memory (see `peers`), and gloo carries only the addresses and the word that
-    all has been read. Between machines gloo's point-to-point carries the chunks; its own all-gather goes through a
-    hidden full copy and its reduce-scatter through a full all-reduce (docs/decisions.md). Gathers and reductions have
-    a thread each, which reads and sums while the rank computes.
+    Ranks on one machine read each other's memory (see `peers`). Between machines gloo's point-to-point carries the
+    chunks; its own all-gather goes through a hidden full copy and its reduce-scatter through a full all-reduce
+    (docs/decisions.md). Gathers and reductions have a thread each, which reads and sums while the rank computes.
     """
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
         super().__init__(group, traffic, ledger)
-        self._near = readable_peers(self.rank, self.gather_rows) if self.size > 1 else {}
+        self._near = find_neighbours(self.rank, self.gather_rows, ("gather", "reduce")) if self.size > 1 else {}
         self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
         self._workers = {"gather": Worker(), "reduce": Worker()}
-        self._tags = {"gather": 0, "reduce": 2}
+        self._tags = {"gather": 0, "reduce": 1}
 
     def _all_gather(self, full: Tensor) -> Moves:
         chunks = self._chunks(full)
@@ -180,27 +179,27 @@ class GlooCollectives(Collectives):
             kind: of collective: those of one kind come in the same order on every rank.
             space: where chunks from other machines arrive; this rank's own entry is its own chunk.
         """
-        tag = self._tags[kind] = (self._tags[kind] + 4) % (1 << 30)
-        addresses = {rank: torch.tensor([outgoing[rank].data_ptr()]) for rank in self._near}
-        offers, taken = ({rank: torch.empty(1, dtype=torch.int64) for rank in self._near} for _ in range(2))
+        tag = self._tags[kind] = (self._tags[kind] + 2) % (1 << 30)
         coming = [self.group.recv([space[rank]], rank, tag) for rank in self._far]
-        coming += [self.group.recv([offer], rank, tag) for rank, offer in offers.items()]
-        going = [self.group.recv([word], rank, tag + 1) for rank, word in taken.items()]
-        going += [self.group.send([outgoing[rank]], rank, tag) for rank in self._far]
-        going += [self.group.send([address], rank, tag) for rank, address in addresses.items()]
+        going = [self.group.send([outgoing[rank]], rank, tag) for rank in self._far]
 
         def job() -> None:
+            for rank, neighbour in self._near.items():
+                neighbour.offer(kind, outgoing[rank])
             for work in coming:
                 work.wait()
             sources: list[_Source] = list(space)
-            for rank, offer in offers.items():
-                sources[rank] = Memory(self._near[rank], int(offer))
+            for rank, neighbour in self._near.items():
+                sources[rank] = neighbour.offered(kind)
             use(sources)
-            words = [self.group.send([offer], rank, tag + 1) for rank, offer in offers.items()]
-            for work in [*going, *words]:
+            for neighbour in self._near.values():
+                neighbour.say_taken(kind)
+            for neighbour in self._near.values():
+                neighbour.await_taken(kind)
+            for work in going:
                 work.wait()
 
-        return Handle(self.traffic, [self._workers[kind].submit(job)], [*outgoing, *space, *addresses.values()])
+        return Handle(self.traffic, [self._workers[kind].submit(job)], [*outgoing, *space])
 
 
 class NativeCollectives(Collectives):
@@ -209,7 +208,7 @@ class NativeCollectives(Collectives):
     all_reduce_steps = 1
 
     def _all_gather(self, full: Tensor) -> Moves:
-        own = self._chunks(full)[self.rank]
+        own = full.view(self.size, -1)[self.rank]
         yield Handle(self.traffic, [_all_gather_single(full, own, group=self.group, async_op=True)], [full])
         return full
 

@@ -60,8 +60,9 @@ class Hooks:
 
     def before_model(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not _inside_backward():
-            for unit in self.units:
-                _check_flags(unit)
+            with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would answer each question in Python
+                for unit in self.units:
+                    _check_flags(unit)
             abandoned = self.schedule.in_backward
             if self.scaler is not None:
                 self.scaler.in_use = False

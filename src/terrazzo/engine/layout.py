@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["ALIGN", "Layout", "Range", "Slot", "share"]
 
@@ -52,15 +53,20 @@ class Slot:
     def name(self) -> str:
         return self.names[0]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of a row-major tensor, in elements."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    @cached_property
     def range(self) -> Range:
         return Range(self.offset, self.offset + self.numel)
 
-    @property
+    @cached_property
     def padded(self) -> Range:
         """The slot with the padding behind it, up to the next slot."""
         return Range(self.offset, self.offset + round_up(self.numel, ALIGN))
@@ -86,6 +92,7 @@ class Layout:
     def whole(self) -> Range:
         return Range(0, self.numel)
 
+    @cached_property
     def gaps(self) -> list[Range]:
         """The padding: what lies behind each parameter and at the end. It holds zeros in every state."""
         gaps = [Range(slot.range.stop, slot.padded.stop) for slot in self.slots]

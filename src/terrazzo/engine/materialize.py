@@ -89,6 +89,10 @@ def move_buffers(model: nn.Module, initialize: Initializer, axes: Axes) -> None:
     synchronize(list(model.buffers()), axes)
 
 
+_DIGEST_PIECE = 1 << 22
+"""Bytes, each of which takes sixteen for a moment."""
+
+
 def synchronize(tensors: list[Tensor], axes: Axes) -> None:
     """Make `tensors` equal on all data ranks: those that differ take the first rank's values, as in DDP."""
     if not axes.live(axes.names) or not tensors:
@@ -107,5 +111,12 @@ def _digest(tensor: Tensor) -> Tensor:
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.device.type == "cpu":
         return torch.tensor(zlib.crc32(raw.numpy().data), dtype=torch.int64)
-    weights = torch.arange(1, 2 * raw.numel(), 2, device=raw.device)  # odd, so that no byte is ever lost
-    return (raw * weights).sum().to("cpu")
+    return _weighted_sum(raw).to("cpu")
+
+
+def _weighted_sum(raw: Tensor) -> Tensor:
+    """Each byte times an odd number of its place, so that no byte is ever lost; piece by piece, for the memory."""
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for piece, start in zip(raw.split(_DIGEST_PIECE), range(0, raw.numel(), _DIGEST_PIECE), strict=True):
+        total += (piece * torch.arange(2 * start + 1, 2 * (start + piece.numel()) + 1, 2, device=raw.device)).sum()
+    return total

@@ -1,20 +1,23 @@
-"""Large pages for large CPU buffers that come and go.
+"""What fresh CPU memory costs, and how to need less of it.
 
-Fresh memory costs a fault per 4 KiB page, more than the copy into it: for a 28 MB buffer 14 ms against 5 ms once the
-kernel may use 2 MiB pages (docs/decisions.md). Elsewhere than on Linux this does nothing.
+A fault per 4 KiB page takes longer than the copy into it: for a 28 MB buffer 14 ms against 5 ms once the kernel may use
+pages of 2 MiB, which it still has to clear (docs/decisions.md). Elsewhere than on Linux with glibc this does nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 from torch import Tensor
 
-__all__ = ["use_large_pages"]
+__all__ = ["keep_freed", "use_large_pages"]
 
 _LARGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+_LARGEST_IN_HEAP_BYTES = 32 << 20
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -25,3 +28,25 @@ def use_large_pages(tensor: Tensor) -> Tensor:
         size_bytes = (tensor.data_ptr() + tensor.nbytes - first) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size_bytes), _MADV_HUGEPAGE)
     return tensor
+
+
+def keep_freed(count_bytes: int) -> None:
+    """Let malloc keep up to this much freed memory for what comes next, instead of giving it back at once.
+
+    A step frees and takes the same buffers again and again, and the kernel clears each page that it hands out. The peak
+    stays as it was. Blocks over 32 MiB are always given back. A user's own MALLOC_TRIM_THRESHOLD_ is left alone.
+    """
+    global _kept_bytes
+    if (
+        _libc is not None
+        and hasattr(_libc, "mallopt")
+        and "MALLOC_TRIM_THRESHOLD_" not in os.environ
+        and count_bytes > _kept_bytes
+    ):
+        _kept_bytes = min(count_bytes, _INT_MAX)
+        _libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP_BYTES)
+        _libc.mallopt(_M_TRIM_THRESHOLD, _kept_bytes)
+
+
+_INT_MAX = (1 << 31) - 1
+_kept_bytes = 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 
-__all__ = ["AtRest", "set_at_rest", "set_present"]
+__all__ = ["AtRest", "Guard"]
 
 _T = Tensor
 _PROPERTIES = (
@@ -73,12 +73,24 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]
     return flat
 
 
-def set_at_rest(parameter: nn.Parameter, name: str) -> None:
-    """From now on, reading the parameter's values raises an error that calls it `name`."""
-    parameter.__class__ = AtRest
-    parameter.terrazzo_name = name  # type: ignore[attr-defined]
+class Guard:
+    """Lets the parameters of a bucket be read, or not; all at once, because it happens for every unit twice a pass.
 
+    Args:
+        parameters: with the names that errors call them.
+    """
 
-def set_present(parameter: nn.Parameter, original: type) -> None:
-    """The parameter is an ordinary one again, of the class it had."""
-    parameter.__class__ = original
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, str]]) -> None:
+        self._classes = [(parameter, type(parameter)) for parameter, _ in parameters]
+        for parameter, name in parameters:
+            parameter.terrazzo_name = name  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """From now on, reading a value raises an error with the parameter's name."""
+        for parameter, _ in self._classes:
+            parameter.__class__ = AtRest
+
+    def open(self) -> None:
+        """The parameters are ordinary ones again, of the classes they had."""
+        for parameter, original in self._classes:
+            parameter.__class__ = original

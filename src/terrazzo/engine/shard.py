@@ -39,6 +39,7 @@ from terrazzo.engine.optimizer import (
     state_of,
 )
 from terrazzo.engine.order import Order
+from terrazzo.engine.pages import keep_freed
 from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
 from terrazzo.engine.place import Place, Plan
 from terrazzo.engine.precision import Precision
@@ -95,6 +96,8 @@ def shard(  # structure: signature fixed by the design
         _drive(engine, built)
     hooks.attach(model)
     _adopt_model(model, engine)
+    if recipe.axes.device.type == "cpu":
+        keep_freed(engine.bill.grad_bytes + engine.bill.transient_bytes)
     return model, built
 
 

@@ -25,6 +25,7 @@ class Unit:
         self.name, self.index, self.buckets = name, index, buckets
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
         self._gathering: Transfer | None = None
+        self._trainable_numel = sum(slot.numel for bucket in self.trainable() for slot in bucket.slots)
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {self.numel:,} elements)"
@@ -60,8 +61,7 @@ class Unit:
     @property
     def half_filled(self) -> bool:
         """Whether gradients for half of the trainable elements, or more, are here."""
-        buckets = list(self.trainable())
-        return 2 * sum(b.filled_numel for b in buckets) >= sum(slot.numel for b in buckets for slot in b.slots)
+        return 2 * sum(bucket.filled_numel for bucket in self.buckets) >= self._trainable_numel
 
     def trainable(self) -> Iterator[Bucket]:
         return (bucket for bucket in self.buckets if bucket.trainable)

@@ -1,0 +1,159 @@
+"""Who is compared on a GPU: each contender turns the project's decoder into a training loop of its own.
+
+All compute in bf16, reduce and update in fp32, and run the same blocks, checkpointed and compiled before a contender
+sees them. The rotary table stays fp32 everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.contenders import HYPERPARAMETERS
+from terrazzo.train.model import Block, Decoder, DecoderConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and one rank's batch: `batch` sequences of the longest length that the model takes.
+
+    Attributes:
+        checkpointing: whether blocks are run again in backward.
+    """
+
+    model: DecoderConfig
+    batch: int
+    checkpointing: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """In one rank's step."""
+        return self.batch * self.model.max_sequence_length
+
+    @property
+    def flops(self) -> int:
+        """Of forward and backward for one rank's step; recomputation does not count."""
+        return self.tokens * self.meta_model().num_flops_per_token(self.model.max_sequence_length)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return sum(p.numel() for p in self.meta_model().parameters())
+
+    def unit_numels(self) -> tuple[int, int]:
+        """Parameters of the root unit (embedding, last norm, head) and of one block."""
+        block = sum(p.numel() for p in self.meta_model().blocks[0].parameters())
+        return self.numel - self.model.layers * block, block
+
+    def meta_model(self) -> Decoder:
+        """The model without memory."""
+        with torch.device("meta"):
+            return Decoder(self.model)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One contender at one workload.
+
+    Attributes:
+        compiler: torch.compile's backend for each block, or None for eager mode.
+        steps: in a turn.
+    """
+
+    contender: str
+    workload: Workload
+    device: str
+    world: int = 1
+    compiler: str | None = None
+    steps: int = 10
+
+
+@dataclass
+class Loop:
+    """A model that is ready to train, and what a step does with it."""
+
+    model: Callable[[Tensor], Tensor]
+    optimizer: Optimizer
+    backward: Callable[[Tensor], object]
+    update: Callable[[], object]
+
+
+def plain(model: Decoder, setup: Setup) -> Loop:
+    """One process of plain PyTorch: bf16 weights and gradients, fp32 master weights, cast by hand."""
+    weights = list(model.parameters())
+    masters = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    for weight in weights:
+        weight.data = weight.data.to(torch.bfloat16)
+    optimizer = _adamw(masters)
+
+    def update() -> None:
+        for master in masters:
+            master.grad = torch.empty_like(master)
+        torch._foreach_copy_([master.grad for master in masters], [weight.grad for weight in weights])  # type: ignore[misc]
+        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch._foreach_copy_([weight.detach() for weight in weights], [master.detach() for master in masters])
+
+    return Loop(model, optimizer, Tensor.backward, update)
+
+
+def fsdp2(model: Decoder, setup: Setup) -> Loop:
+    """fully_shard on each block and on the model; bf16 compute, fp32 reduction."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # Inputs are not cast: bf16 weights make bf16 activations, and the rotary table must stay fp32.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    mesh = init_device_mesh(setup.device, (setup.world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if next(model.parameters()).is_meta:
+        model.to_empty(device=setup.device)
+        model.rotary.reset_parameters()
+    return _stock(model, _adamw(model.parameters()))
+
+
+def terrazzo(model: Decoder, setup: Setup) -> Loop:
+    """Plan zero3 in precision bf16."""
+    import terrazzo as tz
+
+    mesh = init_device_mesh(setup.device, (setup.world,), mesh_dim_names=("dp_shard",))
+    return _stock(*tz.shard(model, _adamw, "zero3", units=[Block], precision="bf16", mesh=mesh))
+
+
+def deepspeed(model: Decoder, setup: Setup) -> Loop:
+    """ZeRO stage 3 with the same AdamW."""
+    config = {
+        "train_micro_batch_size_per_gpu": setup.workload.batch,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+        "steps_per_print": 1_000_000,
+    }
+    engine, optimizer, _, _ = importlib.import_module("deepspeed").initialize(
+        model=model, optimizer=_adamw(model.parameters()), config=config, dist_init_required=False
+    )
+    model.rotary.float().reset_parameters()  # it was cast to bf16 with the weights
+    return Loop(engine, optimizer, engine.backward, engine.step)
+
+
+CONTENDERS = {"plain": plain, "fsdp2": fsdp2, "terrazzo": terrazzo, "deepspeed": deepspeed}
+
+
+def _stock(model: nn.Module, optimizer: Optimizer) -> Loop:
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(model, optimizer, Tensor.backward, update)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> AdamW:
+    return AdamW(parameters, **HYPERPARAMETERS)

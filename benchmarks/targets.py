@@ -1,0 +1,129 @@
+"""What the project wants to reach, and what a record says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.outcome import Outcome, of_contender, ratio
+
+Cases = Mapping[str, Sequence[Outcome]]
+"""Outcomes by the name of the run."""
+
+PEERS = {
+    "zero0": ["ddp", "deepspeed-0"],
+    "zero1": ["zero-redundancy", "deepspeed-1"],
+    "zero2": ["zero-redundancy", "deepspeed-2"],
+    "zero3": ["fsdp2", "fsdp1", "deepspeed-3"],
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio that should be at most `limit`; `value` finds it, or None where it was not measured."""
+
+    name: str
+    limit: float
+    value: Callable[[Cases], float | None]
+
+
+def _time(case: str, own: str, peer: str) -> Callable[[Cases], float | None]:
+    return lambda cases: ratio(own, peer, cases.get(case, []))
+
+
+def _peak(case: str, own: str, peers: Sequence[str]) -> Callable[[Cases], float | None]:
+    def value(cases: Cases) -> float | None:
+        smallest = [_peak_bytes(peer, cases.get(case, [])) for peer in peers]
+        mine = _peak_bytes(own, cases.get(case, []))
+        known = [peak for peak in smallest if peak]
+        return mine / min(known) if mine and known else None
+
+    return value
+
+
+def _peak_bytes(contender: str, outcomes: Sequence[Outcome]) -> float | None:
+    peaks = [outcome.training_peak_bytes for outcome in of_contender(contender, outcomes)]
+    return median(peaks) if peaks else None
+
+
+def _best_peer(case: str, plan: str) -> Callable[[Cases], float | None]:
+    """Against that peer of the same stage which is fastest: the largest of the ratios."""
+
+    def value(cases: Cases) -> float | None:
+        found = [ratio(f"terrazzo-{plan}", peer, cases.get(case, [])) for peer in PEERS[plan]]
+        return max((r for r in found if r is not None), default=None)
+
+    return value
+
+
+def _startup(case: str, own: str, peer: str) -> Callable[[Cases], float | None]:
+    def value(cases: Cases) -> float | None:
+        mine, its = ([o.startup_s for o in of_contender(n, cases.get(case, []))] for n in (own, peer))
+        return median(mine) / median(its) if mine and its else None
+
+    return value
+
+
+def floor_s(cases: Cases, case: str, plan: str) -> float | None:
+    """Compute alone, or moving the plan's bytes at the measured bandwidth, whichever takes longer."""
+    outcomes = cases.get(case, [])
+    alone = [second for o in of_contender("alone", outcomes) for second in o.round_s()]
+    sent = [o.sent_bytes for o in of_contender(f"terrazzo-{plan}", outcomes)]
+    wire = [o.wire_s_per_byte for o in outcomes if o.wire_s_per_byte is not None]
+    return max(median(alone), median(sent) * median(wire)) if alone and sent and wire else None
+
+
+def _of_floor(case: str, plan: str) -> Callable[[Cases], float | None]:
+    def value(cases: Cases) -> float | None:
+        floor = floor_s(cases, case, plan)
+        times = [second for o in of_contender(f"terrazzo-{plan}", cases.get(case, [])) for second in o.round_s()]
+        return median(times) / floor if floor and times else None
+
+    return value
+
+
+TARGETS = [
+    Target("traffic, 2 ranks: `zero3` / FSDP2", 0.45, _time("traffic", "terrazzo-zero3", "fsdp2")),
+    Target("traffic, 2 ranks: `zero3` / DeepSpeed 3", 0.50, _time("traffic", "terrazzo-zero3", "deepspeed-3")),
+    Target("traffic, 4 ranks: `zero3` / FSDP2", 0.40, _time("traffic-4", "terrazzo-zero3", "fsdp2")),
+    Target("traffic: `zero1` / ZeroRedundancy", 0.85, _time("traffic", "terrazzo-zero1", "zero-redundancy")),
+    Target("traffic: `zero2` / ZeroRedundancy", 0.85, _time("traffic", "terrazzo-zero2", "zero-redundancy")),
+    Target("traffic: `zero1` / DeepSpeed 1", 0.55, _time("traffic", "terrazzo-zero1", "deepspeed-1")),
+    Target("traffic: `zero2` / DeepSpeed 2", 0.55, _time("traffic", "terrazzo-zero2", "deepspeed-2")),
+    Target("traffic: `zero0` / DDP", 1.00, _time("traffic", "terrazzo-zero0", "ddp")),
+    *(Target(f"compute: `{plan}` / best peer", 1.00, _best_peer("compute", plan)) for plan in PEERS),
+    Target("traffic: `zero3` / its floor", 1.25, _of_floor("traffic", "zero3")),
+    Target("accumulate: `zero2` / DeepSpeed 2", 0.50, _time("accumulate", "terrazzo-zero2", "deepspeed-2")),
+    Target("experts: `zero3` / FSDP2, time", 0.50, _time("experts", "terrazzo-zero3", "fsdp2")),
+    Target("experts: `zero3` / FSDP2, peak", 0.60, _peak("experts", "terrazzo-zero3", ["fsdp2"])),
+    Target("lora: `zero3` / FSDP2, time", 0.50, _time("lora", "terrazzo-zero3", "fsdp2")),
+    Target("lora: `zero3` / FSDP2, peak", 0.60, _peak("lora", "terrazzo-zero3", ["fsdp2"])),
+    *(
+        Target(f"traffic: `{plan}` / smallest peer, peak", 1.00, _peak("traffic", f"terrazzo-{plan}", peers))
+        for plan, peers in PEERS.items()
+    ),
+    Target("traffic: `zero3` / FSDP2, start", 1.00, _startup("traffic", "terrazzo-zero3", "fsdp2")),
+    Target("traffic: `zero3` / DeepSpeed 3, start", 0.50, _startup("traffic", "terrazzo-zero3", "deepspeed-3")),
+]
+
+
+def verdicts(cases: Cases) -> Iterator[tuple[Target, float | None]]:
+    """Each target with the value measured."""
+    for target in TARGETS:
+        yield target, target.value(cases)
+
+
+def table(cases: Cases, further: Sequence[tuple[str, float, float | None]] = ()) -> str:
+    """Markdown: target, limit, measured, whether it is met.
+
+    Args:
+        further: (name, limit, value) of targets that other measurements decide.
+    """
+    rows = [(target.name, target.limit, value) for target, value in verdicts(cases)] + list(further)
+    lines = ["| target | limit | measured | |", "|---|--:|--:|---|"]
+    for name, limit, value in rows:
+        shown = "not measured" if value is None else f"{value:.2f}"
+        verdict = "" if value is None else "met" if round(value, 2) <= limit else "**missed**"
+        lines.append(f"| {name} | {limit:.2f} | {shown} | {verdict} |")
+    return "\n".join(lines)

@@ -1,0 +1,56 @@
+"""`terrazzo bench`"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from terrazzo.errors import BadInput
+
+__all__ = ["bench"]
+
+Option = typer.Option
+
+
+def bench(
+    suite: Annotated[str, Option(help="which suite: cpu, or tiny to try it out")] = "cpu",
+    cases: Annotated[str, Option(help="comma-separated; only these cases of the suite")] = "",
+    out: Annotated[Path, Option(help="folder for report.md, record.json and step-times.png")] = Path("benchmarks/out"),
+    as_json: Annotated[bool, Option("--json", help="print the record and not the report")] = False,
+) -> None:
+    """Time Terrazzo beside DDP, ZeroRedundancyOptimizer, FSDP1, FSDP2 and DeepSpeed on this machine.
+
+    Contenders take turns in one run on the same model, seed and data; nothing is reported unless their losses agree.
+    Runs in a checkout of the project, whose folder `benchmarks` holds the cases. A peer that is not installed is left
+    out.
+    """
+    module = _suites()
+    if suite not in module.SUITES:
+        raise BadInput(f"--suite is {suite!r}; there are: {', '.join(module.SUITES)}.")
+    known = [run.name for run in module.SUITES[suite]]
+    chosen = cases.split(",") if cases else known
+    if unknown := [name for name in chosen if name not in known]:
+        raise BadInput(f"--cases has {', '.join(unknown)}; suite {suite} has: {', '.join(known)}.")
+    record = module.run_suite(suite, chosen, shlex.join(["terrazzo", *sys.argv[1:]]))
+    module.write(record, out)
+    print(json.dumps(record) if as_json else module.markdown(record))
+
+
+def _suites() -> Any:
+    """The benchmarks of the checkout that this command runs in."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module("benchmarks.suite")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("benchmarks"):
+            raise
+        raise BadInput(
+            f"There are no benchmarks in {Path.cwd()}. 'terrazzo bench' runs in the root of a checkout of the project, "
+            "with the packages of the extra 'bench' (make bench installs them)."
+        ) from None
