@@ -126,7 +126,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., 64] to the same shape."""
         for layer in self.layers:
-            x = x + torch.tanh(layer(x))
+            x = x + 0.1 * torch.tanh(layer(x))
         return x
 
 
