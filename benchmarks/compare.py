@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from statistics import median
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.gang import Gang
@@ -38,10 +42,10 @@ def take_turns(case: str, group: Sequence[str], effort: Effort, number: int = 0)
     """
     shuffle = random.Random(effort.seed)
     turns: dict[str, list[list[Steps]]] = {name: [] for name in group}
-    sent_bytes: dict[str, float] = {}
+    sent_bytes: dict[str, list[float]] = {name: [] for name in group}
     with ExitStack() as stack:
         gangs = {}
-        for name in group:
+        for name in shuffle.sample(list(group), len(group)):
             progress(f"{case}: starting {name}")
             gangs[name] = stack.enter_context(Gang(case, name, effort.ranks, effort.seed))
             gangs[name].steps(effort.warmup)
@@ -49,19 +53,30 @@ def take_turns(case: str, group: Sequence[str], effort: Effort, number: int = 0)
             for name in shuffle.sample(list(group), len(group)):
                 before = _sent_bytes(gangs[name])
                 turns[name].append(gangs[name].steps(effort.steps))
-                sent_bytes[name] = (_sent_bytes(gangs[name]) - before) / effort.ranks / effort.steps
+                sent_bytes[name].append((_sent_bytes(gangs[name]) - before) / effort.ranks / effort.steps)
                 step_ms = 1e3 * max(rank.wall_s[-1] for rank in turns[name][-1])
                 progress(f"{case}: round {round_number} of {effort.rounds}, {name}: {step_ms:.0f} ms")
         overall = {name: gang.overall_peak_bytes() for name, gang in gangs.items()}
         training = {name: gang.training_peak_bytes(MEMORY_STEPS) for name, gang in gangs.items()}
-        startup = {name: gang.startup_s() for name, gang in gangs.items()}
+        startup = {name: import_s(CONTENDERS[name].library) + gang.startup_s() for name, gang in gangs.items()}
         wire_s_per_byte = next((gangs[n].wire_s(1 << 30) / (1 << 30) for n in group if n == "alone"), None)
+    sent = {name: median(found) for name, found in sent_bytes.items()}
     return [
-        Outcome(
-            name, number, turns[name], training[name], overall[name], startup[name], sent_bytes[name], wire_s_per_byte
-        )
+        Outcome(name, number, turns[name], training[name], overall[name], startup[name], sent[name], wire_s_per_byte)
         for name in group
     ]
+
+
+@cache
+def import_s(library: str) -> float:
+    """Seconds to import a library in a fresh interpreter that has what every contender loads."""
+    code = (
+        "import importlib, time, torch, torch.distributed, torch._dynamo; begun = time.perf_counter();"
+        f"importlib.import_module({library!r}); print(time.perf_counter() - begun)"
+    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
 
 
 def installed(names: Sequence[str]) -> list[str]:

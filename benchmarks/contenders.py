@@ -149,14 +149,10 @@ class Fsdp2(Loop):
         policy = MixedPrecisionPolicy()
         if case.precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-            "reshard_after_forward": reshard_after_forward,
-            "mp_policy": policy,
-        }
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "mp_policy": policy}
         for module in model.modules():
             if isinstance(module, UNITS):
-                fully_shard(module, **options)
+                fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, **options)
         self.model, self.optimizer = model, _adamw(model.parameters())
 
@@ -178,6 +174,7 @@ class DeepSpeed(Loop):
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": case.precision == "bf16"},
+            "communication_data_type": "fp32",  # what the others sum in
             "gradient_clipping": case.clip or 0.0,
             "steps_per_print": 1_000_000,
         }

@@ -22,12 +22,14 @@ NAMES = {
 
 HOW = """Every contender has processes of its own. Those of a group are alive at once and take turns in random order;
 groups follow each other. A step lasts from a barrier to the end of the slowest rank's update. Times are medians,
-spreads are of the turns, ratios are medians of the ratios within each turn of a group. "Peak" is resident memory of
-one rank in later steps, above the same process before it built its model; "overall" counts the building of the model
-and what malloc keeps of freed memory. "Sent" is what one rank hands to others in a step: for Terrazzo its own count,
-whatever way the bytes take, for the others what went through the loopback interface. "Start" is from importing the
-library to the end of the first step, without what all contenders import. Losses of all contenders agree within 1e-5
-in fp32 and 2e-2 in bf16; a case in which they do not is not reported."""
+spreads are of the turns, ratios are medians of the ratios within each turn of a group. "Overall" is the resident
+memory of one rank at its peak, above the same process before it built its model: building, training, and what malloc
+keeps of freed memory. "Peak" is that of later steps in which malloc is told to give large blocks back at once, so it is
+what is in use; Terrazzo's own setting of malloc, with which it is timed, does not hold in them. "Sent" is what one rank
+hands to others in a step: for Terrazzo its own count, whatever way the bytes take, for the others what went through the
+loopback interface, acknowledgements and barriers included. "Start" is importing the library in a fresh interpreter,
+without what all contenders import, and then from the plain model to the end of the first step. Losses of all contenders
+agree within 1e-5 in fp32 and 2e-2 in bf16; a case in which they do not is not reported. `host` and `update` compare no losses."""
 
 
 def label(contender: str) -> str:

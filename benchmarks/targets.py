@@ -65,20 +65,18 @@ def _startup(case: str, own: str, peer: str) -> Callable[[Cases], float | None]:
     return value
 
 
-def floor_s(cases: Cases, case: str, plan: str) -> float | None:
-    """Compute alone, or moving the plan's bytes at the measured bandwidth, whichever takes longer."""
-    outcomes = cases.get(case, [])
-    alone = [second for o in of_contender("alone", outcomes) for second in o.round_s()]
-    sent = [o.sent_bytes for o in of_contender(f"terrazzo-{plan}", outcomes)]
-    wire = [o.wire_s_per_byte for o in outcomes if o.wire_s_per_byte is not None]
-    return max(median(alone), median(sent) * median(wire)) if alone and sent and wire else None
+def of_floor(case: str, plan: str) -> Callable[[Cases], float | None]:
+    """Against compute alone, or against moving the plan's bytes at the measured bandwidth: the smaller ratio."""
 
-
-def _of_floor(case: str, plan: str) -> Callable[[Cases], float | None]:
     def value(cases: Cases) -> float | None:
-        floor = floor_s(cases, case, plan)
-        times = [second for o in of_contender(f"terrazzo-{plan}", cases.get(case, [])) for second in o.round_s()]
-        return median(times) / floor if floor and times else None
+        outcomes, own = cases.get(case, []), f"terrazzo-{plan}"
+        to_compute = ratio(own, "alone", outcomes)
+        wire = [o.wire_s_per_byte for o in outcomes if o.wire_s_per_byte is not None]
+        if to_compute is None or not wire:
+            return None
+        mine = of_contender(own, outcomes)
+        bytes_s = median(o.sent_bytes for o in mine) * median(wire)
+        return min(to_compute, median(second for o in mine for second in o.round_s()) / bytes_s)
 
     return value
 
@@ -93,7 +91,7 @@ TARGETS = [
     Target("traffic: `zero2` / DeepSpeed 2", 0.55, _time("traffic", "terrazzo-zero2", "deepspeed-2")),
     Target("traffic: `zero0` / DDP", 1.00, _time("traffic", "terrazzo-zero0", "ddp")),
     *(Target(f"compute: `{plan}` / best peer", 1.00, _best_peer("compute", plan)) for plan in PEERS),
-    Target("traffic: `zero3` / its floor", 1.25, _of_floor("traffic", "zero3")),
+    Target("traffic: `zero3` / its floor", 1.25, of_floor("traffic", "zero3")),
     Target("accumulate: `zero2` / DeepSpeed 2", 0.50, _time("accumulate", "terrazzo-zero2", "deepspeed-2")),
     Target("experts: `zero3` / FSDP2, time", 0.50, _time("experts", "terrazzo-zero3", "fsdp2")),
     Target("experts: `zero3` / FSDP2, peak", 0.60, _peak("experts", "terrazzo-zero3", ["fsdp2"])),

@@ -15,7 +15,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.outcome import Outcome, disagreements, ratio
 from benchmarks.rank import Steps
 from benchmarks.report import table
-from benchmarks.targets import TARGETS, floor_s
+from benchmarks.targets import TARGETS, of_floor
 from benchmarks.targets import table as targets_table
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +58,11 @@ def test_unequal_training_is_named() -> None:
 
 
 def test_the_floor_is_compute_or_bytes() -> None:
-    alone = _outcome("alone", 0, [([2.0], [1.0])], wire_s_per_byte=1e-9)
-    for sent_bytes, floor in ((1e9, 2.0), (3e9, 3.0)):
-        own = _outcome("terrazzo-zero3", 0, [([4.0], [4.0])], sent_bytes=sent_bytes)
-        assert floor_s({"traffic": [alone, own]}, "traffic", "zero3") == floor
-    assert floor_s({"traffic": [alone]}, "traffic", "zero3") is None
+    alone = _outcome("alone", 0, [([2.0], [1.0]), ([8.0], [4.0])], wire_s_per_byte=1e-9)
+    for sent_bytes, expected in ((1e9, 2.0), (5e9, 2.0), (8e9, 1.25)):
+        own = _outcome("terrazzo-zero3", 0, [([4.0], [4.0]), ([16.0], [16.0])], sent_bytes=sent_bytes)
+        assert of_floor("traffic", "zero3")({"traffic": [alone, own]}) == expected
+    assert of_floor("traffic", "zero3")({"traffic": [alone]}) is None
 
 
 def test_targets_say_met_missed_or_not_measured() -> None:

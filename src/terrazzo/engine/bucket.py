@@ -148,7 +148,7 @@ class Bucket:
             master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
     def _view(self, flat: Tensor, slot: Slot) -> Tensor:
-        return flat.as_strided(slot.shape, slot.strides, slot.offset)
+        return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)
 
     # -- weights -----------------------------------------------------------------------------------------------
 

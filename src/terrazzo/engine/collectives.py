@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -113,9 +114,10 @@ class GlooCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
         super().__init__(group, traffic, ledger)
-        self._near = find_neighbours(self.rank, self.gather_rows, ("gather", "reduce")) if self.size > 1 else {}
+        kinds = ("gather", "reduce") if self.size > 1 else ()
+        self._near = find_neighbours(self.rank, self.gather_rows, kinds, _timeout_s(group)) if kinds else {}
         self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
-        self._workers = {"gather": Worker(), "reduce": Worker()}
+        self._workers = {kind: Worker() for kind in kinds}
         self._tags = {"gather": 0, "reduce": 1}
 
     def _all_gather(self, full: Tensor) -> Moves:
@@ -183,14 +185,14 @@ class GlooCollectives(Collectives):
         coming = [self.group.recv([space[rank]], rank, tag) for rank in self._far]
         going = [self.group.send([outgoing[rank]], rank, tag) for rank in self._far]
 
-        def job() -> None:
+        def exchange() -> None:
             for rank, neighbour in self._near.items():
                 neighbour.offer(kind, outgoing[rank])
             for work in coming:
                 work.wait()
             sources: list[_Source] = list(space)
             for rank, neighbour in self._near.items():
-                sources[rank] = neighbour.offered(kind)
+                sources[rank] = neighbour.offered(kind, outgoing[self.rank].nbytes)
             use(sources)
             for neighbour in self._near.values():
                 neighbour.say_taken(kind)
@@ -198,6 +200,14 @@ class GlooCollectives(Collectives):
                 neighbour.await_taken(kind)
             for work in going:
                 work.wait()
+
+        def job() -> None:
+            try:
+                exchange()
+            except BaseException:
+                for neighbour in self._near.values():
+                    neighbour.hang_up()
+                raise
 
         return Handle(self.traffic, [self._workers[kind].submit(job)], [*outgoing, *space])
 
@@ -243,6 +253,11 @@ class ThreadedCollectives(Collectives):
 
     def receive_bytes(self, full_bytes: int) -> int:
         return full_bytes
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout.total_seconds()
 
 
 def divide(total: Tensor, denominator: float) -> Tensor:

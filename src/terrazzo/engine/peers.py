@@ -1,13 +1,14 @@
 """Ranks on the same machine: reads their memory straight into this rank's, with no copy through a socket (Linux only).
 
 The kernel copies between two processes of one user at the speed of memory (process_vm_readv, "cross-memory attach"),
-ten times that of a loopback socket (docs/decisions.md). A Unix socket to each such rank carries only addresses, and the
-word that all has been read. Whether it works is found out once, by trying; ranks in other containers or network
+several times that of a loopback socket (docs/decisions.md). A Unix socket to each such rank carries only addresses, and
+the word that all has been read. Whether it works is found out once, by trying; ranks in other containers or network
 namespaces count as other machines. TERRAZZO_PEER_MEMORY=0 switches it off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -18,13 +19,11 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 __all__ = ["Memory", "Neighbour", "Worker", "find_neighbours"]
 
@@ -70,6 +69,7 @@ class Neighbour:
 
     def __init__(self, pid: int, lines: Mapping[str, socket.socket]) -> None:
         self.pid, self._lines = pid, lines
+        self._count = dict.fromkeys(lines, 0)
 
     def __del__(self) -> None:
         for line in self._lines.values():
@@ -77,80 +77,119 @@ class Neighbour:
 
     def offer(self, kind: str, tensor: Tensor) -> None:
         """Let it read `tensor`, which must not change until `await_taken` has returned."""
-        self._lines[kind].send(tensor.data_ptr().to_bytes(8, "little"))
+        self._count[kind] += 1
+        self._send(kind, _OFFER.pack(self._count[kind], tensor.nbytes, tensor.data_ptr()))
 
-    def offered(self, kind: str) -> Memory:
-        """What it offers; waits for it."""
-        return Memory(self.pid, int.from_bytes(self._receive(kind), "little"))
+    def offered(self, kind: str, size_bytes: int) -> Memory:
+        """What it offers; waits for it. Errors: `ConnectionError` if that is not what this rank expects."""
+        count, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
+        if (count, offered_bytes) != (self._count[kind], size_bytes):
+            raise ConnectionError(
+                f"The rank with pid {self.pid} offers {offered_bytes} bytes in its {kind} number {count}, and this "
+                f"rank expects {size_bytes} in number {self._count[kind]}: the ranks have not run the same."
+            )
+        return Memory(self.pid, address)
 
     def say_taken(self, kind: str) -> None:
         """Tell it that what it offered has been read."""
-        self._lines[kind].send(b"taken")
+        self._send(kind, _TAKEN)
 
     def await_taken(self, kind: str) -> None:
         """Wait until it has read what was offered to it."""
-        self._receive(kind)
+        if self._receive(kind, len(_TAKEN)) != _TAKEN:
+            raise ConnectionError(f"The rank with pid {self.pid} has not run the same as this one.")
 
-    def _receive(self, kind: str) -> bytes:
-        message = self._lines[kind].recv(8)
-        if not message:
-            raise ConnectionError(f"The rank with pid {self.pid} has ended.")
+    def hang_up(self) -> None:
+        """Something has failed here: whatever it waits for will not come, and nothing further may be exchanged."""
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, kind: str, message: bytes) -> None:
+        try:
+            self._lines[kind].send(message)
+        except OSError as error:
+            raise ConnectionError(f"The rank with pid {self.pid} has ended or failed.") from error
+
+    def _receive(self, kind: str, size_bytes: int) -> bytes:
+        try:
+            message = self._lines[kind].recv(size_bytes)
+        except TimeoutError as error:
+            raise ConnectionError(f"The rank with pid {self.pid} has not come to this {kind} in time.") from error
+        except OSError:
+            message = b""
+        if len(message) != size_bytes:
+            raise ConnectionError(f"The rank with pid {self.pid} has ended or failed.")
         return message
 
 
-def find_neighbours(rank: int, all_gather: Callable[[Tensor], Tensor], kinds: Sequence[str]) -> dict[int, Neighbour]:
+_OFFER, _TAKEN = struct.Struct("<QQQ"), b"taken"
+
+
+def find_neighbours(
+    rank: int, all_gather: Callable[[Tensor], Tensor], kinds: Sequence[str], timeout_s: float
+) -> dict[int, Neighbour]:
     """Those ranks of a group that can read this one's memory and whose memory it can read.
 
     Args:
         rank: of this process in the group.
         all_gather: every rank's 1-D int64 tensor, as rows; blocks.
         kinds: of exchanges that may go on at the same time.
+        timeout_s: longest wait for a message.
     """
-    _permit_siblings()
     secret = torch.tensor([int.from_bytes(os.urandom(7), "little")])
-    machine = _machine()
-    with closing(_listen(int(secret)) if machine else socket.socket()) as door:
-        rows = all_gather(torch.tensor([machine, os.getpid(), secret.data_ptr(), int(secret)])).tolist()
-        readable = [
-            machine == there != 0 and other != rank and _reads(Memory(pid, address), expected)
-            for other, (there, pid, address, expected) in enumerate(rows)
-        ]
-        mutual = all_gather(torch.tensor(readable, dtype=torch.int64)).tolist()
-        found = [other for other, reads in enumerate(readable) if reads and mutual[other][rank]]
-        lines: dict[int, dict[str, socket.socket]] = {rows[other][1]: {} for other in found}
-        for other in found:
-            for number, kind in enumerate(kinds) if other > rank else ():
-                lines[rows[other][1]][kind] = _connect(rows[other][3], number)
-        for _ in range(sum(other < rank for other in found) * len(kinds)):
-            pid, number, line = _accept(door)
-            lines[pid][kinds[number]] = line
+    machine, door = _machine(), None
+    if machine:
+        _permit_siblings()
+        door = _listen(int(secret), timeout_s)
+    rows = all_gather(torch.tensor([machine if door else 0, os.getpid(), secret.data_ptr(), int(secret)])).tolist()
+    near = [
+        other != rank and bool(there) and there == rows[rank][0] and _reads(Memory(pid, address), expected)
+        for other, (there, pid, address, expected) in enumerate(rows)
+    ]
+    mutual = all_gather(torch.tensor(near, dtype=torch.int64)).tolist()
+    found = [other for other, reads in enumerate(near) if reads and mutual[other][rank]]
+    lines: dict[int, dict[str, socket.socket]] = {rows[other][1]: {} for other in found}
+    for other in found:
+        for number, kind in enumerate(kinds) if other > rank else ():
+            lines[rows[other][1]][kind] = _connect(rows[other][3], number, timeout_s)
+    if door is not None:
+        with contextlib.closing(door):
+            _answer(door, {rows[other][1]: lines[rows[other][1]] for other in found if other < rank}, kinds)
     return {other: Neighbour(rows[other][1], lines[rows[other][1]]) for other in found}
 
 
-def _listen(secret: int) -> socket.socket:
+def _listen(secret: int, timeout_s: float) -> socket.socket | None:
+    """A socket that neighbours can call; None where the system does not allow it."""
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    door.bind(_name(secret))
-    door.listen(1024)
+    try:
+        door.bind(_name(secret))
+        door.listen(1024)
+    except OSError:
+        door.close()
+        return None
+    door.settimeout(timeout_s)
     return door
 
 
-def _connect(secret: int, number: int) -> socket.socket:
+def _connect(secret: int, number: int, timeout_s: float) -> socket.socket:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.settimeout(timeout_s)
     line.connect(_name(secret))
     line.send(bytes([number]))
-    return _with_timeout(line)
-
-
-def _accept(door: socket.socket) -> tuple[int, int, socket.socket]:
-    """The pid of the caller, the number it says, and the line to it."""
-    line = _with_timeout(door.accept()[0])
-    pid = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    return pid, line.recv(1)[0], line
-
-
-def _with_timeout(line: socket.socket) -> socket.socket:
-    line.settimeout(default_pg_timeout.total_seconds())
     return line
+
+
+def _answer(door: socket.socket, lines: Mapping[int, dict[str, socket.socket]], kinds: Sequence[str]) -> None:
+    """Take one call of each kind from every caller, by pid; hang up on strangers."""
+    while any(len(found) < len(kinds) for found in lines.values()):
+        line = door.accept()[0]
+        line.settimeout(door.gettimeout())
+        pid = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        if pid in lines:
+            lines[pid][kinds[line.recv(1)[0]]] = line
+        else:
+            line.close()
 
 
 def _name(secret: int) -> str:
@@ -179,7 +218,7 @@ def _machine() -> int:
 
 def _permit_siblings() -> None:
     """Where the Yama security module guards processes, let those that this one's parent started read its memory."""
-    if _libc is not None:
+    if _libc is not None and os.getppid() > 1:
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
@@ -211,15 +250,25 @@ class Worker:
 
 def _work(jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> None:
     with torch.no_grad():
-        while (item := jobs.get()) is not None:
-            done, job = item
-            failure: BaseException | None = None
-            try:
-                job()
-            except BaseException as error:
-                failure = error
-            del item, job  # its tensors must be gone when it counts as done
-            if failure is None:
-                done.set_result(None)
-            else:
-                done.set_exception(failure)
+        while _do_next(jobs):
+            pass
+
+
+def _do_next(jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> bool:
+    """False at the end. What a job holds is gone when it counts as done, and when the next one is awaited."""
+    item = jobs.get()
+    if item is None:
+        return False
+    done, job = item
+    del item
+    failure: BaseException | None = None
+    try:
+        job()
+    except BaseException as error:
+        failure = error
+    del job
+    if failure is None:
+        done.set_result(None)
+    else:
+        done.set_exception(failure)
+    return True

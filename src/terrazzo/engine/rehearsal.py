@@ -79,12 +79,16 @@ class _PaperUnit:
     """Stands for a unit before `Schedule`, which cannot tell the difference."""
 
     def __init__(self, unit: Unit, ledger: Ledger, traffic: Traffic) -> None:
-        self.index, self.has_gradients = unit.index, unit.has_gradients
+        self._unit, self.index, self.has_gradients = unit, unit.index, unit.has_gradients
         self._buckets = [_PaperBucket(bucket, ledger, traffic) for bucket in unit.buckets]
 
     @property
-    def present(self) -> bool:
-        return all(bucket.present for bucket in self._buckets)
+    def regathered(self) -> bool:
+        return self._unit.regathered
+
+    @property
+    def fills_gradually(self) -> bool:
+        return self._unit.fills_gradually
 
     def fetch(self) -> None:
         for bucket in self._buckets:
@@ -131,7 +135,7 @@ class _PaperBucket:
         self.real, self._ledger, self._traffic = bucket, ledger, traffic
         self._full_bytes = bucket.space.layout.numel * bucket.compute_dtype.itemsize
         self._wire_bytes = bucket.recipe.precision.reduce.itemsize
-        self.present = bucket.resident
+        self._present = bucket.resident
         self._held_bytes = self._pending_bytes = self._partial_bytes = 0
 
     @property
@@ -142,8 +146,8 @@ class _PaperBucket:
         return self.real.space.range(axes).numel
 
     def gather(self) -> None:
-        if not self.present:
-            self.present = True
+        if not self._present:
+            self._present = True
             self._ledger.take(self._full_bytes)
             source = self.real.between_axes if self._held_bytes else self.real.weight_axes
             self._all_gather(source, (), self.real.compute_dtype.itemsize)
@@ -164,8 +168,8 @@ class _PaperBucket:
         self.release()
 
     def release(self) -> None:
-        if self.present and not self.real.resident:
-            self.present = False
+        if self._present and not self.real.resident:
+            self._present = False
             self._ledger.give(self._full_bytes)
 
     def drop_held(self) -> None:

@@ -31,7 +31,9 @@ class Runnable(Protocol):
     @property
     def has_gradients(self) -> bool: ...
     @property
-    def present(self) -> bool: ...
+    def regathered(self) -> bool: ...
+    @property
+    def fills_gradually(self) -> bool: ...
     def fetch(self) -> None: ...
     def wait(self) -> None: ...
     def rest_between(self) -> None: ...
@@ -162,7 +164,6 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Autograd is done: run the program to its end. `finish` must follow."""
-        self._held_back = ()
         last = len(self.order.backward) - 1
         if self._backward_cursor <= last:
             self._backward_to(last)
@@ -181,9 +182,10 @@ class Schedule:
     def abandon_backward(self) -> None:
         """A backward raised, here and on every other rank: let go of what it left behind."""
         for transfer in self._reducing:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, OSError):
                 transfer.finish()
         self._reducing.clear()
+        self._fetch_held_back()  # a rank that came a little further has done so
         self.in_backward = False
         self.rest()
 
@@ -191,6 +193,7 @@ class Schedule:
         """Run the program up to `position`: the same calls in the same order on every rank."""
         order = self.order
         for step in range(self._backward_cursor, position + 1):
+            self.halfway()  # where this rank's data has not led there
             ended = [self.units[index] for index in order.closes[step]]
             for unit in ended:
                 if unit.index not in self._awaited:  # else its backward is still to come
@@ -199,8 +202,9 @@ class Schedule:
             running.fetch()
             for unit in ended:
                 self._close(unit)
-            self._held_back = order.backward[step + 1 : step + 1 + self.prefetch]
-            if not (self._reducing and running.has_gradients):
+            ahead = order.backward[step + 1 : step + 1 + self.prefetch]
+            self._held_back = [index for index in ahead if self.units[index].regathered]
+            if not (self._reducing and running.fills_gradually):
                 self._fetch_held_back()
             if step < position:
                 self.units[order.backward[step]].wait()
@@ -211,8 +215,12 @@ class Schedule:
         return bool(self._held_back) and self.order.backward[self._backward_cursor - 1] == unit.index
 
     def halfway(self) -> None:
-        """Half of the running unit's gradient is there: make room for the next weights, and start gathering them."""
-        if any(not self.units[index].present for index in self._held_back):
+        """Half of the running unit's gradient is there: make room for the next weights, and start gathering them.
+
+        A rank that skips the unit does the same when the program passes by, so that all issue the same collectives in
+        the same order.
+        """
+        if self._held_back:
             self._finish_reducing()
         self._fetch_held_back()
 

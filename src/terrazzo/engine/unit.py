@@ -51,6 +51,18 @@ class Unit:
         return any(not bucket.resident for bucket in self.buckets)
 
     @property
+    def regathered(self) -> bool:
+        """Whether backward gathers weights again that forward has put down."""
+        return any(not bucket.resident and bucket.between_axes for bucket in self.buckets)
+
+    @property
+    def fills_gradually(self) -> bool:
+        """Whether gradients come one after the other while backward runs; a compiled unit gives all at its end."""
+        module = self.module
+        compiled = module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        return self.has_gradients and not compiled
+
+    @property
     def present(self) -> bool:
         return all(bucket.present for bucket in self.buckets)
 
