@@ -29,7 +29,8 @@ what is in use; Terrazzo's own setting of malloc, with which it is timed, does n
 hands to others in a step: for Terrazzo its own count, whatever way the bytes take, for the others what went through the
 loopback interface, acknowledgements and barriers included. "Start" is importing the library in a fresh interpreter,
 without what all contenders import, and then from the plain model to the end of the first step. Losses of all contenders
-agree within 1e-5 in fp32 and 2e-2 in bf16; a case in which they do not is not reported. `host` and `update` compare no losses."""
+agree within 1e-5 in fp32 and 2e-2 in bf16; a case in which they do not is not reported. `host` and `update` compare
+no losses."""
 
 
 def label(contender: str) -> str:
