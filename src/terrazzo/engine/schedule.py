@@ -1,6 +1,6 @@
 """When things happen: gathers, releases and reductions, along an order that all ranks share.
 
-Four events drive everything. Forward of a unit begins: gather it, start gathering the next ones, wait. Forward ends:
+Five events drive everything. Forward of a unit begins: gather it, start gathering the next ones, wait. Forward ends:
 weights go to the plan's `between`. Backward of a unit begins: release the units that have ended, gather this one, start
 reducing the ended ones, start gathering the next ones, wait. Backward ends: reduce the rest.
 
