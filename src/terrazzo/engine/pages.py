@@ -17,8 +17,9 @@ __all__ = ["keep_freed", "use_large_pages"]
 _LARGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-_LARGEST_IN_HEAP_BYTES = 32 << 20
+_LARGEST_IN_HEAP_BYTES, _INT_MAX = 32 << 20, (1 << 31) - 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_kept_bytes = 0
 
 
 def use_large_pages(tensor: Tensor) -> Tensor:
@@ -46,7 +47,3 @@ def keep_freed(count_bytes: int) -> None:
         _kept_bytes = min(count_bytes, _INT_MAX)
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP_BYTES)
         _libc.mallopt(_M_TRIM_THRESHOLD, _kept_bytes)
-
-
-_INT_MAX = (1 << 31) - 1
-_kept_bytes = 0

@@ -148,15 +148,15 @@ def find_neighbours(
         for other, (there, pid, address, expected) in enumerate(rows)
     ]
     mutual = all_gather(torch.tensor(near, dtype=torch.int64)).tolist()
-    found = [other for other, reads in enumerate(near) if reads and mutual[other][rank]]
-    lines: dict[int, dict[str, socket.socket]] = {rows[other][1]: {} for other in found}
-    for other in found:
-        for number, kind in enumerate(kinds) if other > rank else ():
-            lines[rows[other][1]][kind] = _connect(rows[other][3], number, timeout_s)
+    pids = {other: rows[other][1] for other, reads in enumerate(near) if reads and mutual[other][rank]}
+    lines: dict[int, dict[str, socket.socket]] = {other: {} for other in pids}
+    for other in pids:
+        if other > rank:
+            lines[other] |= {kind: _call(rows[other][3], number, timeout_s) for number, kind in enumerate(kinds)}
     if door is not None:
         with contextlib.closing(door):
-            _answer(door, {rows[other][1]: lines[rows[other][1]] for other in found if other < rank}, kinds)
-    return {other: Neighbour(rows[other][1], lines[rows[other][1]]) for other in found}
+            _answer(door, {pid: lines[other] for other, pid in pids.items() if other < rank}, kinds)
+    return {other: Neighbour(pid, lines[other]) for other, pid in pids.items()}
 
 
 def _listen(secret: int, timeout_s: float) -> socket.socket | None:
@@ -172,7 +172,7 @@ def _listen(secret: int, timeout_s: float) -> socket.socket | None:
     return door
 
 
-def _connect(secret: int, number: int, timeout_s: float) -> socket.socket:
+def _call(secret: int, number: int, timeout_s: float) -> socket.socket:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.settimeout(timeout_s)
     line.connect(_name(secret))

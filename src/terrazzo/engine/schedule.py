@@ -108,7 +108,7 @@ class Schedule:
         self.in_forward = False
         order = self.order.forward
         for skipped in range(self._forward_cursor, len(order)):
-            self._fetch(order, skipped)
+            self._fetch(skipped)
             self.units[order[skipped]].wait()
         for unit in self.units:
             if not training or unit.index not in self._awaited:
@@ -133,9 +133,9 @@ class Schedule:
             self.strayed = True
             return
         for skipped in range(self._forward_cursor, position):
-            self._fetch(order, skipped)
+            self._fetch(skipped)
             self._pass(self.units[order[skipped]], training)
-        self._fetch(order, position)
+        self._fetch(position)
         self._forward_cursor = position + 1
 
     def _pass(self, unit: Runnable, training: bool) -> None:
@@ -207,7 +207,7 @@ class Schedule:
             if not (self._reducing and running.fills_gradually):
                 self._fetch_held_back()
             if step < position:
-                self.units[order.backward[step]].wait()
+                running.wait()
         self._backward_cursor = position + 1
 
     def holds_back(self, unit: Runnable) -> bool:
@@ -234,9 +234,9 @@ class Schedule:
             transfer.finish()
         self._reducing.clear()
 
-    def _fetch(self, order: Sequence[int], position: int) -> None:
-        """Start gathering the unit at `position` and those to prefetch."""
-        for index in order[position : position + 1 + self.prefetch]:
+    def _fetch(self, position: int) -> None:
+        """Start gathering the unit at `position` of forward and those to prefetch."""
+        for index in self.order.forward[position : position + 1 + self.prefetch]:
             self.units[index].fetch()
 
     def _close(self, unit: Runnable) -> None:

@@ -97,7 +97,8 @@ def shard(  # structure: signature fixed by the design
     hooks.attach(model)
     _adopt_model(model, engine)
     if recipe.axes.device.type == "cpu":
-        keep_freed(engine.bill.grad_bytes + engine.bill.transient_bytes)
+        bill = engine.bill
+        keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, built
 
 
