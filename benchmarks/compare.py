@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import subprocess
@@ -77,11 +76,6 @@ def import_s(library: str) -> float:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
-
-
-def installed(names: Sequence[str]) -> list[str]:
-    """Those contenders whose library is here."""
-    return [name for name in names if importlib.util.find_spec(CONTENDERS[name].library.split(".")[0])]
 
 
 def progress(text: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -162,22 +163,13 @@ class Fsdp2(Loop):
 
 
 class DeepSpeed(Loop):
-    """deepspeed.initialize with the same AdamW, overlap left at the stage's default."""
+    """deepspeed.initialize with the same AdamW."""
 
     def __init__(self, model: nn.Module, case: Case, stage: int) -> None:
         import deepspeed
 
         super().__init__(model, case)
-        config = {
-            "train_micro_batch_size_per_gpu": case.batch,
-            "gradient_accumulation_steps": case.accumulate,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": case.precision == "bf16"},
-            "communication_data_type": "fp32",  # what the others sum in
-            "gradient_clipping": case.clip or 0.0,
-            "steps_per_print": 1_000_000,
-        }
+        config = deepspeed_config(stage, case.precision == "bf16", case.batch, case.accumulate, case.clip)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=_adamw(trained), config=config, dist_init_required=False
@@ -242,6 +234,27 @@ CONTENDERS = {
         for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
     },
 }
+
+
+def installed(names: Iterable[str]) -> list[str]:
+    """Those contenders whose library is here."""
+    return [name for name in names if find_spec(CONTENDERS[name].library.split(".")[0])]
+
+
+def deepspeed_config(
+    stage: int, bf16: bool, batch: int, accumulate: int = 1, clip: float | None = None
+) -> dict[str, Any]:
+    """Of a ZeRO stage that sums in fp32, as the others do; its overlap is left at the stage's default."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": accumulate,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": bf16},
+        "communication_data_type": "fp32",
+        "gradient_clipping": clip or 0.0,
+        "steps_per_print": 1_000_000,
+    }
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> AdamW:

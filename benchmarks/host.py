@@ -8,10 +8,8 @@ whether the host keeps up with a fast device, and how many units are too many.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import multiprocessing
 import os
-import platform
 import random
 import time
 import warnings
@@ -29,7 +27,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from benchmarks.cases import CASES, Case
-from benchmarks.contenders import CONTENDERS, HYPERPARAMETERS, Loop
+from benchmarks.contenders import CONTENDERS, HYPERPARAMETERS, Loop, installed
+from benchmarks.environment import versions
 from benchmarks.models import UNITS, Shape
 
 MODELS = {"small": CASES["small"], "decoder": Case(Shape(24, 64, 256, 32), 1, "a narrow decoder")}
@@ -86,12 +85,12 @@ class Turn:
 def measure(effort: Effort = Effort()) -> dict[str, Any]:
     """Time every contender on every model at every size of the job; raw numbers and medians. Takes about 40 s."""
     begun = time.perf_counter()
-    names = [name for name in (OWN, PEER) if importlib.util.find_spec(CONTENDERS[name].library.split(".")[0])]
+    names = installed((OWN, PEER))
     turns = _take_turns(names, effort)
     return {
         "effort": asdict(effort),
         "models": {name: {"about": MODELS[name].describe(), "units": units_of(name)} for name in effort.models},
-        "versions": {"torch": torch.__version__, "Python": platform.python_version()},
+        "versions": versions("torch"),
         "not_installed": [name for name in (OWN, PEER) if name not in names],
         "threads_per_process": 1,
         "cores": os.cpu_count(),

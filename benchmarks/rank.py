@@ -55,12 +55,7 @@ class Trainee:
     """
 
     def __init__(self, start: Start) -> None:
-        _be_quiet()
-        torch.set_num_threads(1)
-        os.environ.update(RANK=str(start.rank), WORLD_SIZE=str(start.world_size), LOCAL_RANK=str(start.rank))
-        store = dist.FileStore(start.store, start.world_size)
-        limit = timedelta(seconds=120)
-        dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.world_size, timeout=limit)
+        join(start.rank, start.world_size, start.store, limit_s=120)
         _load_shared_code()
         contender = CONTENDERS[start.contender]
         for library in (contender.library, "torch.distributed.fsdp", "torch.distributed.optim", "terrazzo"):
@@ -113,9 +108,10 @@ class Trainee:
         coming_bytes = WIRE_PIECE_BYTES * (along.size - 1)
         Transfer(along.all_gather(full)).finish()
         dist.barrier()
-        pieces = 8
-        seconds = _seconds(lambda: [Transfer(along.all_gather(full)).finish() for _ in range(pieces)])
-        return seconds * count_bytes / (pieces * coming_bytes)
+        pieces, begun = 8, time.perf_counter()
+        for _ in range(pieces):
+            Transfer(along.all_gather(full)).finish()
+        return (time.perf_counter() - begun) * count_bytes / (pieces * coming_bytes)
 
     def _step(self) -> tuple[float, float, float]:
         """Seconds from a common start to the end of the update, CPU seconds of the same, this rank's mean loss."""
@@ -137,17 +133,16 @@ class Trainee:
         return time.perf_counter() - wall_s, time.process_time() - cpu_s, torch.stack(losses).mean().item()
 
 
-def _seconds(work: object) -> float:
-    begun = time.perf_counter()
-    assert callable(work)
-    work()
-    return time.perf_counter() - begun
-
-
-def _be_quiet() -> None:
+def join(rank: int, world_size: int, store: str, limit_s: float) -> None:
+    """Become a quiet gloo rank of one thread; DeepSpeed also asks for the variables of a launcher."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
+    limit = timedelta(seconds=limit_s)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=limit
+    )
 
 
 def _load_shared_code() -> None:

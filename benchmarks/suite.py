@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import host, network, targets, update
-from benchmarks.compare import Effort, installed, progress, take_turns
+from benchmarks.compare import Effort, progress, take_turns
+from benchmarks.contenders import installed
+from benchmarks.environment import processor, versions
 from benchmarks.outcome import Outcome, disagreements
 from benchmarks.report import HOW, conditions, plot, section, tolerance
 
@@ -27,7 +27,7 @@ class Run:
     case: str
     groups: Sequence[Sequence[str]]
     baselines: Sequence[str]
-    effort: Effort = field(default=Effort())
+    effort: Effort = field(default_factory=Effort)
 
     @property
     def name(self) -> str:
@@ -61,8 +61,8 @@ SUITES: dict[str, list[Run]] = {
     ],
     "tiny": [Run("tiny", [["alone", "ddp", "terrazzo-zero3"]], ["ddp"], Effort(rounds=2))],
 }
-FURTHER: dict[str, dict[str, Any]] = {"cpu": {"host": host, "update": update, "network": network}, "tiny": {}}
-"""What a suite measures beside its cases: modules with `measure` and `table`."""
+FURTHER: dict[str, Any] = {"host": host, "update": update, "network": network}
+"""What suite `cpu` measures beside its cases: modules with `measure`, `table` and `targets`."""
 
 
 def run_suite(suite: str, chosen: Sequence[str], command: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def run_suite(suite: str, chosen: Sequence[str], command: str) -> dict[str, Any]
             raise SystemExit(f"{run.name} is not reported, because not all trained the same:\n" + "\n".join(problems))
         runs.append({**asdict(run), "name": run.name, "outcomes": [asdict(outcome) for outcome in outcomes]})
     further = {}
-    for name, module in FURTHER[suite].items() if len(wanted) == len(SUITES[suite]) else ():
+    for name, module in FURTHER.items() if wanted == SUITES["cpu"] else ():
         progress(f"{name}: measuring")
         further[name] = module.measure()
     return {
@@ -89,8 +89,8 @@ def run_suite(suite: str, chosen: Sequence[str], command: str) -> dict[str, Any]
         "command": command,
         "date": str(date.today()),
         "minutes": (time.perf_counter() - begun) / 60,
-        "processor": _processor(),
-        "versions": {"Python": platform.python_version(), **_versions()},
+        "processor": processor(),
+        "versions": versions(*PACKAGES),
         "threads_per_rank": 1,
         "runs": runs,
         "further": further,
@@ -104,7 +104,7 @@ def cases_of(record: dict[str, Any]) -> dict[str, list[Outcome]]:
 
 def targets_table(record: dict[str, Any]) -> str:
     """Every target beside what the record holds."""
-    further = [row for name, found in record["further"].items() for row in FURTHER["cpu"][name].targets(found)]
+    further = [row for name, found in record["further"].items() for row in FURTHER[name].targets(found)]
     return targets.table(cases_of(record), further)
 
 
@@ -116,29 +116,13 @@ def markdown(record: dict[str, Any]) -> str:
     for run in record["runs"]:
         parts.append(section(run["case"], Effort(**run["effort"]), cases[run["name"]], run["baselines"]))
     for name, found in record["further"].items():
-        parts += [f"## {name}\n", FURTHER["cpu"][name].table(found), ""]
+        parts += [f"## {name}\n", FURTHER[name].table(found), ""]
     return "\n".join(parts)
 
 
 def write(record: dict[str, Any], folder: Path) -> None:
     """`record.json`, `report.md` and `step-times.png` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "record.json").write_text(json.dumps(record, indent=None) + "\n")
+    (folder / "record.json").write_text(json.dumps(record) + "\n")
     (folder / "report.md").write_text(markdown(record))
     plot(cases_of(record), folder / "step-times.png")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({len(names)} cores visible)" if names else platform.processor()

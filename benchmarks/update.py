@@ -7,19 +7,13 @@ same two processes and take turns, and every update has gradients from a backwar
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
-import logging
 import os
-import platform
 import random
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +25,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 from benchmarks.cases import CASES, Case
-from benchmarks.contenders import CONTENDERS, Alone, DeepSpeed, Loop
+from benchmarks.contenders import CONTENDERS, Alone, DeepSpeed, Loop, installed
+from benchmarks.environment import versions
+from benchmarks.rank import join
 
 RANKS = 2
 NORM = 1.0
@@ -76,7 +72,7 @@ class Update:
 def measure(effort: Effort = Effort()) -> dict[str, Any]:
     """Time every contender on every model; raw numbers and medians over the slower rank. Takes about 70 s."""
     begun = time.perf_counter()
-    there = tuple(name for name in effort.contenders if name == FLOOR or importlib.util.find_spec(_library(name)))
+    there = tuple(name for name in effort.contenders if name == FLOOR or installed([name]))
     with tempfile.TemporaryDirectory(prefix="terrazzo-bench-") as folder:
         os.environ["OMP_NUM_THREADS"] = "1"
         spawn(_run_rank, (folder, replace(effort, contenders=there)), nprocs=RANKS)
@@ -84,7 +80,7 @@ def measure(effort: Effort = Effort()) -> dict[str, Any]:
     models = {model: _summary(model, [rank[model] for rank in ranks]) for model, _ in effort.rounds}
     return {
         "effort": asdict(effort),
-        "versions": {"Python": platform.python_version(), **{name: _version(name) for name in ("torch", "deepspeed")}},
+        "versions": versions("torch", "deepspeed"),
         "not_installed": [name for name in effort.contenders if name not in there],
         "ranks": RANKS,
         "threads_per_rank": 1,
@@ -92,17 +88,6 @@ def measure(effort: Effort = Effort()) -> dict[str, Any]:
         "run_s": time.perf_counter() - begun,
         "models": models,
     }
-
-
-def _library(name: str) -> str:
-    return CONTENDERS[name].library.split(".")[0]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _summary(model: str, ranks: Sequence[dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
@@ -186,12 +171,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _run_rank(rank: int, folder: str, effort: Effort) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
-    store = dist.FileStore(os.path.join(folder, "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    join(rank, RANKS, os.path.join(folder, "store"), limit_s=60)
     found = {model: _take_turns(MODELS[model], rounds, effort) for model, rounds in effort.rounds}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.contenders import HYPERPARAMETERS
+from benchmarks.contenders import HYPERPARAMETERS, deepspeed_config
 from terrazzo.train.model import Block, Decoder, DecoderConfig
 
 
@@ -130,13 +130,7 @@ def terrazzo(model: Decoder, setup: Setup) -> Loop:
 
 def deepspeed(model: Decoder, setup: Setup) -> Loop:
     """ZeRO stage 3 with the same AdamW."""
-    config = {
-        "train_micro_batch_size_per_gpu": setup.workload.batch,
-        "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": True},
-        "steps_per_print": 1_000_000,
-    }
+    config = deepspeed_config(3, bf16=True, batch=setup.workload.batch)
     engine, optimizer, _, _ = importlib.import_module("deepspeed").initialize(
         model=model, optimizer=_adamw(model.parameters()), config=config, dist_init_required=False
     )

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.contenders import installed
+from benchmarks.environment import versions
 from benchmarks.gpu.contenders import Setup, Workload
 from benchmarks.gpu.process import Failed, Seat
 from benchmarks.gpu.rank import CopyOut, Rank
@@ -99,7 +100,7 @@ def measure(device: str = "cuda", shapes: Shapes = FULL, effort: Effort = Effort
     if device == "cuda" and not torch.cuda.is_available():
         return {"device": "no CUDA device"}
     name = torch.cuda.get_device_name(0) if device == "cuda" else f"CPU ({platform.machine()})"
-    record: dict[str, Any] = {"device": name, "peak_flops": peak_bf16_flops(name), "versions": versions()}
+    record: dict[str, Any] = {"device": name, "peak_flops": peak_bf16_flops(name), "versions": _versions()}
     record |= {"threads": torch.get_num_threads() if device == "cuda" else 1, "effort": asdict(effort)}
     record["cases"] = {
         case: run(case, setups, effort.rounds, record["peak_flops"])
@@ -114,15 +115,8 @@ def measure(device: str = "cuda", shapes: Shapes = FULL, effort: Effort = Effort
     return record | {"targets": targets(record)}
 
 
-def versions() -> dict[str, str | None]:
-    """Of the libraries compared."""
-    found: dict[str, str | None] = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    for library in ("terrazzo", "deepspeed"):
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            found[library] = "not installed"
-    return found
+def _versions() -> dict[str, str | None]:
+    return {**versions("torch", "terrazzo", "deepspeed"), "cuda": torch.version.cuda}
 
 
 def cases(device: str, shapes: Shapes, steps: int) -> Iterator[tuple[str, list[Setup]]]:
@@ -131,7 +125,7 @@ def cases(device: str, shapes: Shapes, steps: int) -> Iterator[tuple[str, list[S
     for mode, compiler in modes.items():
         names = ["plain", "terrazzo", "fsdp2"]
         # DeepSpeed's hooks sit on every layer, inside what would be compiled.
-        names += ["deepspeed"] if compiler is None and versions()["deepspeed"] != "not installed" else []
+        names += ["deepspeed"] if compiler is None and installed(["deepspeed-3"]) else []
         yield f"alone-{mode}", [Setup(name, shapes.alone, device, 1, compiler, steps) for name in names]
     for (model, workload), world, (mode, compiler) in product(shapes.sharded.items(), shapes.worlds, modes.items()):
         setups = [Setup(name, workload, device, world, compiler, steps) for name in ("fsdp2", "terrazzo")]
