@@ -38,9 +38,9 @@ bench: $(BENCH_STAMP)
 
 # DeepSpeed comes as source, and building it asks for the torch that is installed already.
 $(BENCH_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check setuptools wheel hatchling editables
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt \
-	  'deepspeed>=0.19,<0.20' 'matplotlib>=3.9'
+	  -e '.[bench]'
 	touch $@
 
 gpu: $(BENCH_STAMP)

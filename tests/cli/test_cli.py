@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from terrazzo import cli
+from terrazzo.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,3 +61,33 @@ def test_a_batch_that_does_not_divide_starts_no_process(tmp_path: Path) -> None:
     assert "7 / 16 = 0.4375" in done.stderr
     assert not list(tmp_path.iterdir())
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--suite", "cup"], "there are: cpu, tiny"),
+        (["--suite", "tiny", "--cases", "tiny,traffic"], "--cases has traffic; suite tiny has: tiny"),
+    ],
+)
+def test_bench_names_what_there_is(arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    caught = CliRunner().invoke(cli.app, ["bench", *arguments]).exception
+    assert isinstance(caught, BadInput)
+    assert named in str(caught)
+
+
+def test_bench_without_matplotlib_is_refused_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    caught = CliRunner().invoke(cli.app, ["bench", "--suite", "tiny"]).exception
+    assert isinstance(caught, BadInput)
+    assert "extra 'bench'" in str(caught)
+
+
+def test_bench_outside_a_checkout_says_where_it_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "terrazzo", "bench"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert "root of a checkout" in done.stderr

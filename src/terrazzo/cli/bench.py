@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import shlex
 import sys
@@ -37,6 +37,8 @@ def bench(
     chosen = cases.split(",") if cases else known
     if unknown := [name for name in chosen if name not in known]:
         raise BadInput(f"--cases has {', '.join(unknown)}; suite {suite} has: {', '.join(known)}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadInput("The plot of a report needs matplotlib. The extra 'bench' has it (make bench installs it).")
     record = module.run_suite(suite, chosen, shlex.join(["terrazzo", *sys.argv[1:]]))
     module.write(record, out)
     print(json.dumps(record) if as_json else module.markdown(record))
