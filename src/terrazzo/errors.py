@@ -2,7 +2,9 @@
 
     TerrazzoError
     ├── BadInput     a plan, config, model or data set that cannot work: fix the input   (CLI exit code 2)
+    │   └── Damaged  a checkpoint that is not what was written: use an older one         (CLI exit code 2)
     ├── Misuse       a correct object used at the wrong moment: fix the calling code     (CLI exit code 1)
+    ├── SaveFailed   a checkpoint could not be written; earlier ones are intact          (CLI exit code 1)
     └── Diverged     the numbers left the range that training can recover from           (CLI exit code 1)
 
 Every message is one paragraph that names the value found, what was expected, and the edit that fixes it.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BadInput", "Diverged", "Misuse", "TerrazzoError", "did_you_mean"]
+__all__ = ["BadInput", "Damaged", "Diverged", "Misuse", "SaveFailed", "TerrazzoError", "did_you_mean", "printable"]
 
 
 class TerrazzoError(Exception):
@@ -25,8 +27,16 @@ class BadInput(TerrazzoError, ValueError):
     """The plan, configuration, model or data cannot work; nothing has been started or changed."""
 
 
+class Damaged(BadInput):
+    """A checkpoint's bytes are not those that were written, or some are missing; nothing has been changed."""
+
+
 class Misuse(TerrazzoError, RuntimeError):
     """A valid object was used at a moment when it cannot answer, such as reading a sharded parameter."""
+
+
+class SaveFailed(TerrazzoError, RuntimeError):
+    """A checkpoint could not be written completely; it is not visible, and earlier ones are intact."""
 
 
 class Diverged(TerrazzoError, ArithmeticError):
@@ -37,3 +47,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'zero3'?"` when a known word is close to `word`, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)

@@ -180,12 +180,16 @@ class Engine:
         if self.driver is not None:
             yield from optimizer_pieces(self.driver)
 
-    def restore(self, read: Read) -> None:
-        """Set all state from `read`, which may come from any plan and number of ranks."""
+    def restore(self, read: Read, with_optimizer: bool = True) -> None:
+        """Set the weights, and unless told otherwise the optimizer's state, from `read`.
+
+        Args:
+            read: may come from any plan and number of ranks.
+        """
         self.schedule.rest()
         with torch.no_grad():
             restore_model(self.buckets(), read)
-            if self.driver is not None:
+            if self.driver is not None and with_optimizer:
                 restore_optimizer(self.driver, self.templates, read)
 
     def describe(self) -> str:

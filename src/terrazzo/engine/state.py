@@ -45,6 +45,7 @@ class Piece:
             is given whole as [0, its number of elements).
         shape: the parameter's.
         tensor: 1-D, of the elements.
+        numel: of the whole state.
     """
 
     name: str
@@ -53,30 +54,31 @@ class Piece:
     stop: int
     shape: tuple[int, ...]
     tensor: Tensor
+    numel: int
 
 
 def model_pieces(buckets: list[Bucket]) -> Iterator[Piece]:
     """This rank's share of the weights, master weights where there are any; over all ranks each element comes once."""
     for bucket in buckets:
-        if _is_owner(bucket):
-            state = bucket.master if bucket.trainable else bucket.weight
-            for slot, held in _held(bucket):
+        state = bucket.master if bucket.trainable else bucket.weight
+        for slot in bucket.slots:
+            if (held := _share(bucket).intersect(slot.range)).numel:
                 yield _piece(slot, "weight", held, state.part(held))
 
 
 def optimizer_pieces(driver: OptimizerDriver) -> Iterator[Piece]:
-    """This rank's share of the optimizer's state."""
+    """This rank's share of the optimizer's state; what is not per element comes with a parameter's first element."""
     for segment in driver.segments:
-        state = driver.optimizer.state.get(segment.parameter)
-        if not state or not _is_owner(segment.bucket):
-            continue
-        for slot, held in segment.slots():
+        state = driver.optimizer.state.get(segment.parameter) or {}
+        for slot, found in segment.slots():
+            if not (held := _share(segment.bucket).intersect(found)).numel:
+                continue
             for kind, value in state.items():
                 if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
                     yield _piece(slot, kind, held, value[held.within(segment.range)])
-                else:
+                elif held.start == slot.offset:
                     whole = torch.as_tensor(value).reshape(-1)
-                    yield Piece(slot.name, kind, 0, whole.numel(), slot.shape, whole)
+                    yield Piece(slot.name, kind, 0, whole.numel(), slot.shape, whole, whole.numel())
 
 
 def restore_model(buckets: list[Bucket], read: Read) -> None:
@@ -98,8 +100,8 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, 
         templates: `state_of` each param group.
     """
     optimizer, parts = driver.optimizer, []
+    held = {segment.parameter: optimizer.state.pop(segment.parameter, {}) for segment in driver.segments}
     for segment in driver.segments:
-        optimizer.state.pop(segment.parameter, None)
         labels = [_label(_read_fixed(slot, templates[segment.group], read)) for slot in _slots(segment)]
         parts.append(segment.cut(labels, optimizer))
     driver.recut(optimizer, parts)
@@ -107,16 +109,22 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, 
         template = templates[segment.group]
         fixed = _read_fixed(_slots(segment)[0], template, read)
         if fixed is not None:
+            before = held.get(segment.parameter, {})
             moments = {
-                kind: _read_moments(segment, kind, read).to(driver.recipe.precision.moments)
+                kind: _read_moments(segment, kind, read, before.get(kind))
                 for kind, spec in template.items()
                 if spec.per_element
             }
             optimizer.state[segment.parameter] = {kind: (fixed | moments)[kind] for kind in template}
 
 
-def _read_moments(segment: Segment, kind: str, read: Read) -> Tensor:
-    whole = torch.zeros_like(segment.parameter, requires_grad=False)
+def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tensor:
+    """A state per element, in the memory of the one `before` it where that fits: fresh memory would cost its pages."""
+    dtype = segment.bucket.recipe.precision.moments
+    if isinstance(before, Tensor) and (before.shape, before.dtype) == (segment.parameter.shape, dtype):
+        whole = before.zero_()
+    else:
+        whole = torch.zeros_like(segment.parameter, dtype=dtype, requires_grad=False)
     for slot, held in segment.slots():
         value = read(slot.name, kind, held.start - slot.offset, held.stop - slot.offset)
         if value is not None:
@@ -148,19 +156,13 @@ def _slots(segment: Segment) -> tuple[Slot, ...]:
     return tuple(segment.bucket.slots[segment.first : segment.last])
 
 
-def _held(bucket: Bucket) -> Iterator[tuple[Slot, Range]]:
-    own = bucket.space.range(bucket.recipe.plan.optim.axes)
-    for slot in bucket.slots:
-        held = own.intersect(slot.range)
-        if held.numel:
-            yield slot, held
-
-
-def _is_owner(bucket: Bucket) -> bool:
-    """Of the replicas that hold the same range, the first one writes it."""
-    recipe = bucket.recipe
-    return recipe.axes.is_first(axis for axis in recipe.axes.names if axis not in recipe.plan.optim.axes)
+def _share(bucket: Bucket) -> Range:
+    """What this rank gives of the states it holds: replicas of one range give a part of it each."""
+    axes = bucket.recipe.axes
+    held = bucket.optim_axes
+    return bucket.space.range((*held, *(axis for axis in axes.names if axis not in held)))
 
 
 def _piece(slot: Slot, kind: str, held: Range, tensor: Tensor) -> Piece:
-    return Piece(slot.name, kind, held.start - slot.offset, held.stop - slot.offset, slot.shape, tensor)
+    start, stop = held.start - slot.offset, held.stop - slot.offset
+    return Piece(slot.name, kind, start, stop, slot.shape, tensor, slot.numel)
