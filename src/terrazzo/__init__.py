@@ -18,18 +18,20 @@ from terrazzo.engine import (
     gathered,
     shard,
 )
-from terrazzo.errors import BadInput, Diverged, Misuse, TerrazzoError
+from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, SaveFailed, TerrazzoError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BadInput",
+    "Damaged",
     "Diverged",
     "LossScaling",
     "Misuse",
     "Place",
     "Plan",
     "Precision",
+    "SaveFailed",
     "TerrazzoError",
     "__version__",
     "accumulate",

@@ -1,24 +1,44 @@
-"""Checkpoints: a folder of safetensors files and one JSON manifest, written by any plan, read by any other.
+"""Checkpoints: a folder of safetensors files under one JSON manifest, written by any plan, read by any other.
 
     tz.checkpoint.save("runs/a/step-00000100", model, optimizer, extra={"step": 100})
     extra = tz.checkpoint.load("runs/a/step-00000100", model, optimizer)
 
 Each rank writes the element ranges it owns; reading asks for ranges, whoever wrote them. A folder gets its name only
-when it is complete and on disk. Nothing is pickled.
+when it is complete and on disk, and every byte that is read is checked against a digest. Nothing is pickled.
 """
 
-from terrazzo.checkpoint.read import load, load_weights
-from terrazzo.checkpoint.store import complete_checkpoints, latest, prune, step_folder
-from terrazzo.checkpoint.weights import SafetensorsWeights
+from terrazzo.checkpoint.read import load, load_weights, open_source
+from terrazzo.checkpoint.saver import Saver
+from terrazzo.checkpoint.series import (
+    Resumed,
+    claim,
+    clear,
+    complete_checkpoints,
+    latest,
+    load_newest,
+    prunable,
+    prune,
+    set_aside,
+    step_path,
+)
+from terrazzo.checkpoint.source import Source
 from terrazzo.checkpoint.write import save
 
 __all__ = [
-    "SafetensorsWeights",
+    "Resumed",
+    "Saver",
+    "Source",
+    "claim",
+    "clear",
     "complete_checkpoints",
     "latest",
     "load",
+    "load_newest",
     "load_weights",
+    "open_source",
+    "prunable",
     "prune",
     "save",
-    "step_folder",
+    "set_aside",
+    "step_path",
 ]

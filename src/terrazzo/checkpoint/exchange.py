@@ -1,14 +1,20 @@
-"""Exchanging small plain values between ranks as JSON: nothing that arrives is ever unpickled."""
+"""Exchanging small plain values between ranks as JSON, errors included: nothing that arrives is ever unpickled."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["agree", "gather_json"]
+from terrazzo.errors import BadInput, Damaged, Misuse, SaveFailed, TerrazzoError
+
+__all__ = ["agree", "gather_json", "together"]
+
+T = TypeVar("T")
+_ERRORS: dict[str, type[TerrazzoError]] = {kind.__name__: kind for kind in (BadInput, Damaged, Misuse, SaveFailed)}
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -29,3 +35,20 @@ def gather_json(value: Any) -> list[Any]:
 def agree(problem: str | None) -> str | None:
     """The first rank's problem, on every rank; None when no rank has one. Collective."""
     return next((other for other in gather_json(problem) if other is not None), None)
+
+
+def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
+    """This rank's `work`, once no rank has failed at its own. Collective.
+
+    Raises on all ranks what the first one raised that did; as `failed` where it is not an error of Terrazzo's.
+    """
+    result, problem = None, None
+    try:
+        result = work()
+    except Exception as error:  # whatever it was, the other ranks must not wait for this one
+        known = type(error).__name__ in _ERRORS
+        text = str(error) if known else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        problem = [type(error).__name__ if known else failed.__name__, text]
+    if (first := next((other for other in gather_json(problem) if other is not None), None)) is not None:
+        raise _ERRORS[first[0]](first[1])
+    return result  # type: ignore[return-value]

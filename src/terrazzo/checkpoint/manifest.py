@@ -1,59 +1,133 @@
-"""The manifest: what a checkpoint holds and where, as strict JSON.
+"""The manifest: what a checkpoint holds, where, and what each block of it digests to, as strict JSON.
 
-Every state of every parameter is listed under the parameter's original name with its global shape and the flat,
-row-major element ranges that each file holds. A reader on another world size finds what it needs from this alone.
+Every state of every tensor is listed under the tensor's original name with its global shape and the flat, row-major
+element ranges that each file holds. A reader on another number of ranks finds what it needs from this alone.
+docs/reference/checkpoint-format.md says it for someone who writes a reader.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, Damaged
 
 __all__ = [
+    "BLOCK_BYTES",
+    "DTYPES",
+    "FILE_NAME",
     "MANIFEST",
+    "SEAL",
     "VERSION",
-    "Entry",
+    "File",
     "Manifest",
-    "OptimizerEntry",
-    "StateEntry",
-    "read_manifest",
-    "tensor_key",
+    "OptimizerState",
+    "Range",
+    "State",
+    "Tensor",
+    "Topology",
+    "blocks_of",
+    "dtype_of",
+    "parse_manifest",
 ]
 
-MANIFEST = "manifest.json"
-VERSION = 1
+MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+VERSION = 2
+BLOCK_BYTES = 4 << 20  # what one digest covers: small enough to read one for a few elements, and to stay in a cache
+MAX_MANIFEST_BYTES = 1 << 30
 
-FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")]  # no path can leave the folder
+# By the name that torch has for them, the name that safetensors has.
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+FileName = Annotated[str, Field(pattern=f"^{FILE_NAME.pattern}$")]  # no path can leave the folder
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class StateEntry(_Strict):
-    """One state of a parameter: ranges are `[start, stop, index into files]`, sorted, without gaps."""
+class Range(_Strict):
+    """Elements `start..stop` of a state: where their bytes are, and a digest for each `block_bytes` of them."""
 
-    dtype: str
-    ranges: list[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]]
+    start: NonNegativeInt
+    stop: NonNegativeInt
+    file: NonNegativeInt = Field(description="index into files")
+    offset: NonNegativeInt = Field(description="bytes from the beginning of the file")
+    digests: list[Digest]
 
 
-class Entry(_Strict):
+class State(_Strict):
+    """One state of a tensor. Its ranges are sorted and without gaps; together they are `numel` elements."""
+
+    dtype: Dtype
+    numel: NonNegativeInt
+    ranges: list[Range]
+
+
+class Tensor(_Strict):
     """A parameter or buffer: its global shape, and its states by kind (`weight`, `exp_avg`, `step`, `buffer`, ...)."""
 
-    shape: list[NonNegativeInt]
-    states: dict[str, StateEntry]
+    shape: list[Annotated[NonNegativeInt, Field(lt=1 << 63)]] = Field(max_length=64)
+    states: dict[str, State]
 
 
-class OptimizerEntry(_Strict):
-    """The optimizer's class, the hyper-parameters of its groups, and the fp16 loss scaler's counters."""
+class File(_Strict):
+    """A safetensors file: its size, and a digest of the header that stands before the tensors' bytes."""
+
+    name: FileName
+    size_bytes: NonNegativeInt
+    header_bytes: NonNegativeInt
+    header_digest: Digest
+
+
+class Topology(_Strict):
+    """Under what the checkpoint was written, for people: no reader needs it."""
+
+    world_size: PositiveInt
+    plan: dict[str, str]
+    mesh: dict[str, PositiveInt]
+    precision: dict[str, str]
+
+
+class Group(BaseModel):
+    """A param group: the names of its parameters, and whatever hyper-parameters its optimizer has."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    params: list[str]
+
+
+class OptimizerState(_Strict):
+    """The optimizer's class, its groups' hyper-parameters and parameters, and the fp16 loss scaler's counters."""
 
     name: str
-    groups: list[dict[str, Any]]
-    scaler: dict[str, float] = {}
+    groups: list[Group]
+    scaler: dict[str, float]
 
 
 class Manifest(_Strict):
@@ -61,50 +135,136 @@ class Manifest(_Strict):
 
     format: Literal["terrazzo"] = "terrazzo"
     version: int = VERSION
+    run: str
     step: NonNegativeInt
-    world_size: int = Field(gt=0)
-    plan: str
-    files: list[FileName]
-    entries: dict[str, Entry]
-    optimizer: OptimizerEntry | None
+    written: str = Field(description="UTC, for people: order goes by step")
+    software: dict[str, str]
+    topology: Topology
+    digest: Literal["blake3-128"] = "blake3-128"
+    block_bytes: PositiveInt = BLOCK_BYTES
+    files: list[File]
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    optimizer: OptimizerState | None
     ranks: list[dict[str, Any]]
     extra: dict[str, Any]
 
 
-def tensor_key(name: str, kind: str, start: int) -> str:
-    """The name under which a file holds one range."""
-    return f"{name}|{kind}|{start}"
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a name in `DTYPES`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint; raises `BadInput` when it is absent, damaged or of another version."""
-    path = folder / MANIFEST
+def blocks_of(count_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """The (first, last) bytes of each block of a range of `count_bytes`."""
+    for first in range(0, count_bytes, block_bytes):
+        yield first, min(first + block_bytes, count_bytes)
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest that `data` is, checked to be consistent in itself.
+
+    Raises:
+        Damaged: it is not strict JSON of this form, or its ranges overlap, leave gaps, or leave their files.
+        BadInput: it is of a version that this release does not read.
+    """
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise BadInput(
-            f"'{folder}' is not a complete checkpoint: it has no {MANIFEST}. Give a folder such as step-00000100."
-        ) from None
+        plain = json.loads(data, object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
+        version = plain.get("version") if isinstance(plain, dict) else None
+        if isinstance(version, int) and version != VERSION:
+            raise BadInput(_wrong_version(where, version))
+        manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise BadInput(f"The checkpoint manifest '{path}' is damaged at {where}: {first['msg']}.") from None
-    if manifest.version != VERSION:
-        raise BadInput(
-            f"The checkpoint '{folder}' has format version {manifest.version}, this release reads {VERSION}: use the"
-            " release that wrote it, or a newer one."
-        )
-    for name, entry in manifest.entries.items():
-        for kind, state in entry.states.items():
-            _check_ranges(f"{path}: {name}, {kind}", state, len(manifest.files))
+        at = ".".join(ascii(part).strip("'") for part in first["loc"]) or "the file"
+        raise Damaged(f"The checkpoint manifest '{where}' is damaged at {at}: {first['msg']}.") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise Damaged(f"The checkpoint manifest '{where}' is not strict JSON: {error}.") from None
+    if problem := next(_problems(manifest), None):
+        raise Damaged(f"The checkpoint manifest '{where}' contradicts itself: {problem}.")
     return manifest
 
 
-def _check_ranges(where: str, state: StateEntry, files: int) -> None:
-    position = 0
-    for start, stop, file in state.ranges:
-        if start != position or stop < start or file >= files:
-            raise BadInput(
-                f"{where}: the range {start}..{stop} does not continue at {position}; the manifest is damaged."
-            )
-        position = stop
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {counts.most_common(1)[0][0]!r} comes twice")
+    return found
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def _wrong_version(where: str, version: int) -> str:
+    which = "a newer release" if version > VERSION else "the release that wrote it, and save again with this one"
+    return f"The checkpoint '{where}' has format version {version}, and this release reads {VERSION}: use {which}."
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """Bytes of a file that a range claims."""
+
+    first: int
+    last: int
+    what: str
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        yield "a file is listed twice"
+    yield from (
+        f"{file.name} is smaller than its header" for file in manifest.files if file.header_bytes > file.size_bytes
+    )
+    if manifest.optimizer is not None:
+        grouped = Counter(name for group in manifest.optimizer.groups for name in group.params)
+        yield from (f"{name!a} is in two parameter groups" for name, count in grouped.items() if count > 1)
+    if len(manifest.ranks) not in (0, manifest.topology.world_size):
+        yield f"it has random generators of {len(manifest.ranks)} ranks, not of {manifest.topology.world_size}"
+    claimed: dict[int, list[_Extent]] = defaultdict(list)
+    for name, tensor in manifest.tensors.items():
+        for kind, state in tensor.states.items():
+            what = f"{ascii(name)[1:-1]}, {kind}"
+            if kind in ("weight", "buffer") and state.numel != math.prod(tensor.shape):
+                yield f"{what}: {state.numel} elements do not make the shape {tensor.shape}"
+            yield from _range_problems(manifest, what, state, claimed)
+    for file, extents in claimed.items():
+        yield from _overlaps(manifest.files[file].name, extents)
+    yield from (f"the alias {alias!r} is of nothing" for alias, name in manifest.aliases.items()
+                if name not in manifest.tensors or alias in manifest.tensors)  # fmt: skip
+
+
+def _range_problems(manifest: Manifest, what: str, state: State, claimed: dict[int, list[_Extent]]) -> Iterator[str]:
+    position, itemsize = 0, dtype_of(state.dtype).itemsize
+    for part in state.ranges:
+        if part.start != position or part.stop <= part.start or part.file >= len(manifest.files):
+            yield f"{what}: the range {part.start}..{part.stop} does not continue at {position}"
+            return
+        position = part.stop
+        file, count_bytes = manifest.files[part.file], (part.stop - part.start) * itemsize
+        if part.offset < file.header_bytes or part.offset + count_bytes > file.size_bytes:
+            yield f"{what}: the range {part.start}..{part.stop} is not inside {file.name}"
+        if len(part.digests) != -(-count_bytes // manifest.block_bytes):
+            yield f"{what}: the range {part.start}..{part.stop} has {len(part.digests)} digests"
+        claimed[part.file].append(_Extent(part.offset, part.offset + count_bytes, what))
+    if position != state.numel:
+        yield f"{what}: ranges hold {position} of {state.numel} elements"
+
+
+def _overlaps(file: str, extents: Iterable[_Extent]) -> Iterator[str]:
+    ordered = sorted(extents, key=lambda extent: extent.first)
+    for before, after in pairwise(ordered):
+        if after.first < before.last:
+            yield f"{before.what} and {after.what} overlap in {file}"

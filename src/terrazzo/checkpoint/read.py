@@ -1,194 +1,211 @@
-"""Reading a checkpoint on any number of ranks under any plan, by element ranges."""
+"""Loading a checkpoint of any format on any number of ranks under any plan, by element ranges."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from terrazzo.checkpoint.buffers import persistent_buffers
-from terrazzo.checkpoint.exchange import agree
-from terrazzo.checkpoint.manifest import MANIFEST, Manifest, OptimizerEntry, read_manifest, tensor_key
-from terrazzo.checkpoint.rng import restore_rng
-from terrazzo.checkpoint.weights import SafetensorsWeights
+from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.checkpoint.fit import fitted_groups, misfits
+from terrazzo.checkpoint.importers import open_foreign
+from terrazzo.checkpoint.manifest import MANIFEST, SEAL
+from terrazzo.checkpoint.names import parameter_names, persistent_buffers
+from terrazzo.checkpoint.native import Block, Checkpoint
+from terrazzo.checkpoint.places import split
+from terrazzo.checkpoint.rng import restore_rng, rng_problem
+from terrazzo.checkpoint.shard import file_name
+from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
+from terrazzo.checkpoint.store import Folder
 from terrazzo.engine import engine_of
 from terrazzo.engine.optimizer import ShardedOptimizer
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, Damaged, Misuse, printable
 
-__all__ = ["load", "load_weights"]
+__all__ = ["SourceWeights", "load", "load_weights", "open_source", "own_folder", "restore"]
 
 
-def load(path: str | Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Restore the state of a sharded model and its optimizer from the folder `path`; returns `extra`. Collective.
+def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Source:
+    """The checkpoint `path`, whatever wrote it: see `Source`.
 
-    World size and plan may differ from those that saved. The random generators are restored when the world size is the
-    same. Everything that can be checked is checked on every rank before anything is changed.
+    Args:
+        model: gives names to optimizer states of formats that only number them.
 
     Raises:
-        BadInput: the checkpoint is not complete, or does not fit the model or optimizer; all differences are listed.
+        Damaged: it is Terrazzo's, and its manifest is not what was written.
+        BadInput: there is nothing, or nothing that is known.
     """
-    path = Path(path)
-    manifest = _checked(path, model, optimizer)
-    reader = _Reader(path, manifest)
-    engine_of(model).restore(reader.read)
-    for buffer in persistent_buffers(model):
-        read = (reader.read(name, "buffer", 0, buffer.tensor.numel()) for name in buffer.names)
-        if (values := next((found for found in read if found is not None), None)) is not None:
-            buffer.tensor.copy_(values.view(buffer.tensor.shape))
-    if optimizer is not None and manifest.optimizer is not None:
-        _restore_groups(optimizer, manifest.optimizer)
-    if manifest.world_size == dist.get_world_size():
-        restore_rng(manifest.ranks[dist.get_rank()]["rng"])
-    return manifest.extra
+    if (folder := own_folder(path)) is not None:
+        return Checkpoint(folder)
+    store, name = split(path)
+    if not store.occupied(name):
+        raise BadInput(f"There is no checkpoint '{path}'.")
+    if model is None:
+        return open_foreign(Path(path))
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return open_foreign(Path(path), [names[0] for names in parameter_names(model)], frozen)
 
 
-def load_weights(model: torch.nn.Module, source: str | Path | Mapping[str, torch.Tensor]) -> None:
+def own_folder(path: str | os.PathLike[str]) -> Folder | None:
+    """The folder `path` if it is a Terrazzo checkpoint, or what is left of one."""
+    store, name = split(path)
+    folder = store.folder(name)
+    return folder if any(map(folder.has, (MANIFEST, SEAL, file_name(0)))) else None
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    cast: bool = False,
+) -> dict[str, Any]:
+    """Restore a sharded model and its optimizer from the checkpoint `path`; returns its `extra`. Collective.
+
+    World size, plan and format may be any. The random generators are restored when the world size is the one that
+    saved. Everything is checked before anything is changed: that it fits, and every byte against its digest.
+    Memory: one range at a time beside the state itself.
+
+    Args:
+        optimizer: None takes the weights and leaves the rest.
+        cast: whether states may be rounded to a narrower dtype.
+
+    Raises:
+        Damaged: what is there is not what was written; the message names the file, the tensor and the bytes.
+        BadInput: the checkpoint does not fit the model or optimizer; all differences are listed.
+    """
+    source = together(lambda: open_source(path, None if optimizer is None else model), Misuse)
+    restore(source, model, optimizer, cast=cast)
+    return source.extra
+
+
+def restore(
+    source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, cast: bool = False
+) -> None:
+    """What `load` does with an opened checkpoint. Collective."""
+    if len(set(gather_json(source.identity))) > 1:
+        raise Damaged(f"The ranks do not see the same checkpoint '{source.where}': is the file system shared?")
+    together(lambda: _check_fit(source, model, optimizer, cast), Misuse)
+    together(lambda: _check_generators(source), Misuse)
+    together(lambda: _check_bytes(source, optimizer is not None), Misuse)
+    together(lambda: _restore(source, model, optimizer), Misuse)
+
+
+def load_weights(model: torch.nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
     """Load full weights into a (sharded) model, one tensor at a time.
 
     Args:
-        source: a mapping of names to full tensors, a safetensors file, a folder of them, or a checkpoint's folder.
+        source: a mapping of names to full tensors, or the path of a checkpoint of any format.
 
     Raises:
         BadInput: the files cannot be read. Missing, unexpected and misshapen names raise as in `load_state_dict`.
     """
-    if isinstance(source, Mapping):
-        model.load_state_dict(source)
-    elif (Path(source) / MANIFEST).exists():
-        model.load_state_dict(CheckpointWeights(Path(source), [buffer.names for buffer in persistent_buffers(model)]))
-    else:
-        model.load_state_dict(SafetensorsWeights(source))
+    if not isinstance(source, Mapping):
+        groups = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
+        source = SourceWeights(open_source(source), groups)
+    model.load_state_dict(source)
 
 
-class CheckpointWeights(Mapping[str, torch.Tensor]):
-    """The full weights and buffers in a checkpoint, put together one at a time.
+class SourceWeights(Mapping[str, Tensor]):
+    """The full weights and buffers of a checkpoint as a mapping; each look-up reads one tensor.
 
-    `shared` lists groups of names of one tensor: what is saved under one of them is found under all. Raises `BadInput`
-    for a tensor that the manifest names and the files do not hold.
+    `shared` lists groups of names of one tensor: what is there under one of them is found under all.
     """
 
-    def __init__(self, path: Path, shared: Iterable[Sequence[str]] = ()) -> None:
-        self._path, self._manifest = path, read_manifest(path)
-        self._reader = _Reader(path, self._manifest)
-        self._saved_as = {name: name for name in self._manifest.entries}
-        for names in shared:
-            saved = next((name for name in names if name in self._manifest.entries), None)
-            if saved is not None:
-                self._saved_as = {**dict.fromkeys(names, saved), **self._saved_as}
+    def __init__(self, source: Source, shared: list[list[str]] | None = None) -> None:
+        self._source = source
+        self._listed = {name: name for name in source.tensors} | dict(source.aliases)
+        for names in shared or ():
+            if (found := source.resolve(names)) is not None:
+                self._listed |= {name: found for name in names if name not in self._listed}
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        saved = self._saved_as[name]
-        entry = self._manifest.entries[saved]
-        kind = "buffer" if "buffer" in entry.states else "weight"
-        numel = math.prod(entry.shape)
-        values = self._reader.read(saved, kind, 0, numel)
-        if numel == 0:
-            return torch.empty(entry.shape)
-        if values is None or values.numel() != numel:
-            raise BadInput(
-                f"The checkpoint '{self._path}' names {saved}, of {numel} elements, but does not hold all its values:"
-                " it is damaged, use another one."
-            )
-        return values.view(entry.shape)
+    def __getitem__(self, name: str) -> Tensor:
+        listed = self._listed[name]
+        kind = BUFFER if BUFFER in self._source.tensors[listed].states else WEIGHT
+        return self._source.whole(listed, kind)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._saved_as  # the mixin's would read the tensor
+        return name in self._listed  # the mixin's would read the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._manifest.entries)
+        return iter(self._source.tensors)
 
     def __len__(self) -> int:
-        return len(self._manifest.entries)
+        return len(self._source.tensors)
 
 
-class _Reader:
-    """Reads element ranges; only the bytes asked for, from whichever files hold them."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path, self._manifest = path, manifest
-
-    def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor | None:
-        """Elements `start..stop` (flat, row-major) of a state, or None when it is not there."""
-        entry = self._manifest.entries.get(name)
-        if entry is None or kind not in entry.states:
-            return None
-        state = entry.states[kind]
-        parts = [
-            self._slice(self._manifest.files[file], tensor_key(name, kind, first), max(start, first) - first,
-                        min(stop, last) - first)
-            for first, last, file in state.ranges
-            if first < stop and start < last
-        ]  # fmt: skip
-        if not parts:
-            return torch.empty(0, dtype=getattr(torch, state.dtype))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _slice(self, file: str, key: str, start: int, stop: int) -> torch.Tensor:
-        try:
-            with safe_open(self._path / file, framework="pt") as opened:
-                values: torch.Tensor = opened.get_slice(key)[start:stop]
-        except (SafetensorError, OSError) as error:
-            raise BadInput(f"The checkpoint file '{self._path / file}' cannot give '{key}': {error}.") from None
-        if values.numel() != stop - start:
-            raise BadInput(f"'{key}' in '{self._path / file}' is shorter than the manifest says.")
-        return values
-
-
-def _checked(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Manifest:
-    """The manifest, once every rank has found that it fits. Raises the same `BadInput` on all ranks."""
-    manifest, problem = None, None
-    try:
-        manifest = read_manifest(path)
-        _check_fit(path, manifest, model, optimizer)
-    except BadInput as error:
-        problem = str(error)
-    if (first := agree(problem)) is not None:
-        raise BadInput(first)
-    assert manifest is not None
-    return manifest
-
-
-def _check_fit(path: Path, manifest: Manifest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    saved = {name: entry.shape for name, entry in manifest.entries.items()}
-    for buffer in persistent_buffers(model):
-        names = [name for name in buffer.names if name in saved] or [buffer.name]
-        shapes |= {name: list(buffer.tensor.shape) for name in names}
-    problems = [f"missing: {name}" for name in sorted(set(shapes) - set(saved))]
-    problems += [f"not in the model: {name}" for name in sorted(set(saved) - set(shapes))]
-    for name in sorted(set(saved) & set(shapes)):
-        if saved[name] != shapes[name]:
-            problems.append(f"{name} is {saved[name]} in the checkpoint and {shapes[name]} in the model")
-    for name, states in manifest.entries.items():
-        numel = math.prod(states.shape)
-        for kind, state in states.states.items():
-            if kind in ("weight", "buffer") and numel and (not state.ranges or state.ranges[-1][1] != numel):
-                problems.append(f"{name}, {kind}: not all of its {numel} elements are there")
-    if optimizer is not None and manifest.optimizer is not None:
-        problems += _optimizer_problems(optimizer, manifest.optimizer)
+def _check_fit(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, cast: bool) -> None:
+    problems = list(misfits(source, model, optimizer, cast))
     if problems:
-        raise BadInput(f"The checkpoint '{path}' does not fit this run: " + "; ".join(problems) + ".")
+        raise BadInput(printable(f"The checkpoint '{source.where}' does not fit this run: {'; '.join(problems)}."))
 
 
-def _optimizer_problems(optimizer: torch.optim.Optimizer, saved: OptimizerEntry) -> list[str]:
-    if type(optimizer).__name__ != saved.name:
-        return [f"its optimizer is {saved.name}, this one is {type(optimizer).__name__}"]
-    if len(optimizer.param_groups) != len(saved.groups):
-        return [f"its optimizer has {len(saved.groups)} parameter groups, this one {len(optimizer.param_groups)}"]
-    return []
+def _generators(source: Source) -> dict[str, Any] | None:
+    """The saved states of this rank's random generators, where ranks are as many as they were."""
+    if isinstance(source, Checkpoint) and len(source.manifest.ranks) == dist.get_world_size():
+        return source.manifest.ranks[dist.get_rank()]
+    return None
 
 
-def _restore_groups(optimizer: torch.optim.Optimizer, saved: OptimizerEntry) -> None:
-    for group, values in zip(optimizer.param_groups, saved.groups, strict=True):
+def _check_generators(source: Source) -> None:
+    if (saved := _generators(source)) is not None and (problem := rng_problem(saved.get("rng"))) is not None:
+        raise Damaged(f"The states of random generators in '{source.where}' cannot be used: {problem}.")
+
+
+def _check_bytes(source: Source, with_optimizer: bool) -> None:
+    """Check this rank's share of the blocks; of all ranks together every byte is read once."""
+    if not isinstance(source, Checkpoint):
+        return
+    by_file = source.blocks(lambda kind: with_optimizer or kind in (WEIGHT, BUFFER))
+    blocks = _share([block for blocks in by_file.values() for block in blocks])
+    if problem := next(source.problems(blocks), None):
+        raise Damaged(problem)
+
+
+def _share(blocks: list[Block]) -> list[Block]:
+    """Consecutive blocks of about a rank's share of the bytes: where ranks are as before, its own file's."""
+    total, before, mine = sum(block.count_bytes for block in blocks), 0, []
+    for block in blocks:
+        if before * dist.get_world_size() // max(total, 1) == dist.get_rank():
+            mine.append(block)
+        before += block.count_bytes
+    return mine
+
+
+def _restore(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    listed = {names[0]: source.resolve(names) for names in parameter_names(model)}
+
+    def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
+        found = listed[name]
+        if found is None or kind not in source.tensors[found].states:
+            return None
+        return source.read(found, kind, start, stop)
+
+    engine_of(model).restore(read, with_optimizer=optimizer is not None)
+    with torch.no_grad():
+        for buffer in persistent_buffers(model):
+            if (found := source.resolve(buffer.names)) is not None:
+                kind = BUFFER if BUFFER in source.tensors[found].states else WEIGHT
+                buffer.tensor.copy_(source.whole(found, kind))
+    if optimizer is not None:
+        _restore_groups(source, model, optimizer)
+    if (saved := _generators(source)) is not None:
+        restore_rng(saved["rng"])
+
+
+def _restore_groups(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    saved = source.optimizer
+    assert saved is not None
+    for group, values in zip(optimizer.param_groups, fitted_groups(source, model, optimizer), strict=True):
         for key, value in values.items():
             current = group.get(key)
-            if isinstance(current, torch.Tensor):
+            if isinstance(current, Tensor):
                 current.fill_(value)
-            else:  # JSON has no tuples
+            elif key != "params":  # JSON has no tuples
                 group[key] = tuple(value) if isinstance(current, tuple) else value
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, ShardedOptimizer) and saved.scaler:
         optimizer.load_scaler_state(saved.scaler)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture_rng", "restore_rng"]
+__all__ = ["capture_rng", "restore_rng", "rng_problem"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -35,6 +35,28 @@ def restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(_decode(state["torch"]))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(_decode(state["cuda"]))
+
+
+def rng_problem(state: Any) -> str | None:
+    """What is wrong with a state from elsewhere, tried on generators of nobody's."""
+    try:
+        version, internal, gauss = state["python"]
+        random.Random().setstate((version, tuple(internal), gauss))
+        keys, position, has_gauss, cached = state["numpy"]
+        if (
+            len(keys) != 624
+            or not 0 <= position <= 624
+            or has_gauss not in (0, 1)
+            or not isinstance(gauss, float | None)
+        ):
+            return "a value is out of its range"  # numpy would read beyond its array
+        legacy = np.random.RandomState()
+        legacy.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, float(cached)))
+        torch.Generator().set_state(_decode(state["torch"]))
+        _decode(state.get("cuda", state["torch"]))
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _encode(state: torch.Tensor) -> str:

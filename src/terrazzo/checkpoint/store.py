@@ -1,95 +1,139 @@
-"""Checkpoint folders on disk: names, atomic commit, which one is newest, retention.
+"""Where checkpoints are kept: what a folder of them offers, whether it is local or behind a URL.
 
-A checkpoint is written under a hidden name, flushed, and renamed when complete, so a folder that can be seen can be
-read. The newest is found by looking, never from a file that says so. All functions here act on one rank.
+A `Store` is a folder of checkpoints, a `Folder` one of them to read, a `Draft` one that is being written. A draft is
+invisible until `commit`, which is atomic: of a local folder a rename, elsewhere the arrival of the manifest.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Protocol
 
-from terrazzo.checkpoint.manifest import MANIFEST
+from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
+from terrazzo.errors import Damaged
 
-__all__ = [
-    "commit",
-    "complete_checkpoints",
-    "latest",
-    "partial_folder",
-    "prepare",
-    "prune",
-    "step_folder",
-    "sync",
-    "write_text",
-]
-
-_STEP = re.compile(r"step-([0-9]{8,})")
+__all__ = ["Draft", "Folder", "Sink", "Store", "is_checkpoint"]
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is kept."""
-    return folder / f"step-{step:08d}"
+class Sink(Protocol):
+    """A file being written, from its first byte to its last."""
+
+    def write(self, data: memoryview) -> None:
+        """Append all of `data`."""
+
+    def finish(self) -> None:
+        """Put the whole file where a loss of power does not reach it, and close it."""
+
+    def abandon(self) -> None:
+        """Close it without asking for anything."""
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest step first. Other entries are ignored."""
-    if not folder.is_dir():
-        return []
-    found = {
-        int(match[1]): path
-        for path in folder.iterdir()
-        if (match := _STEP.fullmatch(path.name)) and (path / MANIFEST).is_file()
-    }
-    return [found[step] for step in sorted(found)]
+class Folder(ABC):
+    """One checkpoint. Raises `Damaged` naming the file for one that is missing, too short, or not a plain file."""
+
+    where: str
+
+    @abstractmethod
+    def size_bytes(self, file: str) -> int:
+        """Of a file in it."""
+
+    @abstractmethod
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from the bytes at `offset`."""
+
+    @abstractmethod
+    def has(self, file: str) -> bool:
+        """Whether there is such an entry."""
+
+    def read(self, file: str, limit: int) -> bytes:
+        """A whole small file; `Damaged` when it is larger than `limit` bytes."""
+        size = self.size_bytes(file)
+        if size > limit:
+            raise Damaged(f"'{self.where}/{file}' has {size} bytes, more than the {limit} that it may have.")
+        buffer = bytearray(size)
+        self.read_into(file, 0, memoryview(buffer))
+        return bytes(buffer)
 
 
-def latest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, if there is any."""
-    return next(reversed(complete_checkpoints(folder)), None)
+class Draft(ABC):
+    """A checkpoint being written. One rank begins and ends it; all of them write files into it."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Make room for it, and remove what interrupted saves left behind."""
+
+    @abstractmethod
+    def create(self, file: str, size_bytes: int) -> Sink:
+        """A new file that will have `size_bytes`."""
+
+    @abstractmethod
+    def folder(self) -> Folder | None:
+        """What has been written so far, to read back; None where the store itself checks what it is sent."""
+
+    @abstractmethod
+    def note(self, file: str, data: bytes) -> None:
+        """Leave a small file for the rank that commits, all at once. It is not part of the checkpoint."""
+
+    @abstractmethod
+    def noted(self, file: str) -> bytes:
+        """What was left under that name; raises `FileNotFoundError`."""
+
+    @abstractmethod
+    def has_note(self, file: str) -> bool:
+        """Whether something was left under that name."""
+
+    @abstractmethod
+    def committed(self) -> bool:
+        """Whether the rank that commits has done so."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether the process that began it is still there, as far as can be told."""
+
+    @abstractmethod
+    def commit(self, manifest: bytes, seal: bytes) -> None:
+        """Drop the notes, add the manifest and make the checkpoint visible under its name, durably."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove it, as far as that is possible. For the process that began it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what `begin` took, when another process has committed."""
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` complete checkpoints."""
-    complete = complete_checkpoints(folder)
-    for path in complete[: max(0, len(complete) - keep_last)]:
-        (path / MANIFEST).unlink()  # first: what is half removed must not be taken for complete
-        shutil.rmtree(path)
+class Store(ABC):
+    """A folder of checkpoints."""
+
+    where: str
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of the complete checkpoints in it, whoever wrote them."""
+
+    @abstractmethod
+    def folder(self, name: str) -> Folder:
+        """One checkpoint to read."""
+
+    @abstractmethod
+    def draft(self, name: str, nonce: str) -> Draft:
+        """One to be written. `nonce` tells attempts at the same name apart and is the same on all ranks."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Make a checkpoint invisible, at once, and then remove its files."""
+
+    @abstractmethod
+    def set_aside(self, name: str) -> str:
+        """Give a checkpoint a name that no series has, and return that; its files stay."""
+
+    @abstractmethod
+    def occupied(self, name: str) -> bool:
+        """Whether anything has that name."""
 
 
-def partial_folder(path: Path) -> Path:
-    """Where the checkpoint `path` is written until `commit` gives it its name."""
-    return path.parent / f".{path.name}.partial"
-
-
-def prepare(path: Path) -> Path:
-    """Make the folder to write the checkpoint `path` into, empty."""
-    partial = partial_folder(path)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
-
-
-def commit(partial: Path, path: Path) -> None:
-    """Give a completely written folder its name, durably."""
-    sync(partial)
-    partial.rename(path)
-    sync(path.parent)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file and flush it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def is_checkpoint(entries: Iterable[str]) -> bool:
+    """Whether a visible folder of these entries is one that was committed, as far as it is still there."""
+    return any(entry in (MANIFEST, SEAL) or FILE_NAME.fullmatch(entry) for entry in entries)

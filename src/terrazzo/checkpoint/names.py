@@ -1,4 +1,4 @@
-"""A model's persistent buffers by original name: state that is replicated on every rank."""
+"""The names of a model's tensors: those of tied parameters, and persistent buffers, which every rank holds whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Buffer", "persistent_buffers"]
+__all__ = ["Buffer", "parameter_names", "persistent_buffers"]
 
 
 @dataclass
@@ -29,4 +29,12 @@ def persistent_buffers(model: torch.nn.Module) -> list[Buffer]:
             if name not in module._non_persistent_buffers_set:
                 buffer = found.setdefault(id(tensor), Buffer(tensor))
                 buffer.names.append(f"{prefix}.{name}" if prefix else name)
+    return list(found.values())
+
+
+def parameter_names(model: torch.nn.Module) -> list[list[str]]:
+    """Of each parameter all names, its own first, in the order of `model.parameters()`."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
     return list(found.values())

@@ -1,0 +1,176 @@
+"""Whether a checkpoint fits a model and its optimizer: every difference, before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from terrazzo.checkpoint.names import parameter_names, persistent_buffers
+from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo
+from terrazzo.engine import engine_of
+from terrazzo.engine.optimizer import ShardedOptimizer
+
+__all__ = ["fitted_groups", "misfits"]
+
+
+def misfits(
+    source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, cast: bool
+) -> Iterator[str]:
+    """A line for each reason why `source` cannot be loaded."""
+    shapes = {tuple(names): tuple(parameter.shape) for names, parameter in _parameters(model)}
+    buffers = {tuple(buffer.names): tuple(buffer.tensor.shape) for buffer in persistent_buffers(model)}
+    shapes |= buffers
+    found = {names: source.resolve(names) for names in shapes}
+    yield from (f"missing: {_shown(names[0])}" for names, name in sorted(found.items()) if name is None)
+    unused = set(source.tensors) - set(found.values()) - {name for names in shapes for name in names}
+    yield from (f"not in the model: {_shown(name)}" for name in sorted(unused))
+    for buffer in persistent_buffers(model):
+        if (name := found[tuple(buffer.names)]) is not None:
+            states = source.tensors[name].states
+            if (state := states.get(BUFFER) or states.get(WEIGHT)) is not None:
+                yield from _misfit(_shown(name), state, source.tensors[name].numel, buffer.tensor.dtype, cast)
+    for names, name in found.items():
+        if name is None:
+            continue
+        info = source.tensors[name]
+        if info.shape != shapes[names]:
+            was, wanted = list(info.shape), list(shapes[names])
+            yield f"{_shown(name)} is {was} in the checkpoint and {wanted} in the model"
+        elif not info.states.keys() & ({WEIGHT, BUFFER} if names in buffers else {WEIGHT}):
+            yield f"{_shown(name)} has no weight in the checkpoint"
+    yield from _state_misfits(source, model, optimizer is not None, cast)
+    if optimizer is not None:
+        yield from _optimizer_misfits(source, model, optimizer)
+
+
+def fitted_groups(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """For each of the optimizer's param groups the hyper-parameters that its parameters have in the checkpoint."""
+    hyper = _hyper_parameters(source)
+    return [hyper[min(names)] if names else {} for names in _group_names(source, model, optimizer)]
+
+
+def _hyper_parameters(source: Source) -> dict[str, dict[str, Any]]:
+    """By parameter."""
+    assert source.optimizer is not None
+    found: dict[str, dict[str, Any]] = {}
+    for group in source.optimizer.groups:
+        values = {key: value for key, value in group.items() if key != "params"}
+        found |= {source.resolve([name]) or name: values for name in group["params"]}
+    return found
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
+    return zip(parameter_names(model), model.parameters(), strict=True)
+
+
+def _group_names(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[frozenset[str]]:
+    """The parameters of each group, as the checkpoint names them."""
+    members = [member for bucket in engine_of(model).buckets() for member in bucket.members]
+    groups: list[set[str]] = [set() for _ in optimizer.param_groups]
+    for member in members:
+        if 0 <= member.group < len(groups):
+            groups[member.group].add(source.resolve(member.names) or member.name)
+    return [frozenset(names) for names in groups]
+
+
+def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
+    """What is wrong with the states of each parameter, seen from what they are to become."""
+    engine = engine_of(model)
+    for bucket in engine.buckets():
+        weight = bucket.master.data.dtype if bucket.trainable else bucket.weight_dtype
+        for member in bucket.members:
+            if (name := source.resolve(member.names)) is None:
+                continue
+            info = source.tensors[name]
+            wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (member.parameter.numel(), weight)}
+            kept = {kind for kind in info.states if kind not in (WEIGHT, BUFFER)}
+            if with_optimizer and kept and bucket.trainable and member.group >= 0:
+                template, moments = engine.templates[member.group], engine.precision.moments
+                yield from (f"{_shown(name)} has no {kind}" for kind in sorted(template.keys() - kept))
+                yield from (f"{_shown(name)} has {kind}, which this optimizer does not keep"
+                            for kind in sorted(kept - template.keys()))  # fmt: skip
+                wanted |= {
+                    kind: (wanted[WEIGHT][0], moments) if spec.per_element else (math.prod(spec.shape), None)
+                    for kind, spec in template.items()
+                }
+            for kind, (numel, dtype) in wanted.items():
+                if (state := info.states.get(kind)) is not None:
+                    yield from _misfit(f"{_shown(name)}, {kind}", state, numel, dtype, cast)
+
+
+def _misfit(what: str, state: StateInfo, numel: int, dtype: torch.dtype | None, cast: bool) -> Iterator[str]:
+    """`dtype` is None for a state that is not per element: it is one number, and becomes what it has to be."""
+    if state.numel != numel:
+        yield f"{what} has {state.numel} elements in the checkpoint, not {numel}"
+    elif dtype is None:
+        return
+    elif state.dtype.is_floating_point != dtype.is_floating_point:
+        yield f"{what} is {state.dtype} in the checkpoint and {dtype} here"
+    elif not cast and not _holds(dtype, state.dtype):
+        yield f"{what} is {state.dtype} in the checkpoint and would be rounded to {dtype} (cast=True allows that)"
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every value of `other` is one of `dtype`."""
+    if dtype == other:
+        return True
+    if not dtype.is_floating_point or not other.is_floating_point:
+        return torch.promote_types(dtype, other) == dtype
+    own, its = torch.finfo(dtype), torch.finfo(other)
+    return own.max >= its.max and own.eps <= its.eps and own.smallest_normal <= its.smallest_normal
+
+
+def _optimizer_misfits(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    saved, own = source.optimizer, type(optimizer).__name__
+    if saved is None:
+        yield "; ".join(["it holds no optimizer state (optimizer=None takes the weights alone)", *source.notes])
+        return
+    if saved.name and saved.name != own:
+        yield f"its optimizer is {saved.name}, this one is {own}"
+    else:
+        scaler = optimizer.scaler_state() if isinstance(optimizer, ShardedOptimizer) else {}
+        for key in scaler if saved.scaler else ():
+            value = saved.scaler.get(key, math.nan)
+            if not (value > 0 if key == "scale" else value >= 0):
+                yield f"{key} of its loss scaler is {value}"
+        yield from _group_misfits(source, model, optimizer)
+
+
+def _group_misfits(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Groups may be others, as long as each parameter finds its hyper-parameters again."""
+    hyper = _hyper_parameters(source)
+    for index, names in enumerate(_group_names(source, model, optimizer)):
+        if absent := names - hyper.keys():
+            yield f"{_shown(min(absent))} is in no parameter group of its optimizer"
+            continue
+        values = hyper[min(names)] if names else {}
+        if others := [name for name in sorted(names) if hyper[name] != values]:
+            other = hyper[others[0]]
+            unlike = next(key for key in values | other if other.get(key) != values.get(key))
+            yield (
+                f"parameter group {index} puts {_shown(min(names))} and {_shown(others[0])} together, which have"
+                f" different {unlike} in the checkpoint"
+            )
+        current = optimizer.param_groups[index]
+        for key, value in values.items():
+            if not _alike(value, current.get(key)):
+                yield f"{key} of parameter group {index} is {value!r} in the checkpoint and {current.get(key)!r} here"
+
+
+def _alike(saved: Any, current: Any) -> bool:
+    """Whether a saved hyper-parameter can take the place of the current one."""
+    if isinstance(current, tuple | list):
+        return isinstance(saved, tuple | list) and len(saved) == len(current) and all(map(_alike, saved, current))
+    if current is None or isinstance(current, bool):
+        return saved is None or isinstance(saved, bool if current is not None else bool | int | float)
+    if isinstance(current, int | float | torch.Tensor):
+        return isinstance(saved, int | float) and not isinstance(saved, bool)
+    return type(saved) is type(current)
+
+
+def _shown(name: str) -> str:
+    """A name in which no two letters look alike."""
+    return name if name.isascii() else ascii(name)

@@ -1,0 +1,60 @@
+"""Checkpoints that other programs wrote, one module for each format, imported when one is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from terrazzo.checkpoint.source import Source
+from terrazzo.errors import BadInput
+
+__all__ = ["open_foreign"]
+
+_KNOWN = (
+    "folders of DeepSpeed (with 'latest'), of torch.distributed.checkpoint (with '.metadata'), of the Trainer, of"
+    " Accelerate and of *.safetensors, and files of safetensors and of torch.save"
+)
+_ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"  # what torch.save writes, and what it wrote until torch 1.6
+
+
+def open_foreign(path: Path, names: Sequence[str] = (), frozen: Collection[str] = ()) -> Source:
+    """The checkpoint at `path`, of whichever known format.
+
+    Args:
+        names: the model's parameters in the order of `model.parameters()`, where they are known: some formats only
+            number the optimizer's states.
+        frozen: those of them that are not trained.
+
+    Raises:
+        BadInput: it is of no known format, or what its format does not allow.
+    """
+    from terrazzo.checkpoint.importers import safetensors, torch_file
+
+    if path.is_dir():
+        return _open_folder(path, names, frozen)
+    try:
+        with path.open("rb") as file:
+            first = file.read(9)
+    except OSError as error:
+        raise BadInput(f"There is no checkpoint '{path}' that can be read: {error.strerror}.") from None
+    if path.suffix == ".safetensors" or first[8:] == b"{":
+        return safetensors.SafetensorsCheckpoint(path, names)
+    if first.startswith((_ARCHIVE, _PICKLE)):
+        return torch_file.TorchFile(path, names, frozen)
+    raise BadInput(f"The file '{path}' is no checkpoint: it begins with {first!r}. Known are {_KNOWN}.")
+
+
+def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str]) -> Source:
+    from terrazzo.checkpoint.importers import dcp, deepspeed, folders, safetensors
+
+    if dcp.recognises(path):
+        return dcp.DcpCheckpoint(path, names, frozen)
+    if folders.recognises(path):
+        return folders.open_folder(path, names, frozen)
+    if deepspeed.recognises(path):
+        return deepspeed.DeepSpeedCheckpoint(path)
+    if (path / safetensors.INDEX_FILE).exists() or any(path.glob("*.safetensors")):
+        return safetensors.SafetensorsCheckpoint(path, names)
+    found = sorted(entry.name for entry in path.iterdir())
+    shown = ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    raise BadInput(f"The folder '{path}' is no checkpoint: it holds {shown or 'nothing'}. Known are {_KNOWN}.")

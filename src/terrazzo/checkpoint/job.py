@@ -1,0 +1,113 @@
+"""One rank's part in a save, as plain values: the same whether this process does it or another one.
+
+Each rank writes its file, then a record of it; the first rank turns the records into the manifest and commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.checkpoint.manifest import Manifest, Range, State
+from terrazzo.checkpoint.manifest import Tensor as TensorEntry
+from terrazzo.checkpoint.places import open_store
+from terrazzo.checkpoint.seal import seal_of
+from terrazzo.checkpoint.shard import Part, file_name, write_file
+from terrazzo.checkpoint.store import Draft
+
+__all__ = ["FAILED", "Job", "record_name"]
+
+FAILED = "failed"
+"""The note in which a rank says why there will be no checkpoint."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank has to do.
+
+    Attributes:
+        store, name: where the checkpoint goes.
+        nonce: tells attempts apart; the same on all ranks.
+        parts: this rank's, arranged.
+        alone: what of the manifest is this rank's alone, if anything is.
+        common: on the first rank the manifest's other fields, and in `tensors` shapes only; else None.
+    """
+
+    store: str
+    name: str
+    nonce: str
+    rank: int
+    world_size: int
+    parts: list[Part]
+    alone: dict[str, Any] | None
+    common: dict[str, Any] | None
+
+    @property
+    def where(self) -> str:
+        """The checkpoint, for messages."""
+        return f"{self.store}/{self.name}"
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps({**vars(self), "parts": [vars(part) for part in self.parts]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """What `to_json` gave."""
+        values: dict[str, Any] = json.loads(text)
+        parts = [Part(**{**part, "shape": tuple(part["shape"])}) for part in values.pop("parts")]
+        return cls(**values, parts=parts)
+
+    def draft(self) -> Draft:
+        """The checkpoint being written, for whoever does a part of it."""
+        return open_store(self.store).draft(self.name, self.nonce)
+
+    def write(self, draft: Draft, data: Callable[[Part], memoryview]) -> None:
+        """Write this rank's file, whose bytes are `data` of each part, and its record. Raises `OSError`, `Damaged`."""
+        written = write_file(draft, file_name(self.rank), self.parts, data)
+        parts = [vars(part) for part in self.parts]
+        record = {"file": written.file.model_dump(), "parts": parts, "digests": written.digests, "alone": self.alone}
+        draft.note(record_name(self.rank), json.dumps(record).encode())
+
+    def fail(self, draft: Draft, problem: str) -> None:
+        """Tell the other ranks, as far as that is possible: the disk that failed may not take this either."""
+        with contextlib.suppress(OSError):
+            draft.note(FAILED, f"rank {self.rank}: {problem}".encode())
+
+    def conclude(self, draft: Draft) -> None:
+        """Make the checkpoint of all ranks' records visible."""
+        manifest = self._manifest(draft).model_dump_json().encode()
+        draft.commit(manifest, seal_of(manifest))
+
+    def _manifest(self, draft: Draft) -> Manifest:
+        assert self.common is not None
+        shapes: dict[str, list[int]] = self.common["tensors"]
+        tensors = {name: TensorEntry(shape=shape, states={}) for name, shape in shapes.items()}
+        files: list[dict[str, Any]] = []
+        ranks: list[dict[str, Any]] = []
+        for rank in range(self.world_size):
+            record = json.loads(draft.noted(record_name(rank)))
+            files.append(record["file"])
+            ranks += [] if record["alone"] is None else [record["alone"]]
+            for part, digests in zip(record["parts"], record["digests"], strict=True):
+                _add(tensors, part, digests, rank, record["file"]["header_bytes"])
+        for tensor in tensors.values():
+            for state in tensor.states.values():
+                state.ranges.sort(key=lambda part: part.start)
+        return Manifest(**{**self.common, "files": files, "tensors": tensors, "ranks": ranks})
+
+
+def record_name(rank: int) -> str:
+    """Of the record that `rank` writes beside its file."""
+    return f"rank-{rank:05d}.json"
+
+
+def _add(tensors: dict[str, TensorEntry], part: dict[str, Any], digests: list[str], rank: int, header: int) -> None:
+    entry = tensors.setdefault(part["name"], TensorEntry(shape=part["shape"], states={}))
+    state = entry.states.setdefault(part["kind"], State(dtype=part["dtype"], numel=part["numel"], ranges=[]))
+    if part["start"] < part["stop"]:
+        offset = header + part["offset"]
+        state.ranges.append(Range(start=part["start"], stop=part["stop"], file=rank, offset=offset, digests=digests))

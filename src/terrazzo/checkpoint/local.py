@@ -1,0 +1,268 @@
+"""Checkpoints in a local or shared POSIX folder: renamed when complete, flushed before, private to their owner."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from terrazzo.checkpoint.lock import Lock
+from terrazzo.checkpoint.manifest import MANIFEST, SEAL
+from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, is_checkpoint
+from terrazzo.errors import Damaged
+
+__all__ = ["LocalStore", "sync_folder"]
+
+_PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
+_SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # weights and settings are nobody else's business
+
+
+class LocalStore(Store):
+    """Checkpoints as folders of `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.where = root, str(root)
+
+    def names(self) -> list[str]:
+        try:
+            visible = [name for name in os.listdir(self.root) if not name.startswith(".")]
+        except FileNotFoundError:
+            return []
+        return sorted(name for name in visible if _looks_complete(self.root / name))
+
+    def folder(self, name: str) -> LocalFolder:
+        return LocalFolder(self.root / name)
+
+    def draft(self, name: str, nonce: str) -> LocalDraft:
+        return LocalDraft(self.root, name, nonce)
+
+    def remove(self, name: str) -> None:
+        gone = self.root / f".{name}.removed-{os.urandom(4).hex()}"
+        os.rename(self.root / name, gone)
+        sync_folder(self.root)
+        shutil.rmtree(gone)
+
+    def set_aside(self, name: str) -> str:
+        aside = f"{name}.damaged-{os.urandom(2).hex()}"
+        os.rename(self.root / name, self.root / aside)
+        sync_folder(self.root)
+        return aside
+
+    def occupied(self, name: str) -> bool:
+        return os.path.lexists(self.root / name)
+
+
+class LocalFolder(Folder):
+    """The files of one checkpoint. Links and devices are not followed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.where = path, str(path)
+
+    def size_bytes(self, file: str) -> int:
+        with self._opened(file) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        done = 0
+        with self._opened(file) as descriptor:
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                if not count:
+                    raise Damaged(f"'{self.path / file}' ends at byte {offset + done}: it has been cut off.")
+                done += count
+
+    def has(self, file: str) -> bool:
+        return os.path.lexists(self.path / file)
+
+    @contextlib.contextmanager
+    def _opened(self, file: str) -> Iterator[int]:
+        """A descriptor of a plain file; whatever the system says against that, or against reading it, is `Damaged`."""
+        path, descriptor = self.path / file, -1
+        try:  # a pipe would block without O_NONBLOCK
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Damaged(f"'{path}' is not a plain file.")
+            yield descriptor
+        except FileNotFoundError:
+            raise Damaged(f"The checkpoint '{self.path}' has no {file}.") from None
+        except OSError as error:
+            raise Damaged(f"'{path}' cannot be read as a plain file: {error.strerror}.") from None
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+class LocalDraft(Draft):
+    """A hidden folder beside the name that it will get. A lock tells a live one from what a dead process left."""
+
+    def __init__(self, root: Path, name: str, nonce: str) -> None:
+        self._root, self._target = root, root / name
+        self._path = root / f".{name}.partial-{nonce}"
+        self._lock = Lock(root / f"{self._path.name}.lock")
+
+    def begin(self) -> None:
+        _make_folders(self._root)
+        _sweep(self._root)
+        while self._lock.take() is False:  # first: a folder without one is taken for a dead process's
+            time.sleep(0.01)  # another save has looked whether anyone holds it
+        os.mkdir(self._path, _FOLDER_MODE)
+
+    def create(self, file: str, size_bytes: int) -> Sink:
+        return _LocalSink(self._path / file, size_bytes)
+
+    def folder(self) -> LocalFolder:
+        return LocalFolder(self._path)
+
+    def note(self, file: str, data: bytes) -> None:
+        unfinished = self._path / f"{file}.new"
+        unfinished.write_bytes(data)
+        os.rename(unfinished, self._path / file)
+
+    def noted(self, file: str) -> bytes:
+        return (self._path / file).read_bytes()
+
+    def has_note(self, file: str) -> bool:
+        return os.path.lexists(self._path / file)
+
+    def committed(self) -> bool:
+        return os.path.lexists(self._target) and not os.path.lexists(self._path)
+
+    def alive(self) -> bool:
+        return self._lock.held()
+
+    def commit(self, manifest: bytes, seal: bytes) -> None:
+        for note in self._path.glob("*.json"):
+            os.unlink(note)
+        for file, data in ((SEAL, seal), (MANIFEST, manifest)):
+            sink = self.create(file, len(data))
+            try:
+                sink.write(memoryview(data))
+            except BaseException:
+                sink.abandon()
+                raise
+            sink.finish()
+        sync_folder(self._path)
+        if os.path.lexists(self._target):  # a rename would replace an empty folder
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._target))
+        os.rename(self._path, self._target)
+        try:
+            sync_folder(self._root)
+        except OSError:  # nobody knows what a loss of power would leave: then it must not be seen
+            os.rename(self._target, self._path)
+            raise
+        self.close()
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        self._lock.drop()
+
+
+class _LocalSink:
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._path, self._written = path, 0
+        self._descriptor = os.open(path, flags, _FILE_MODE)
+        try:
+            with self._named():
+                _reserve(self._descriptor, size_bytes)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, data: memoryview) -> None:
+        data = data.cast("B")
+        while data:
+            with self._named():
+                count = os.write(self._descriptor, data)
+            _begin_writing(self._descriptor, self._written, count)
+            self._written, data = self._written + count, data[count:]
+
+    def finish(self) -> None:
+        with self._named():
+            try:
+                os.fsync(self._descriptor)
+            finally:
+                os.close(self._descriptor)
+
+    def abandon(self) -> None:
+        os.close(self._descriptor)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error of a descriptor says nothing of its file."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Take the space of a file at once: a full disk is found before anything is written."""
+    try:
+        if size_bytes:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def _begin_writing(descriptor: int, offset: int, count: int) -> None:
+    """Let the disk begin with these bytes now, and not when all have been handed over."""
+    if _libc is not None:
+        _libc.sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the entries of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder and those above it, so that a loss of power cannot take them away with what is in them."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def _looks_complete(folder: Path) -> bool:
+    """Whether it is a checkpoint, or may be one that cannot be looked into: opening that one says why."""
+    try:
+        return is_checkpoint(os.listdir(folder))
+    except PermissionError:
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _sweep(root: Path) -> None:
+    """Remove the hidden folders of saves and removals that no living process is at."""
+    for path in list(root.iterdir()):
+        if not _PARTIAL.fullmatch(path.name) or path.name.endswith(".lock"):
+            continue
+        lock = Lock(root / f"{path.name}.lock")
+        if lock.take():
+            shutil.rmtree(path, ignore_errors=True)
+            lock.drop()
+    for path in root.glob(".*.lock"):
+        if _PARTIAL.fullmatch(path.name) and not (root / path.name.removesuffix(".lock")).exists():
+            lock = Lock(path)
+            if lock.take():
+                lock.drop()

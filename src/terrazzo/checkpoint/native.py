@@ -1,0 +1,152 @@
+"""Terrazzo's own checkpoints as a `Source`: every block that is read is checked against its digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from terrazzo.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    SEAL,
+    Range,
+    blocks_of,
+    dtype_of,
+    parse_manifest,
+)
+from terrazzo.checkpoint.seal import check_seal
+from terrazzo.checkpoint.shard import bytes_of, checked_block
+from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
+from terrazzo.checkpoint.store import Folder
+from terrazzo.errors import Damaged
+
+__all__ = ["Block", "Checkpoint"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes of a file under one digest, and what they are."""
+
+    file: str
+    offset: int
+    count_bytes: int
+    digest: str
+    what: str
+
+    def problem(self, folder: Folder, buffer: memoryview) -> str | None:
+        """What is wrong with it, if anything. `buffer` is for its bytes."""
+        try:
+            good = checked_block(folder, self.file, self.offset, buffer[: self.count_bytes], self.digest)
+        except Damaged as error:
+            return f"{error} This concerns {self.what}."
+        return None if good else self.changed(folder)
+
+    def changed(self, folder: Folder) -> str:
+        """The message for bytes that have another digest."""
+        last = self.offset + self.count_bytes - 1
+        return f"'{folder.where}/{self.file}', bytes {self.offset} to {last}, {self.what}: not what was written."
+
+
+class Checkpoint(Source):
+    """A folder that Terrazzo wrote. Opening it reads and checks the manifest, and the files' sizes.
+
+    Args:
+        sizes: whether to check these.
+
+    Raises:
+        Damaged: the manifest or its seal is missing, changed or contradicts itself, or a file has another size.
+        BadInput: it is of another version.
+    """
+
+    format = "Terrazzo"
+
+    def __init__(self, folder: Folder, sizes: bool = True) -> None:
+        super().__init__(folder.where)
+        self.folder = folder
+        self._checked: set[Block] = set()  # by this process, which need not do it again
+        data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+        check_seal(data, folder.read(SEAL, 4096), folder.where)
+        self.manifest = manifest = parse_manifest(data, f"{folder.where}/{MANIFEST}")
+        for file in manifest.files if sizes else ():
+            if (size := folder.size_bytes(file.name)) != file.size_bytes:
+                raise Damaged(f"'{folder.where}/{file.name}' has {size} bytes and was written with {file.size_bytes}.")
+        self.tensors = {
+            name: TensorInfo(
+                tuple(tensor.shape),
+                {kind: StateInfo(dtype_of(state.dtype), state.numel) for kind, state in tensor.states.items()},
+            )
+            for name, tensor in manifest.tensors.items()
+        }
+        self.identity = hashlib.sha256(data).hexdigest()
+        self.aliases, self.step, self.extra = dict(manifest.aliases), manifest.step, manifest.extra
+        if (optimizer := manifest.optimizer) is not None:
+            groups = [group.model_dump() for group in optimizer.groups]
+            self.optimizer = OptimizerInfo(optimizer.name, groups, optimizer.scaler)
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        state = self.manifest.tensors[name].states[kind]
+        if not 0 <= start <= stop <= state.numel:
+            raise Damaged(f"'{self.where}' has {state.numel} elements of {name}, {kind}, and not {start}..{stop}.")
+        dtype = dtype_of(state.dtype)
+        values = torch.empty(stop - start, dtype=dtype)
+        into = bytes_of(values)
+        for part in state.ranges:
+            first, last = max(start, part.start), min(stop, part.stop)
+            if first < last:
+                skipped = part.offset + (first - part.start) * dtype.itemsize
+                out = into[(first - start) * dtype.itemsize : (last - start) * dtype.itemsize]
+                self._fill(out, skipped, self._blocks(part, dtype.itemsize, f"{name}, {kind}"))
+        return values
+
+    def blocks(self, wanted: Callable[[str], bool] = lambda kind: True) -> dict[str, list[Block]]:
+        """By file, its blocks of the kinds of state that are `wanted`, and its header, in the order of the bytes."""
+        manifest = self.manifest
+        found = {file.name: [Block(file.name, 0, file.header_bytes, file.header_digest, "the header")]
+                 for file in manifest.files}  # fmt: skip
+        for name, tensor in manifest.tensors.items():
+            for kind, state in tensor.states.items():
+                if wanted(kind):
+                    itemsize = dtype_of(state.dtype).itemsize
+                    for part in state.ranges:
+                        found[manifest.files[part.file].name] += self._blocks(part, itemsize, f"{name}, {kind}")
+        return {file: sorted(blocks, key=lambda block: block.offset) for file, blocks in found.items()}
+
+    def problems(self, blocks: Sequence[Block]) -> Iterator[str]:
+        """What is wrong with these blocks."""
+        buffer = memoryview(bytearray(max((block.count_bytes for block in blocks), default=0)))
+        for block in blocks:
+            if (problem := block.problem(self.folder, buffer)) is not None:
+                yield problem
+            else:
+                self._checked.add(block)
+
+    def _blocks(self, part: Range, itemsize: int, what: str) -> Iterator[Block]:
+        file = self.manifest.files[part.file].name
+        spans = blocks_of((part.stop - part.start) * itemsize, self.manifest.block_bytes)
+        for (first, last), expected in zip(spans, part.digests, strict=True):
+            yield Block(file, part.offset + first, last - first, expected, what)
+
+    def _fill(self, out: memoryview, offset: int, blocks: Iterable[Block]) -> None:
+        """Fill `out` with the bytes at `offset`, which lie in `blocks`; whole blocks are read in place."""
+        end = offset + len(out)
+        for block in blocks:
+            last = block.offset + block.count_bytes
+            if last <= offset or block.offset >= end:
+                continue
+            if offset <= block.offset and last <= end:
+                self._read_block(block, out[block.offset - offset : last - offset])
+            else:
+                buffer = memoryview(bytearray(block.count_bytes))
+                self._read_block(block, buffer)
+                begin, finish = max(offset, block.offset), min(end, last)
+                out[begin - offset : finish - offset] = buffer[begin - block.offset : finish - block.offset]
+
+    def _read_block(self, block: Block, into: memoryview) -> None:
+        if block in self._checked:
+            self.folder.read_into(block.file, block.offset, into)
+        elif not checked_block(self.folder, block.file, block.offset, into, block.digest):
+            raise Damaged(block.changed(self.folder))

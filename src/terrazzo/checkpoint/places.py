@@ -1,0 +1,28 @@
+"""From a path or a URL to the store that is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from terrazzo.checkpoint.local import LocalStore
+from terrazzo.checkpoint.remote import RemoteStore
+from terrazzo.checkpoint.store import Store
+
+__all__ = ["open_store", "split"]
+
+
+def open_store(where: str | os.PathLike[str]) -> Store:
+    """A local folder, or what fsspec finds behind a URL such as `s3://bucket/runs/a`."""
+    if "://" in str(where):
+        return RemoteStore(str(where))
+    return LocalStore(Path(where))
+
+
+def split(path: str | os.PathLike[str]) -> tuple[Store, str]:
+    """The store that a checkpoint is in, and its name there."""
+    if "://" in str(path):
+        parent, _, name = str(path).rstrip("/").rpartition("/")
+        return open_store(parent), name
+    absolute = Path(path).absolute()
+    return open_store(absolute.parent), absolute.name

@@ -1,0 +1,140 @@
+"""Checkpoints behind a URL, through fsspec: object stores have no rename, so the manifest, written last, is the commit.
+
+What has no manifest is not a checkpoint, and is removed by the next save under the same name. There are no locks: two
+runs must not write to the same URL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from terrazzo.checkpoint.manifest import MANIFEST, SEAL
+from terrazzo.checkpoint.store import Draft, Folder, Sink, Store
+from terrazzo.errors import BadInput, Damaged
+
+__all__ = ["RemoteStore"]
+
+
+class RemoteStore(Store):
+    """Checkpoints as prefixes of a URL."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise BadInput(f"The checkpoints' place '{url}' cannot be opened: {error}.") from None
+        self._root, self.where = self._root.rstrip("/"), url
+
+    def names(self) -> list[str]:
+        try:
+            found = [entry["name"] for entry in self._fs.ls(self._root, detail=True) if entry["type"] == "directory"]
+        except FileNotFoundError:
+            return []
+        folders = {path.rstrip("/").rpartition("/")[2]: path for path in found}
+        return sorted(name for name, path in folders.items() if self._fs.exists(f"{path}/{MANIFEST}"))
+
+    def folder(self, name: str) -> RemoteFolder:
+        return RemoteFolder(self._fs, f"{self._root}/{name}", f"{self.where}/{name}")
+
+    def draft(self, name: str, nonce: str) -> RemoteDraft:
+        return RemoteDraft(self._fs, self.folder(name))
+
+    def remove(self, name: str) -> None:
+        self._fs.rm_file(f"{self._root}/{name}/{MANIFEST}")
+        self._fs.rm(f"{self._root}/{name}", recursive=True)
+
+    def set_aside(self, name: str) -> str:
+        aside = f"{name}.damaged"
+        self._fs.mv(f"{self._root}/{name}", f"{self._root}/{aside}", recursive=True)
+        return aside
+
+    def occupied(self, name: str) -> bool:
+        return bool(self._fs.exists(f"{self._root}/{name}/{MANIFEST}"))
+
+
+class RemoteFolder(Folder):
+    """The objects of one checkpoint."""
+
+    def __init__(self, fs: Any, path: str, where: str) -> None:
+        self._fs, self.path, self.where = fs, path, where
+
+    def size_bytes(self, file: str) -> int:
+        try:
+            return int(self._fs.size(f"{self.path}/{file}"))
+        except FileNotFoundError:
+            raise Damaged(f"The checkpoint '{self.where}' has no {file}.") from None
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        try:
+            data = self._fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + len(buffer))
+        except OSError as error:
+            raise Damaged(f"'{self.where}/{file}' cannot be read at byte {offset}: {error}.") from None
+        if len(data) != len(buffer):
+            raise Damaged(f"'{self.where}/{file}' ends at byte {offset + len(data)}: it has been cut off.")
+        buffer[:] = data
+
+    def has(self, file: str) -> bool:
+        return bool(self._fs.exists(f"{self.path}/{file}"))
+
+
+class RemoteDraft(Draft):
+    """Objects under the final name, which no reader takes for a checkpoint before the manifest is there."""
+
+    def __init__(self, fs: Any, folder: RemoteFolder) -> None:
+        self._fs, self._folder = fs, folder
+
+    def begin(self) -> None:
+        if self._fs.exists(self._folder.path):
+            self._fs.rm(self._folder.path, recursive=True)
+        self._fs.makedirs(self._folder.path, exist_ok=True)
+
+    def create(self, file: str, size_bytes: int) -> Sink:
+        return _RemoteSink(self._fs.open(f"{self._folder.path}/{file}", "wb"))
+
+    def folder(self) -> None:
+        return None
+
+    def note(self, file: str, data: bytes) -> None:
+        self._fs.pipe_file(f"{self._folder.path}/{file}", data)
+
+    def noted(self, file: str) -> bytes:
+        data: bytes = self._fs.cat_file(f"{self._folder.path}/{file}")
+        return data
+
+    def has_note(self, file: str) -> bool:
+        return self._folder.has(file)
+
+    def committed(self) -> bool:
+        return self._folder.has(MANIFEST)
+
+    def alive(self) -> bool:
+        return True
+
+    def commit(self, manifest: bytes, seal: bytes) -> None:
+        for path in self._fs.glob(f"{self._folder.path}/*.json"):
+            self._fs.rm_file(path)
+        self._fs.pipe_file(f"{self._folder.path}/{SEAL}", seal)
+        self._fs.pipe_file(f"{self._folder.path}/{MANIFEST}", manifest)
+
+    def abandon(self) -> None:
+        if not self._folder.has(MANIFEST):
+            self._fs.rm(self._folder.path, recursive=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _RemoteSink:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        self._file.discard() if hasattr(self._file, "discard") else self._file.close()

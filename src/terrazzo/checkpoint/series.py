@@ -1,0 +1,208 @@
+"""The checkpoints of a run in one place: their names, which is newest, which are kept, and resuming from a good one.
+
+Order goes by step, never by time or by a file that says so: what is there is found by looking.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.checkpoint.local import LocalStore
+from terrazzo.checkpoint.lock import Lock
+from terrazzo.checkpoint.native import Checkpoint
+from terrazzo.checkpoint.places import open_store, split
+from terrazzo.checkpoint.read import restore
+from terrazzo.checkpoint.store import Store
+from terrazzo.errors import BadInput, Damaged, Misuse
+
+__all__ = [
+    "Resumed",
+    "claim",
+    "clear",
+    "complete_checkpoints",
+    "latest",
+    "load_newest",
+    "prunable",
+    "prune",
+    "set_aside",
+    "step_path",
+]
+
+_STEP = re.compile(r"step-([0-9]{8,})")
+_PATIENCE_S = 30.0  # shared file systems show a new folder late
+
+
+def step_path(folder: str | os.PathLike[str], step: int) -> str:
+    """Where the checkpoint of `step` is kept."""
+    return f"{os.fspath(folder)}/step-{step:08d}"
+
+
+def complete_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
+    """The paths of the complete checkpoints in `folder`, oldest step first. Other entries are ignored."""
+    return [f"{os.fspath(folder)}/{name}" for name in _names(open_store(folder))]
+
+
+def latest(folder: str | os.PathLike[str]) -> str | None:
+    """The complete checkpoint of the highest step, if there is any. Its bytes are not checked."""
+    return next(reversed(complete_checkpoints(folder)), None)
+
+
+def prune(
+    folder: str | os.PathLike[str],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: int = 0,
+    run: str | None = None,
+) -> list[str]:
+    """Remove what `prunable` names with these arguments; returns it."""
+    gone = prunable(folder, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, run=run)
+    for name in gone:
+        open_store(folder).remove(name)
+    return gone
+
+
+def prunable(
+    folder: str | os.PathLike[str],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: int = 0,
+    run: str | None = None,
+) -> list[str]:
+    """The names of all complete checkpoints but those to keep, oldest step first.
+
+    Damaged ones, those of other formats and other runs are left out. Of those that are kept at least one opens.
+
+    Args:
+        keep_last: how many of the highest steps are kept.
+        keep_every: also those whose step is a multiple of it.
+        keep_best: also so many with the lowest `extra["metric"]`.
+        run: only this run's; default: every run's.
+    """
+    store = open_store(folder)
+    found = [checkpoint for name in _names(store) if (checkpoint := _opened(store, name)) is not None]
+    own = [checkpoint for checkpoint in found if run is None or checkpoint.manifest.run == run]
+    kept = {checkpoint.where for checkpoint in own[max(0, len(own) - keep_last) :]}
+    kept |= {checkpoint.where for checkpoint in own if keep_every and checkpoint.step % keep_every == 0}
+    kept |= {checkpoint.where for checkpoint in sorted(own, key=_metric)[:keep_best] if _metric(checkpoint) < math.inf}
+    return [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in kept]
+
+
+def claim(folder: str | os.PathLike[str], owner: str) -> Lock | None:
+    """Keep other runs from saving in `folder` for as long as this process lives; None behind a URL.
+
+    Raises:
+        BadInput: another run has it; the message says what its `owner` was.
+    """
+    store = open_store(folder)
+    if not isinstance(store, LocalStore):
+        return None
+    store.root.mkdir(parents=True, exist_ok=True)
+    lock = Lock(store.root / ".lock")
+    if lock.take(owner) is False:
+        raise BadInput(
+            f"Another run saves in '{store.where}': {lock.holder()}. Wait for it, or give this run another folder."
+        )
+    return lock
+
+
+def clear(folder: str | os.PathLike[str]) -> None:
+    """Remove every complete checkpoint in `folder`, damaged ones too."""
+    store = open_store(folder)
+    for name in _names(store):
+        store.remove(name)
+
+
+def set_aside(path: str) -> str:
+    """Rename a damaged checkpoint, so that its step can be saved again; returns its new name."""
+    store, name = split(path)
+    return store.set_aside(name)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run continues from: `extra` as it was given to `save`, and the run and world size that saved.
+
+    `generators` says whether the random generators continue as well: where ranks are as many as they were. `refused`
+    says of each newer checkpoint, by path, why it was not used.
+    """
+
+    path: str
+    extra: dict[str, Any]
+    run: str
+    world_size: int
+    generators: bool
+    refused: dict[str, str]
+
+
+def load_newest(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    cast: bool = False,
+) -> Resumed | None:
+    """Restore the newest checkpoint that is whole, going back past damaged ones; None where there is none. Collective.
+
+    Raises:
+        Damaged: there are checkpoints, and none is whole; the message has the reason for each.
+        BadInput: the newest whole one does not fit.
+    """
+    found = together(lambda: complete_checkpoints(folder), Damaged)
+    paths: Sequence[str] = gather_json(found)[0]  # the first rank decides: others may lag
+    refused: dict[str, str] = {}
+    for path in reversed(paths):
+        try:
+            opened = _open_together(path)
+            restore(opened, model, optimizer, cast=cast)
+        except Damaged as error:
+            refused[path] = str(error)
+        else:
+            manifest = opened.manifest
+            generators = len(manifest.ranks) == dist.get_world_size()
+            return Resumed(path, opened.extra, manifest.run, manifest.topology.world_size, generators, refused)
+    if refused:
+        raise Damaged("No checkpoint is whole. " + " ".join(f"{path}: {why}" for path, why in refused.items()))
+    return None
+
+
+def _names(store: Store) -> list[str]:
+    found = {int(match[1]): name for name in store.names() if (match := _STEP.fullmatch(name))}
+    return [found[step] for step in sorted(found)]
+
+
+def _open_together(path: str) -> Checkpoint:
+    """Open what the first rank sees; others wait for it to come into sight, and say when it does not."""
+    store, name = split(path)
+    seen = gather_json(store.occupied(name))[0]
+    deadline = time.monotonic() + _PATIENCE_S
+
+    def work() -> Checkpoint:
+        while seen and not store.occupied(name) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return Checkpoint(store.folder(name))
+
+    return together(work, Misuse)
+
+
+def _opened(store: Store, name: str) -> Checkpoint | None:
+    try:
+        return Checkpoint(store.folder(name))
+    except BadInput:
+        return None
+
+
+def _metric(checkpoint: Checkpoint) -> float:
+    value = checkpoint.extra.get("metric")
+    return float(value) if isinstance(value, int | float) else math.inf

@@ -1,0 +1,149 @@
+"""One rank's file: its ranges as a safetensors file, written in one pass with a digest of every block.
+
+The header comes first and is padded, so that the tensors' bytes start on a page. Nothing is gathered and nothing but a
+block is copied; a block that has been written is read back and compared before the file counts as written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from terrazzo.checkpoint.manifest import BLOCK_BYTES, DTYPES, File, blocks_of, dtype_of
+from terrazzo.checkpoint.store import Draft, Folder, Sink
+from terrazzo.errors import Damaged
+
+__all__ = ["Part", "Written", "arrange", "bytes_of", "checked_block", "digest", "file_name", "header_of", "write_file"]
+
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements `start..stop` of one state of a tensor, and the byte of the data section where they begin."""
+
+    name: str
+    kind: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    numel: int
+    dtype: str
+    offset: int = 0
+
+    @property
+    def key(self) -> str:
+        """The name under which the file holds it."""
+        return f"{self.name}|{self.kind}|{self.start}"
+
+    @property
+    def count_bytes(self) -> int:
+        """Its size."""
+        return (self.stop - self.start) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank reports of its file: plain values, ready for the manifest."""
+
+    file: File
+    digests: list[list[str]]
+
+
+def file_name(rank: int) -> str:
+    """Of the file that `rank` writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def digest(data: memoryview | bytes) -> str:
+    """BLAKE3 of `data`, its first 16 bytes in hexadecimal."""
+    return blake3(data).hexdigest(length=16)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a 1-D tensor; those of one on the CPU are its own and not a copy."""
+    data: Any = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def arrange(parts: Sequence[Part]) -> list[Part]:
+    """`parts` with their offsets, one after the other; wide elements first, so that each is aligned."""
+    offset, placed = 0, []
+    for part in sorted(parts, key=lambda part: -dtype_of(part.dtype).itemsize):
+        placed.append(Part(**{**vars(part), "offset": offset}))
+        offset += part.count_bytes
+    return placed
+
+
+def header_of(parts: Sequence[Part]) -> bytes:
+    """The safetensors header of arranged `parts`, its own length in front and blanks at its end."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "terrazzo"}}
+    for part in parts:
+        data = [part.offset, part.offset + part.count_bytes]
+        entries[part.key] = {"dtype": DTYPES[part.dtype], "shape": [part.stop - part.start], "data_offsets": data}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    length = -(-(8 + len(text)) // _PAGE_BYTES) * _PAGE_BYTES - 8
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def write_file(draft: Draft, name: str, parts: Sequence[Part], data: Callable[[Part], memoryview]) -> Written:
+    """Write arranged `parts`, whose bytes are `data` of each, and make sure that they are there.
+
+    Raises `OSError` as the file system does, and `Damaged` when what is read back is not what was written.
+    """
+    header = header_of(parts)
+    size_bytes = len(header) + (parts[-1].offset + parts[-1].count_bytes if parts else 0)
+    sink = draft.create(name, size_bytes)
+    try:
+        sink.write(memoryview(header))
+        digests = [_write_part(sink, data(part)) for part in parts]
+    except BaseException:
+        sink.abandon()
+        raise
+    written = Written(
+        File(name=name, size_bytes=size_bytes, header_bytes=len(header), header_digest=digest(header)), digests
+    )
+    with ThreadPoolExecutor(1) as pool:  # reading back does not wait for the disk: let it pass the time
+        flushed = pool.submit(sink.finish)
+        if (folder := draft.folder()) is not None:
+            _read_back(folder, written, parts)
+        flushed.result()
+    return written
+
+
+def checked_block(folder: Folder, file: str, offset: int, buffer: memoryview, expected: str) -> bool:
+    """Read a block into `buffer`; whether it has the digest that it had when it was written."""
+    folder.read_into(file, offset, buffer)
+    return digest(buffer) == expected
+
+
+def _write_part(sink: Sink, data: memoryview) -> list[str]:
+    return [_write_block(sink, data[first:last]) for first, last in blocks_of(len(data))]
+
+
+def _write_block(sink: Sink, block: memoryview) -> str:
+    value = digest(block)
+    sink.write(block)
+    return value
+
+
+def _read_back(folder: Folder, written: Written, parts: Sequence[Part]) -> None:
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    for offset, count_bytes, expected, what in _blocks(written, parts):
+        if not checked_block(folder, written.file.name, offset, buffer[:count_bytes], expected):
+            raise Damaged(
+                f"'{folder.where}/{written.file.name}': {what} was written at byte {offset} and reads otherwise."
+            )
+
+
+def _blocks(written: Written, parts: Sequence[Part]) -> Iterator[tuple[int, int, str, str]]:
+    for part, digests in zip(parts, written.digests, strict=True):
+        for (first, last), expected in zip(blocks_of(part.count_bytes), digests, strict=True):
+            yield written.file.header_bytes + part.offset + first, last - first, expected, part.key

@@ -1,0 +1,162 @@
+"""What a save is of: this rank's ranges of a sharded model's state, and everything about the run beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.checkpoint.job import Job
+from terrazzo.checkpoint.names import parameter_names, persistent_buffers
+from terrazzo.checkpoint.places import split
+from terrazzo.checkpoint.rng import capture_rng
+from terrazzo.checkpoint.seal import seal_of
+from terrazzo.checkpoint.shard import Part, arrange, bytes_of
+from terrazzo.checkpoint.source import BUFFER, WEIGHT
+from terrazzo.checkpoint.store import Store
+from terrazzo.engine import engine_of
+from terrazzo.engine.optimizer import ShardedOptimizer
+from terrazzo.engine.precision import DTYPE_FIELDS
+from terrazzo.errors import BadInput
+
+__all__ = ["Snapshot", "take"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A job, and the live tensors that hold the bytes of its parts."""
+
+    job: Job
+    store: Store
+    tensors: dict[str, Tensor]
+
+    def data(self, part: Part) -> memoryview:
+        """The bytes of a part, from where they are; from another device, a copy."""
+        return bytes_of(self.tensors[part.key])
+
+
+def take(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any],
+    run: str,
+) -> Snapshot:
+    """Describe the state of now. Collective.
+
+    Raises:
+        BadInput: `path` exists, or `extra` holds what JSON cannot.
+    """
+    store, name = split(path)
+    together(lambda: _check(store, name, extra), BadInput)
+    held = _held(model)
+    nonce = gather_json(os.urandom(4).hex())[0]
+    is_first = dist.get_rank() == 0
+    job = Job(
+        store=store.where,
+        name=name,
+        nonce=nonce,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        parts=arrange([part for part, _ in held]),
+        alone={"rng": capture_rng()},
+        common=together(lambda: _common(model, optimizer, extra, run) if is_first else None, BadInput),
+    )
+    return Snapshot(job, store, {part.key: tensor for part, tensor in held})
+
+
+def _check(store: Store, name: str, extra: dict[str, Any]) -> None:
+    problem = None
+    seal_of(b"")  # a key that cannot be read is found before anything is written
+    try:
+        json.dumps(extra, allow_nan=False)
+        if not isinstance(extra.get("step", 0), int) or extra.get("step", 0) < 0:
+            problem = f"extra['step'] is {extra['step']!r}: give a whole number of finished steps."
+    except (TypeError, ValueError) as error:
+        problem = f"extra holds a value that JSON cannot: {error}. Use numbers, text, lists and dicts."
+    if name.startswith("."):
+        problem = f"A checkpoint cannot be named '{name}': hidden names are those of saves that are not finished."
+    if store.occupied(name):
+        problem = (
+            f"The checkpoint '{store.where}/{name}' exists already and is not replaced: remove it or use another name."
+        )
+    if problem is not None:
+        raise BadInput(problem)
+
+
+def _held(model: torch.nn.Module) -> list[tuple[Part, Tensor]]:
+    """Everything of the training state that this rank writes; of all ranks together each element comes once."""
+    held = [
+        (
+            Part(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, _dtype(piece.tensor.dtype)),
+            piece.tensor,
+        )
+        for piece in engine_of(model).pieces()
+    ]
+    if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
+        whole = {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
+        empty = {(name, WEIGHT): value for name, value in model.named_parameters() if not value.numel()}
+        held += [_whole(name, kind, tensor.detach()) for (name, kind), tensor in {**whole, **empty}.items()]
+    return held
+
+
+def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Part, Tensor]:
+    return Part(
+        name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), _dtype(tensor.dtype)
+    ), tensor.reshape(-1)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _common(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], run: str
+) -> dict[str, Any]:
+    engine = engine_of(model)
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    names = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
+    common = {
+        "run": run,
+        "step": extra.get("step", 0),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "software": {"terrazzo": version("terrazzo"), "torch": torch.__version__},
+        "topology": {
+            "world_size": dist.get_world_size(),
+            "plan": {"name": engine.plan.name, **{state: str(place) for state, place in engine.plan.places().items()}},
+            "mesh": {axis: engine.axes.along(axis).size for axis in engine.axes.names},
+            "precision": {field: _dtype(getattr(engine.precision, field)) for field in DTYPE_FIELDS},
+        },
+        "tensors": shapes,
+        "aliases": {alias: first for first, *others in names for alias in others},
+        "optimizer": None if optimizer is None else _optimizer(model, optimizer),
+        "extra": extra,
+    }
+    try:
+        json.dumps(common, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"The optimizer has a hyper-parameter that JSON cannot hold: {error}.") from None
+    return common
+
+
+def _optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    members = [member for bucket in engine_of(model).buckets() for member in bucket.members]
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [member.name for member in members if member.group == index]}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    scaler = optimizer.scaler_state() if isinstance(optimizer, ShardedOptimizer) else {}
+    return {"name": type(optimizer).__name__, "groups": groups, "scaler": scaler}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

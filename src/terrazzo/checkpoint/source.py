@@ -1,0 +1,104 @@
+"""What every checkpoint is to a reader, whoever wrote it: named tensors with states, and any range of their elements.
+
+`load`, `terrazzo checkpoint` and the exporters know checkpoints only as this. A format is one subclass.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo"]
+
+WEIGHT, BUFFER = "weight", "buffer"
+"""The kinds of state that are not the optimizer's own. `weight` is the master weight where there was one."""
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """One state of a tensor. `numel` is the tensor's for a state per element; another for one like Adam's `step`."""
+
+    dtype: torch.dtype
+    numel: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A parameter or buffer: its global shape, and its states by kind (`weight`, `exp_avg`, `step`, `buffer`, ...)."""
+
+    shape: tuple[int, ...]
+    states: Mapping[str, StateInfo]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """An optimizer without its tensors.
+
+    Attributes:
+        name: its class, such as `AdamW`; empty where the format does not say.
+        groups: for each param group its hyper-parameters as plain JSON values, and under `params` the names of its
+            parameters in order.
+        scaler: counters of the fp16 loss scaler, as `ShardedOptimizer.scaler_state` names them; empty without one.
+    """
+
+    name: str
+    groups: list[dict[str, Any]]
+    scaler: dict[str, float] = field(default_factory=dict)
+
+
+class Source(ABC):
+    """A checkpoint that can be read. Opening one reads descriptions only and unpickles nothing.
+
+    Attributes:
+        format: what people call the format.
+        where: the path, for messages.
+        tensors: by original fully qualified name; a tied tensor once.
+        aliases: further names of tied tensors, each to the name in `tensors`.
+        optimizer: None where the checkpoint holds no optimizer state.
+        step: finished optimizer steps; 0 where the format does not say.
+        extra: plain JSON values that came with it.
+        notes: what of the checkpoint is not taken over and why, a line each.
+        identity: equal for equal contents, where the format tells; ranks compare what they see by it.
+    """
+
+    format: ClassVar[str]
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.tensors: dict[str, TensorInfo] = {}
+        self.aliases: dict[str, str] = {}
+        self.optimizer: OptimizerInfo | None = None
+        self.step = 0
+        self.extra: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.identity = ""
+
+    @abstractmethod
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements `start..stop` (flat, row-major) of a state that `tensors` lists, 1-D, on the CPU, in its dtype.
+
+        Reads little more than the bytes asked for. Raises `BadInput` naming the file, tensor and byte range where they
+        are damaged or missing.
+        """
+
+    def resolve(self, names: Iterable[str]) -> str | None:
+        """Under which of its names, if any, a tensor is in `tensors`."""
+        listed = (self.aliases.get(name, name) for name in names)
+        return next((name for name in listed if name in self.tensors), None)
+
+    def whole(self, name: str, kind: str) -> Tensor:
+        """A whole state: of the tensor's shape where it is per element, else 1-D."""
+        info = self.tensors[name]
+        values = self.read(name, kind, 0, info.states[kind].numel)
+        return values.view(info.shape) if values.numel() == info.numel else values
