@@ -1,0 +1,120 @@
+"""Names for the parameters of an optimizer whose state only numbers them.
+
+Numbers run through the param groups in order. Which parameters a program put into which group is not written down, so
+the usual ways are tried, and every state must have its parameter's shape. One that fits in two ways is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from terrazzo.errors import BadInput
+
+__all__ = ["Number", "name_numbers"]
+
+Number = int | str
+"""What stands for a parameter in an optimizer's state dict."""
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]  # of parameters
+StateShapes = Mapping[Number, Sequence[Shape]]
+Names = list[str]
+
+# transformers' Trainer: no weight decay for these, nor for any parameter of a torch.nn.LayerNorm.
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+_REMEDY = (
+    "Give the model that was trained, with the same parameters frozen; or take the weights alone, by opening the"
+    " checkpoint without a model."
+)
+
+
+def name_numbers(
+    groups: Sequence[Sequence[Number]],
+    states: StateShapes,
+    shapes: Shapes,
+    where: str,
+) -> dict[Number, str]:
+    """The name of each number.
+
+    Args:
+        groups: the numbers in each param group, in order; each is in one group.
+        states: of each number the shapes of its states with a value per element; none where it has no state.
+        shapes: of the parameters by name, in the order of `model.parameters()`.
+
+    Raises:
+        BadInput: they fit in no way, or in several; `where` names the optimizer state.
+    """
+    numbers = [number for group in groups for number in group]
+    fits: list[Names] = []
+    for lists in _divisions(shapes, len(groups)):
+        parts = [numbers] if len(lists) == 1 else groups
+        for names in _placements(parts, lists, states, shapes):
+            if names not in fits:
+                fits.append(names)
+    if not fits:
+        raise BadInput(f"{where} does not fit the model: {_difference(numbers, states, shapes)}. {_REMEDY}")
+    if len(fits) > 1:
+        one, other = next(pair for pair in zip(*fits[:2], strict=True) if pair[0] != pair[1])
+        raise BadInput(f"{where} only numbers its parameters, and one could be {one} or {other}. {_REMEDY}")
+    return dict(zip(numbers, fits[0], strict=True))
+
+
+def _divisions(shapes: Shapes, group_count: int) -> Iterator[list[Names]]:
+    """Ways to divide parameters among groups: lists to take the groups' parameters from, or one for all of them."""
+    yield [list(shapes)]
+    if group_count == 2:
+        undecayed = {name for name in shapes if _UNDECAYED.search(name.lower())}
+        yield _divided(shapes, undecayed)
+        yield _divided(shapes, undecayed | {name for name in shapes if _is_layer_norm(name, shapes)})
+        yield _divided(shapes, {name for name, shape in shapes.items() if len(shape) < 2})
+
+
+def _divided(shapes: Shapes, second: set[str]) -> list[Names]:
+    return [[name for name in shapes if name not in second], [name for name in shapes if name in second]]
+
+
+def _is_layer_norm(name: str, shapes: Shapes) -> bool:
+    module = name.removesuffix("weight")
+    return module != name and len(shapes[name]) == 1 and shapes.get(f"{module}bias") == shapes[name]
+
+
+def _placements(
+    parts: Sequence[Sequence[Number]],
+    lists: Sequence[Names],
+    states: StateShapes,
+    shapes: Shapes,
+) -> Iterator[Names]:
+    """How the numbers of each part fit the names of its list, in order; frozen parameters may be left out.
+
+    Both the first and the last way, which are equal if there is one only.
+    """
+    for backwards in (False, True):
+        found: Names = []
+        for part, names in zip(parts, lists, strict=True):
+            placed = _first_fit(part[::-1] if backwards else part, names[::-1] if backwards else names, states, shapes)
+            if placed is None:
+                return
+            found += placed[::-1] if backwards else placed
+        yield found
+
+
+def _first_fit(numbers: Sequence[Number], names: Names, states: StateShapes, shapes: Shapes) -> Names | None:
+    placed, left = [], iter(names)
+    for number in numbers:
+        fitting = (name for name in left if all(shape == shapes[name] for shape in states.get(number, ())))
+        if (name := next(fitting, None)) is None:
+            return None
+        placed.append(name)
+    return placed
+
+
+def _difference(numbers: Sequence[Number], states: StateShapes, shapes: Shapes) -> str:
+    if len(numbers) != len(shapes):
+        return f"it has {len(numbers)} parameters, and the model {len(shapes)}"
+    for number, (name, shape) in zip(numbers, shapes.items(), strict=True):
+        for found in states.get(number, ()):
+            if found != shape:
+                return f"the state of parameter {number} has the shape {list(found)}, and {name} has {list(shape)}"
+    return "its groups are not those that the Trainer, or weight decay for matrices alone, would make"

@@ -1,0 +1,175 @@
+"""Safetensors: a file, a folder of them, or a Hugging Face model folder with an index."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from terrazzo.checkpoint.importers.boxes import Box, tiling_problem, whole
+from terrazzo.checkpoint.importers.paths import size_of_plain_file
+from terrazzo.checkpoint.importers.state_dict import StateDictSource
+from terrazzo.checkpoint.importers.values import Chunk, Chunked, Region, Values
+from terrazzo.errors import BadInput, Damaged
+
+__all__ = ["INDEX_FILE", "MODEL_FILE", "SafetensorsCheckpoint", "add_safetensors"]
+
+INDEX_FILE, MODEL_FILE = "model.safetensors.index.json", "model.safetensors"
+
+_MAX_INDEX_BYTES = 256 << 20
+_SHARDING = "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter, where each rank writes a file of its blocks
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+class SafetensorsCheckpoint(StateDictSource):
+    """Weights in safetensors; there is no optimizer state in this format.
+
+    Of a folder `model.safetensors` is read, else the files that its index names, else all. Files in which each rank has
+    written its blocks (torch's `HuggingFaceStorageWriter`) are put together; they do not say how many they are, so
+    without the last one tensors are shorter than the model's.
+
+    Raises:
+        BadInput: a file is damaged, missing or outside of the folder, or a name is in two files.
+    """
+
+    format = "safetensors"
+
+    def __init__(self, path: Path, names: Sequence[str] = ()) -> None:
+        super().__init__(str(path))
+        add_safetensors(self, path, names)
+
+
+def add_safetensors(source: StateDictSource, path: Path, names: Sequence[str] = ()) -> None:
+    """The weights in a file, or in the files of a folder. `names` are known to be the model's."""
+    files, listed = _files(path) if path.is_dir() else ([path], {})
+    headers = [_Header(file) for file in files]
+    found: dict[str, list[_Block]] = {}
+    for header in headers:
+        for block in header.blocks():
+            if listed.get(block.at.what, header.file.name) == header.file.name:
+                found.setdefault(block.at.what, []).append(block)
+    for name, file in listed.items():
+        if name not in found:
+            raise Damaged(f"'{path / file}' has no tensor '{name}', and the index says that it has: copy it again.")
+    source.add_model({name: _assembled(name, blocks) for name, blocks in found.items()}, names)
+    # safetensors.torch.save_model writes one of several tied tensors, and of the others which it is.
+    said = {source.rename(alias): source.rename(name) for header in headers for alias, name in header.metadata.items()}
+    source.aliases |= {a: name for a, name in said.items() if name in source.tensors and a not in source.tensors}
+    if path.is_dir() and (others := sorted(file.name for file in path.glob("*.safetensors") if file not in files)):
+        source.notes.append(f"{', '.join(others)}: not read, as the weights are in {files[0].name}")
+
+
+@dataclass(frozen=True)
+class _Block(Chunk):
+    box: Box
+    at: Region
+
+    def region(self) -> Region:
+        return self.at
+
+
+class _Header:
+    """What one file says of its tensors."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            with safe_open(file, framework="pt"):  # checks it all
+                pass
+            with file.open("rb") as opened:
+                count = int.from_bytes(opened.read(8), "little")
+                self._entries = json.loads(opened.read(count))
+        except FileNotFoundError:
+            raise Damaged(f"There is no weights file '{file}'.") from None
+        except (SafetensorError, OSError, ValueError) as error:
+            raise Damaged(f"'{file}' is not a readable safetensors file: {error}.") from None
+        self.metadata: dict[str, str] = self._entries.pop("__metadata__", {})
+        self._first_byte = 8 + count
+
+    def blocks(self) -> Iterator[_Block]:
+        """Each tensor, and where it is."""
+        offsets = self._saved_offsets()
+        for name, entry in self._entries.items():
+            sizes = tuple(entry["shape"])
+            if entry["dtype"] not in _DTYPES:
+                raise BadInput(f"'{name}' in '{self.file}' has the dtype {entry['dtype']}, which torch has not.")
+            strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+            start = self._first_byte + entry["data_offsets"][0]
+            region = Region(self.file, start, _DTYPES[entry["dtype"]], sizes, strides, name)
+            yield _Block(Box(offsets.get(name, whole(sizes).offsets), sizes), region)
+
+    def _saved_offsets(self) -> dict[str, tuple[int, ...]]:
+        try:
+            said = json.loads(self.metadata.get(_SHARDING, "{}"))
+            return {name: tuple(map(int, value["saved_offsets"])) for name, value in said.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BadInput(f"'{self.file}' has a damaged {_SHARDING}: {error}.") from None
+
+
+def _assembled(name: str, blocks: Sequence[_Block]) -> Values:
+    first = blocks[0].at
+    ranks = {len(block.box.offsets) for block in blocks} | {len(block.box.sizes) for block in blocks}
+    if len(ranks) > 1 or any(block.at.dtype != first.dtype for block in blocks):
+        raise BadInput(f"'{name}' is in both '{first.file}' and '{blocks[-1].at.file}', and is not the same.")
+    ends = [map(sum, zip(block.box.offsets, block.box.sizes, strict=True)) for block in blocks]
+    shape = tuple(max(dim) for dim in zip(*ends, strict=True))
+    if problem := tiling_problem(shape, [block.box for block in blocks]):
+        files = sorted({block.at.file.name for block in blocks})
+        raise BadInput(f"'{name}' in {', '.join(files)}, in '{first.file.parent}': {problem}. Remove what is too much.")
+    return Chunked(shape, first.dtype, blocks)
+
+
+def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files to read, and the file of each tensor where an index says it."""
+    found, listed = sorted(folder.glob("*.safetensors")), dict[str, str]()
+    if folder / MODEL_FILE in found:
+        found = [folder / MODEL_FILE]
+    elif (folder / INDEX_FILE).is_file():
+        listed = _read_index(folder)
+        found = [folder / name for name in sorted(set(listed.values()))]
+    if missing := [file.name for file in found if not file.exists()]:
+        raise Damaged(f"'{folder}' lacks {', '.join(missing)}, which {INDEX_FILE} names: copy the folder again.")
+    if not found:
+        raise BadInput(f"The folder '{folder}' holds no .safetensors file.")
+    for file in found:
+        size_of_plain_file(folder, file.name)
+    return found, listed
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    file = folder / INDEX_FILE
+    if size_of_plain_file(folder, INDEX_FILE) > _MAX_INDEX_BYTES:
+        raise BadInput(f"'{file}' has more than {_MAX_INDEX_BYTES} bytes, which no index has.")
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        good = isinstance(listed, dict) and all(isinstance(name, str) for name in listed.values())
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise BadInput(f"'{file}' is not an index: there is no 'weight_map' of tensors to files in it.")
+    for name in set(listed.values()):
+        if Path(name).name != name:
+            raise BadInput(f"'{file}' refers to a file '{name}', which is not inside: it is damaged, or a trap.")
+    return dict(listed)
