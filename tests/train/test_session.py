@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint import complete_checkpoints, latest
-from terrazzo.errors import BadInput, Diverged
+from terrazzo.checkpoint import complete_checkpoints, latest, open_source
+from terrazzo.errors import BadInput, Damaged, Diverged
 from terrazzo.train import loop
 from terrazzo.train.config import Config
 from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.huggingface import weight_files
 from terrazzo.train.loop import Trainer
+from terrazzo.train.preflight import check
 from terrazzo.train.ranks import Ranks
 from terrazzo.train.session import open_session
 from terrazzo.train.stop import StopRequest
@@ -35,26 +36,27 @@ def config_in(folder: Path, **sections: dict[str, Any]) -> Config:
         "optimizer": {"lr": 0.003},
         "train": {"steps": 4, "sample_tokens": 0},
         "checkpoint": {"every": 1},
-        "log": {"every": 10, "folder": str(folder / "run"), "tensorboard": False},
+        "log": {"every": 1, "folder": str(folder / "run"), "tensorboard": False},
     }
     for name, section in sections.items():
         values[name] = values.get(name, {}) | section
     return config_from_dict(values)
 
 
-class NeverStop(StopRequest):
-    """Signals belong to the main thread; ranks are threads here."""
+class StopAfter(StopRequest):
+    """Asks to stop after so many steps. Signals belong to the main thread; ranks are threads here."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, steps: int | None) -> None:
+        self.left = steps
 
-    def agreed(self) -> bool:
-        return False
+    def agreed(self, broken: bool) -> tuple[bool, bool]:
+        self.left = None if self.left is None else self.left - 1
+        return self.left == 0, broken
 
 
-def trained(config: Config) -> int:
+def trained(config: Config, stop_after: int | None = None) -> int:
     def body(rank: int) -> int:
-        trainer = Trainer(open_session(config, ALONE), NeverStop())
+        trainer = Trainer(open_session(config, ALONE), StopAfter(stop_after))
         try:
             return trainer.run()
         finally:
@@ -84,13 +86,13 @@ def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkey
     with pytest.raises(Diverged, match=r"norm of step 3 is nan.*up to step 2 are intact"):
         trained(config_in(tmp_path))
     saved = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert [path.name for path in saved] == ["step-00000001", "step-00000002"]
+    assert [Path(path).name for path in saved] == ["step-00000001", "step-00000002"]
 
 
 def test_under_fp16_such_a_step_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_the_third_gradient(monkeypatch)
     assert trained(config_in(tmp_path, precision={"name": "fp16"})) == 0
-    assert latest(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step-00000004"
+    assert latest(tmp_path / "run" / "checkpoints") == str(tmp_path / "run" / "checkpoints" / "step-00000004")
 
 
 def test_a_resumed_run_names_what_differs_and_which_value_is_used(
@@ -122,9 +124,102 @@ def test_an_overwriting_run_that_cannot_start_removes_nothing(tmp_path: Path) ->
         trained(config_in(tmp_path, checkpoint=anew, plan={"units": ["NoSuchBlock"]}))
     assert complete_checkpoints(folder) == saved
     trained(config_in(tmp_path, checkpoint=anew, train={"steps": 1}))
-    assert [path.name for path in complete_checkpoints(folder)] == ["step-00000001"]
+    assert [Path(path).name for path in complete_checkpoints(folder)] == ["step-00000001"]
 
 
 def test_absent_pretrained_weights_name_the_setting(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"set model\.weights to random"):
         weight_files(tmp_path)
+
+
+def final_state(folder: Path) -> dict[tuple[str, str], Tensor]:
+    path = latest(folder / "run" / "checkpoints")
+    assert path is not None
+    source = open_source(path)
+    return {(name, kind): source.whole(name, kind) for name, info in source.tensors.items() for kind in info.states}
+
+
+def equal(first: dict[tuple[str, str], Tensor], second: dict[tuple[str, str], Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def with_everything_that_draws(folder: Path, **sections: dict[str, Any]) -> Config:
+    """Dropout, shuffling over more than one epoch, and a schedule that depends on the step."""
+    folder.mkdir(exist_ok=True)
+    sections = {"model": {"dropout": 0.3}, "data": {"max_bytes": 2000, "validation_fraction": 0.2}, **sections}
+    return config_in(folder, **sections)
+
+
+def test_twenty_steps_after_a_resumption_are_those_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    whole = with_everything_that_draws(tmp_path / "a", train={"steps": 26}, checkpoint={"every": 6})
+    trained(whole)
+    part = {"every": 6, "background": True, "keep_last": 1}
+    assert trained(with_everything_that_draws(tmp_path / "b", train={"steps": 26}, checkpoint=part), stop_after=6) == 75
+    trained(with_everything_that_draws(tmp_path / "b", train={"steps": 26}, checkpoint=part))
+    assert equal(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
+    losses = [
+        [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name)] for name in ("a", "b")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 26
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly_and_its_step_is_saved_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(config_in(tmp_path))
+    expected = final_state(tmp_path)
+    newest = Path(str(latest(tmp_path / "run" / "checkpoints")))
+    data = bytearray((newest / "rank-00000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "rank-00000.safetensors").write_bytes(data)
+    capsys.readouterr()
+    trained(config_in(tmp_path))
+    out = capsys.readouterr().out
+    assert "resumed at step 3" in out
+    assert f"resume: {newest} is DAMAGED, not used: '{newest}/rank-00000.safetensors', bytes" in out
+    assert equal(final_state(tmp_path), expected)
+    assert len([path for path in newest.parent.iterdir() if ".damaged-" in path.name]) == 1
+
+
+def test_no_whole_checkpoint_is_an_error_and_never_a_new_start(tmp_path: Path) -> None:
+    trained(config_in(tmp_path))
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        (path / "manifest.json").write_text("{}")
+    with pytest.raises(Damaged, match=r"No checkpoint is whole.*step-00000004.*step-00000003"):
+        trained(config_in(tmp_path))
+
+
+def test_changed_data_are_refused_unless_allowed(tmp_path: Path) -> None:
+    trained(config_in(tmp_path))
+    changed = {"max_bytes": 3000}
+    with pytest.raises(BadInput, match=r"another dataset.*checkpoint\.allow_changed_data"):
+        trained(config_in(tmp_path, data=changed, train={"steps": 6}))
+    assert trained(config_in(tmp_path, data=changed, train={"steps": 6}, checkpoint={"allow_changed_data": True})) == 0
+
+
+def test_the_best_checkpoint_by_validation_loss_is_kept(tmp_path: Path) -> None:
+    keep = {"every": 1, "keep_last": 1, "keep_best": 1}
+    trained(config_in(tmp_path, data={"validation_fraction": 0.2}, checkpoint=keep, train={"eval_every": 1}))
+    kept = [open_source(path) for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert kept[-1].step == 4
+    best = kept[-1].extra["best"]
+    assert best["step"] in [source.step for source in kept]
+    assert len(kept) == (1 if best["step"] == 4 else 2)
+
+
+def test_a_hugging_face_folder_is_written_at_the_end(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trained(config_in(tmp_path, checkpoint={"save_format": "hf"}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
+    assert tokenizer("the number")["input_ids"] == list(b"the number")
+    state = final_state(tmp_path)
+    assert torch.equal(model.model.embed_tokens.weight, state["embedding.weight", "weight"])
+    with pytest.raises(BadInput, match="exists already: move it away"):
+        check(config_in(tmp_path, checkpoint={"save_format": "hf"}), 1)

@@ -188,11 +188,20 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """When training state is saved, where, and what a new start does with what is there."""
 
-    folder: Path | None = Field(None, description="default: log.folder/checkpoints")
+    folder: str | None = Field(None, description="folder or fsspec URL; default: log.folder/checkpoints")
     every: int | None = Field(None, gt=0, description="steps between checkpoints; null: at the end and on SIGTERM")
     keep_last: int | None = Field(2, gt=0, description="older checkpoints are removed; null: all are kept")
+    keep_every: int | None = Field(None, gt=0, description="those of steps divisible by this are kept as well")
+    keep_best: int = Field(0, ge=0, description="so many of the lowest validation loss are kept as well")
+    background: bool = Field(False, description="train on while a copy of the state is written by another process")
+    staging_gib: float | None = Field(None, gt=0, description="background: largest copy per rank, in GiB; null: any")
     resume: Literal["if_exists", "required", "never"] = "if_exists"
     overwrite: bool = Field(False, description="with resume 'never': remove checkpoints already in the folder")
+    cast: bool = Field(False, description="resume although states are rounded to a narrower dtype")
+    allow_changed_data: bool = Field(False, description="resume although the data or their order are others")
+    save_format: Literal["terrazzo", "hf"] = Field(
+        "terrazzo", description="hf: at the end also a Hugging Face folder, log.folder/hf"
+    )
 
 
 class LaunchConfig(Section):
@@ -229,9 +238,9 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @property
-    def checkpoint_folder(self) -> Path:
+    def checkpoint_folder(self) -> str:
         """Where checkpoints are, whether the key was given or not."""
-        return self.checkpoint.folder or self.log.folder / "checkpoints"
+        return self.checkpoint.folder or str(self.log.folder / "checkpoints")
 
     @model_validator(mode="after")
     def _agrees(self) -> Config:

@@ -14,6 +14,7 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
 from terrazzo.telemetry import PeakMemory, Stopwatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
+from terrazzo.train.export import export
 from terrazzo.train.failure import PREEMPTED
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
@@ -42,17 +43,22 @@ class Trainer:
         session, train = self.session, self.session.config.train
         self.report.begin()
         if train.eval_every is not None and session.step == 0:
-            self.report.validation(evaluate(session))
+            self.validate()
         self.watch.reset()
         stopped = False
         while session.step < train.steps and not stopped:
             norm = self.train_step()
-            stopped = self.stop.agreed()
+            stopped, broken = self.stop.agreed(session.keeper.failed())
+            if broken:
+                session.keeper.settle()
             last = stopped or session.step == train.steps
             if last or session.step % session.config.log.every == 0:
                 self.log(norm)
             with self.watch.pause():
                 self.between_steps(finished=session.step == train.steps, last=last)
+        session.keeper.close()
+        if session.step == train.steps and session.config.checkpoint.save_format == "hf":
+            self.report.exported(export(session))
         self.report.end(stopped=stopped and session.step < train.steps)
         session.loader.close()
         return PREEMPTED if stopped and session.step < train.steps else 0
@@ -77,6 +83,7 @@ class Trainer:
         session.optimizer.zero_grad()
         session.schedule.step()
         session.step += 1
+        session.samples += session.config.batch.global_batch
         session.tokens += batch.valid_tokens
         self.losses.append(total / denominator)
         self.norms.append(norm)
@@ -128,11 +135,18 @@ class Trainer:
                 f" precision bf16 or fp32; checkpoints up to step {self.saved_step} are intact."
             )
 
+    def validate(self) -> None:
+        """Measure and report the validation loss, where there are data for it."""
+        found = evaluate(self.session)
+        if found is not None:
+            self.session.validated(found.loss)
+        self.report.validation(found)
+
     def between_steps(self, *, finished: bool, last: bool) -> None:
         """Evaluation, samples and checkpoints that are due after the current step."""
         session, train = self.session, self.session.config.train
         if finished or _due(session.step, train.eval_every):
-            self.report.validation(evaluate(session))
+            self.validate()
         if train.sample_tokens and (finished or _due(session.step, train.sample_every)):
             self.report.sample(sample_text(session))
         if last or _due(session.step, session.config.checkpoint.every):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from glob import has_magic
 from pathlib import Path
 
-from terrazzo.checkpoint import latest, prune
+from terrazzo.checkpoint import clear, latest
 from terrazzo.errors import BadInput
 from terrazzo.train import data
 from terrazzo.train.build import (
@@ -37,7 +37,7 @@ def check(config: Config, world_size: int) -> None:
     resume_from(config)
 
 
-def resume_from(config: Config) -> Path | None:
+def resume_from(config: Config) -> str | None:
     """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume` demands."""
     folder = config.checkpoint_folder
     newest = latest(folder)
@@ -49,7 +49,7 @@ def resume_from(config: Config) -> Path | None:
     if config.checkpoint.resume == "never":
         if newest is not None and not config.checkpoint.overwrite:
             raise BadInput(
-                f"checkpoint.resume is 'never', but '{folder}' holds {newest.name} of another run, which is not"
+                f"checkpoint.resume is 'never', but there is '{newest}' of another run, which is not"
                 " overwritten: use another checkpoint.folder, checkpoint.resume=if_exists to continue it, or"
                 " checkpoint.overwrite=true to remove it."
             )
@@ -60,7 +60,7 @@ def resume_from(config: Config) -> Path | None:
 def clear_checkpoints(config: Config) -> None:
     """Remove what `checkpoint.overwrite` allows to remove. Called by one rank, just before training starts."""
     if config.checkpoint.resume == "never" and config.checkpoint.overwrite:
-        prune(config.checkpoint_folder, keep_last=0)
+        clear(config.checkpoint_folder)
 
 
 def _check_model(config: Config) -> None:
@@ -85,8 +85,15 @@ def _check_folders(config: Config) -> None:
     """Checkpoints and logs must not be mixed with the data that is read."""
     sources = [config.data.source] if isinstance(config.data.source, str) else config.data.source
     read = {Path(source).resolve() for source in sources if not has_magic(source) and Path(source).exists()}
-    for key, folder in (("log.folder", config.log.folder), ("checkpoint.folder", config.checkpoint_folder)):
+    folders = {"log.folder": config.log.folder}
+    if "://" not in config.checkpoint_folder:
+        folders["checkpoint.folder"] = Path(config.checkpoint_folder)
+    for key, folder in folders.items():
         if folder.resolve() in read or folder.resolve() == Path(folder.resolve().anchor):
             raise BadInput(f"{key} is '{folder}', which is the data itself or the root: use a folder of its own.")
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")
+    if config.checkpoint.save_format == "hf" and (config.log.folder / "hf").exists():
+        raise BadInput(
+            f"checkpoint.save_format is 'hf', and '{config.log.folder / 'hf'}' exists already: move it away."
+        )

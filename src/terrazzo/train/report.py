@@ -113,10 +113,15 @@ class Report:
         if self._session.step < self._session.config.train.steps:  # the last one closes the summary
             self._say(self._last_sample)
 
-    def saved(self, path: Path) -> None:
-        """A checkpoint was written."""
+    def saved(self, path: str) -> None:
+        """A checkpoint was written, or will be in the background."""
         if self._speaks:
-            self._say(f"saved {path}")
+            self._say(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
+
+    def exported(self, path: Path) -> None:
+        """A Hugging Face folder was written."""
+        if self._speaks:
+            self._say(f"exported {path}")
 
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""

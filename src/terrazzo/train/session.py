@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from terrazzo.train.build import (
 from terrazzo.train.config import Config
 from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
 from terrazzo.train.huggingface import weight_files
+from terrazzo.train.keeping import Keeper
 from terrazzo.train.model import num_flops_per_token
 from terrazzo.train.preflight import clear_checkpoints, resume_from
 from terrazzo.train.ranks import Ranks
@@ -38,7 +38,8 @@ __all__ = ["Session", "open_session"]
 class Session:
     """The objects of a run. `step` counts finished optimizer steps, `tokens` the targets trained on.
 
-    `resume_notes` has a line for each setting that differs from those of the checkpoint that was loaded.
+    `samples` counts sequences over all ranks, `metric` is the newest validation loss, `best` the lowest and its step.
+    `resume_notes` has a line for whatever is not as in the checkpoint that was loaded.
     """
 
     config: Config
@@ -49,8 +50,12 @@ class Session:
     optimizer: Any
     schedule: LambdaLR
     flops_per_token: int
+    keeper: Keeper
     step: int = 0
+    samples: int = 0
     tokens: int = 0
+    metric: float | None = None
+    best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
 
     @property
@@ -58,34 +63,65 @@ class Session:
         """Micro-batches per step on each rank."""
         return batch_arithmetic(self.config.batch, self.ranks.world_size)
 
-    def save(self) -> Path:
-        """Write a checkpoint of the current step and remove older ones; returns its folder. Collective."""
-        folder = self.config.checkpoint_folder
-        path = checkpoint.step_folder(folder, self.step)
-        extra = {
+    def validated(self, loss: float) -> None:
+        """Note a validation loss of the current step: checkpoints are kept by it."""
+        self.metric = loss
+        if self.best is None or loss < self.best["loss"]:
+            self.best = {"loss": loss, "step": self.step}
+
+    def save(self) -> str:
+        """Save a checkpoint of the current step; returns its path. Collective."""
+        return self.keeper.save(self.model, self.optimizer, self._extra())
+
+    def _extra(self) -> dict[str, Any]:
+        validation = self.data.validation
+        return {
             "step": self.step,
+            "samples": self.samples,
             "tokens": self.tokens,
+            "metric": self.metric,
+            "best": self.best,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
+            "evaluation": None if validation is None else validation.fingerprint,
+            "tokenizer": self.data.tokenizer.fingerprint,
             "config": self.config.model_dump(mode="json"),
         }
-        checkpoint.save(path, self.model, self.optimizer, extra)
-        if self.ranks.is_first and self.config.checkpoint.keep_last is not None:
-            checkpoint.prune(folder, self.config.checkpoint.keep_last)
-        return path
 
-    def load(self, path: Path) -> None:
-        """Continue from a checkpoint. Collective."""
-        extra = checkpoint.load(path, self.model, self.optimizer)
-        self.step, self.tokens = extra["step"], extra["tokens"]
+    def resume(self) -> None:
+        """Continue from the newest whole checkpoint, if there is any. Collective."""
+        resumed = self.keeper.resume(self.model, self.optimizer)
+        if resumed is None:
+            return
+        extra, ranks = resumed.extra, self.ranks
+        self.step, self.samples, self.tokens = extra["step"], extra["samples"], extra["tokens"]
+        self.metric, self.best = extra["metric"], extra["best"]
         self.schedule.load_state_dict(extra["schedule"])
-        self.loader.load_state_dict(extra["data"])
-        self.resume_notes = resume_notes(self.config, extra["config"])
+        self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
+        self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
+        self.resume_notes += resume_notes(self.config, extra["config"])
+        if self._extra()["evaluation"] != extra["evaluation"]:
+            self.resume_notes.append("resume: the validation data are not those of the checkpoint")
+        if not resumed.generators:
+            torch.manual_seed(_seed(self.config.train.seed, self.step, ranks.rank))
+            self.resume_notes.append(
+                f"resume: no random generators of {ranks.world_size} ranks in the checkpoint: they are seeded anew from"
+                " the seed, the step and the rank"
+            )
 
 
 def open_session(config: Config, ranks: Ranks) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
-    newest = gather_json(str(resume_from(config) or ""))[0]  # rank 0 decides: file systems may lag
+    keeper = Keeper(config, ranks)
+    try:
+        return _open(config, ranks, keeper)
+    except BaseException:
+        keeper.release()
+        raise
+
+
+def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
+    newest = gather_json(resume_from(config) or "")[0]  # rank 0 decides: file systems may lag
     data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
     loader = _loader(config, ranks, data)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
@@ -103,14 +139,19 @@ def open_session(config: Config, ranks: Ranks) -> Session:
     if config.model.weights == "pretrained" and config.model.path is not None and not newest:
         weight_files(config.model.path)
         checkpoint.load_weights(model, config.model.path)
-    torch.manual_seed(config.train.seed + 1 + ranks.rank)  # dropout must differ between ranks
+    torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
     schedule = build_schedule(config.schedule, config.train.steps, sharded)
-    session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token)
+    session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper)
     if newest:
-        session.load(Path(newest))
+        session.resume()
     elif ranks.is_first:  # last, so that nothing is lost to a run that cannot start
         clear_checkpoints(config)
     return session
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    """For what ranks draw each for itself from `step` on."""
+    return seed + 1 + rank + step * 1_000_003
 
 
 def _loader(config: Config, ranks: Ranks, data: TokenData) -> Loader:

@@ -27,11 +27,11 @@ class StopRequest:
         signal.signal(signal.SIGTERM, self._receive)
         signal.signal(signal.SIGINT, self._receive)
 
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop. Every rank calls this once per step; all get one answer."""
-        flag = torch.tensor(float(self._requested))  # on the CPU: needs no synchronisation with a device
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+    def agreed(self, broken: bool) -> tuple[bool, bool]:
+        """Whether any rank was asked to stop, and whether any is `broken`. Every rank calls this once per step."""
+        flags = torch.tensor([float(self._requested), float(broken)])  # on the CPU: waits for no device
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags[0]), bool(flags[1])
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._requested = True

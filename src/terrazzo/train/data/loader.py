@@ -158,8 +158,11 @@ class Loader:
             "order": self.order.fingerprint(self.cursor.epoch),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], changed: bool = False) -> None:
         """Continues where `state` was taken, at any world size, micro-batch and global batch.
+
+        Args:
+            changed: go on in other data or another order, after as many epochs and samples.
 
         Raises:
             BadInput: the data, the sequence length or the order is not the one that the state is of.
@@ -172,14 +175,15 @@ class Loader:
             "order": self.order.fingerprint(cursor.epoch),
         }
         for name, value in found.items():
-            if state[name] != value:
+            if state[name] != value and not changed:
                 raise BadInput(
                     f"The saved data cursor is of another {name} ({state[name]!r}; here {value!r}), so "
                     "training would skip some samples and repeat others. Resume with the data, tokenizer, "
                     "sequence_length, split, seed and numpy of the saved run, or start a new run from its "
-                    "weights."
+                    "weights. checkpoint.allow_changed_data=true goes on all the same."
                 )
-        self.ahead, self.cursor = None, cursor
+        epochs, samples = divmod(cursor.samples, self.order.num_sequences)  # 0 epochs, unless the data are fewer now
+        self.ahead, self.cursor = None, Cursor(cursor.epoch + epochs, samples)
 
     def close(self) -> None:
         """Ends the reading thread; the loader can still be used, without reading ahead."""

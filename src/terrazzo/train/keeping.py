@@ -1,0 +1,85 @@
+"""The checkpoints of a run: who may write to the folder, saving in either way, what is kept, and where to go on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from typing import Any
+
+from torch import nn
+
+from terrazzo import checkpoint
+from terrazzo.checkpoint import Resumed, Saver
+from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.errors import Misuse, SaveFailed
+from terrazzo.train.config import Config
+from terrazzo.train.ranks import Ranks
+
+__all__ = ["Keeper"]
+
+GIB = 1 << 30
+
+
+class Keeper:
+    """Saves and restores a run in `checkpoint.folder`, which no other run may write to meanwhile.
+
+    `run` is the identity of the run: drawn when it starts, and the checkpoint's when it is resumed.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._settings, self.folder, self._is_first = config.checkpoint, config.checkpoint_folder, ranks.is_first
+        self.run: str = gather_json(os.urandom(6).hex())[0]
+        self._saver: Saver | None = None
+        who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
+        self._claim = together(lambda: checkpoint.claim(self.folder, who) if self._is_first else None, Misuse)
+
+    def resume(self, model: nn.Module, optimizer: Any) -> Resumed | None:
+        """Restore the newest whole checkpoint and rename damaged newer ones: their steps come again. Collective."""
+        resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast)
+        if resumed is not None:
+            self.run = resumed.run
+            refused = resumed.refused if self._is_first else {}
+            together(lambda: [checkpoint.set_aside(path) for path in refused], SaveFailed)
+        return resumed
+
+    def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
+        """Save, in the background where that is asked for, and remove what is not to be kept. Collective."""
+        path = checkpoint.step_path(self.folder, extra["step"])
+        if self._settings.background:
+            if self._saver is None:
+                limit = None if self._settings.staging_gib is None else int(self._settings.staging_gib * GIB)
+                self._saver = Saver(model, optimizer, run=self.run, staging_limit_bytes=limit)
+            self._saver.save(path, extra)
+        else:
+            checkpoint.save(path, model, optimizer, extra, run=self.run)
+        self._prune()
+        return path
+
+    def failed(self) -> bool:
+        """Whether a save in the background is known to have failed on this rank."""
+        return self._saver is not None and self._saver.failed()
+
+    def settle(self) -> None:
+        """Wait for a save in the background; raises `SaveFailed` on all ranks when it failed on one. Collective."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Finish what is under way, and release. Collective."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+            self._prune()
+        self.release()
+
+    def release(self) -> None:
+        """Let others write to the folder."""
+        if self._claim is not None:
+            self._claim.drop()
+
+    def _prune(self) -> None:
+        keep = self._settings
+        if self._is_first and keep.keep_last is not None:
+            every, best = keep.keep_every, keep.keep_best
+            checkpoint.prune(self.folder, keep_last=keep.keep_last, keep_every=every, keep_best=best, run=self.run)
