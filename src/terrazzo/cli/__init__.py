@@ -12,8 +12,9 @@ import typer
 
 from terrazzo import __version__
 from terrazzo.cli.bench import bench
+from terrazzo.cli.checkpoint import checkpoint
 from terrazzo.cli.train import train
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, SaveFailed, printable
 
 __all__ = ["app", "main"]
 
@@ -44,12 +45,13 @@ def _root(
 
 app.command(context_settings={"ignore_unknown_options": False})(train)
 app.command()(bench)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     try:
         app()
-    except BadInput as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (BadInput, SaveFailed) as error:
+        print(f"Error: {printable(str(error))}", file=sys.stderr)  # names in it may come from a stranger's file
+        sys.exit(2 if isinstance(error, BadInput) else 1)
