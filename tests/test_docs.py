@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo import checkpoint, cli, engine
-from terrazzo.checkpoint.manifest import Entry, Manifest, OptimizerEntry, StateEntry
+from terrazzo.checkpoint.manifest import File, Manifest, OptimizerState, Range, State, Tensor, Topology
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.precision import DTYPE_FIELDS
 from terrazzo.train import failure, stop
@@ -172,8 +172,11 @@ def test_the_reference_has_no_key_that_is_gone() -> None:
 def test_every_command_line_argument_is_in_the_reference() -> None:
     reference = text("reference/cli.md")
     root: Any = typer.main.get_command(cli.app)
-    for verb in root.commands.values():
-        assert f"terrazzo {verb.name}" in reference
+    verbs = {f"terrazzo {name}": verb for name, verb in root.commands.items()}
+    for group in [name for name, verb in verbs.items() if hasattr(verb, "commands")]:
+        verbs |= {f"{group} {name}": verb for name, verb in verbs[group].commands.items()}
+    for name, verb in verbs.items():
+        assert name in reference
         for parameter in verb.params:
             names = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
             assert all(f"`{name}`" in reference for name in names)
@@ -195,8 +198,8 @@ def test_every_exit_code_is_in_the_reference() -> None:
 
 
 def test_every_manifest_field_is_in_the_reference() -> None:
-    reference = text("reference/checkpoint-folder.md")
-    for model in (Manifest, Entry, StateEntry, OptimizerEntry):
+    reference = text("reference/checkpoint-format.md")
+    for model in (Manifest, File, Topology, Tensor, State, Range, OptimizerState):
         assert all(f"`{name}`" in reference for name in model.model_fields)
 
 
