@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint import store, write
-from terrazzo.checkpoint.read import CheckpointWeights
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.checkpoint import local
+from terrazzo.errors import BadInput, SaveFailed
 from tests.helpers.threads import exclusive, run_in_threads
 
 
@@ -186,36 +188,94 @@ def test_an_existing_checkpoint_and_values_beyond_json_are_refused(tmp_path: Pat
 
 
 def test_a_rank_that_cannot_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails_on_the_second_file(tensors: dict[str, Tensor], file: Path) -> None:
-        if file.name == "rank-00001.safetensors":
-            raise OSError(28, "No space left on device")
-        file.touch()
+    create = local.LocalDraft.create
 
-    monkeypatch.setattr(write, "save_file", fails_on_the_second_file)
+    def fails_on_the_second_file(draft: local.LocalDraft, file: str, size_bytes: int) -> Any:
+        if file == "rank-00001.safetensors":
+            raise OSError(28, "No space left on device")
+        return create(draft, file, size_bytes)
+
+    monkeypatch.setattr(local.LocalDraft, "create", fails_on_the_second_file)
 
     def body(rank: int) -> None:
         model, optimizer = build("zero3")
-        with pytest.raises(Misuse, match=r"rank 1: OSError.*No space left"):
+        with pytest.raises(SaveFailed, match=r"rank 1: OSError.*No space left"):
             checkpoint.save(tmp_path / "step-00000001", model, optimizer, {})
         assert checkpoint.latest(tmp_path) is None
-        assert not (tmp_path / "step-00000001").exists()
 
     run_in_threads(2, body)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_but_safetensors_and_json_is_written(tmp_path: Path) -> None:
     saved_after_three_steps(tmp_path / "a", "zero1", 2)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert names == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    assert names == ["manifest.json", "manifest.sha256", "rank-00000.safetensors", "rank-00001.safetensors"]
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    assert manifest["world_size"] == 2
-    assert manifest["entries"]["0.linear.weight"]["shape"] == [10, 10]
-    assert set(manifest["entries"]["0.linear.weight"]["states"]) == {
+    assert manifest["topology"]["world_size"] == 2
+    assert manifest["tensors"]["0.linear.weight"]["shape"] == [10, 10]
+    assert set(manifest["tensors"]["0.linear.weight"]["states"]) == {
         "weight",
         "exp_avg",
         "exp_avg_sq",
         "step",
     }
+
+
+def test_files_are_for_their_owner_only_and_sealed_for_sha256sum(tmp_path: Path) -> None:
+    saved_after_three_steps(tmp_path / "a", "zero3", 2)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a").iterdir()} == {0o600}
+    subprocess.run(["sha256sum", "--check", "--quiet", "manifest.sha256"], cwd=tmp_path / "a", check=True)
+
+
+def test_safetensors_itself_reads_the_files_and_finds_the_same_bytes(tmp_path: Path) -> None:
+    state, _ = saved_after_three_steps(tmp_path / "a", "zero3", 2)
+    found = {name: torch.zeros_like(value).reshape(-1) for name, value in state.items()}
+    for rank in range(2):
+        for key, values in load_file(tmp_path / "a" / f"rank-{rank:05d}.safetensors").items():
+            name, kind, start = key.split("|")
+            if kind in ("weight", "buffer"):
+                found[name][int(start) : int(start) + len(values)] = values
+    assert all(torch.equal(found[name], value.reshape(-1)) for name, value in state.items())
+
+
+def test_narrower_masters_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    saved_after_three_steps(tmp_path / "a", "zero3", 2)
+
+    def body(rank: int) -> None:
+        with exclusive():
+            torch.manual_seed(0)
+            model = nn.Sequential(Layer(10), Layer(10), nn.Linear(10, 3))
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters())}]
+        model, optimizer = tz.shard(model, torch.optim.AdamW(groups), plan="zero3", precision="bf16-pure")
+        with pytest.raises(BadInput, match=r"0.linear.weight, weight is torch.float32.*cast=True"):
+            checkpoint.load(tmp_path / "a", model, optimizer)
+        checkpoint.load(tmp_path / "a", model, optimizer, cast=True)
+
+    run_in_threads(2, body)
+
+
+def test_groups_are_found_by_their_parameters_whatever_their_order(tmp_path: Path) -> None:
+    saved_after_three_steps(tmp_path / "a", "zero3", 2)
+
+    def body(rank: int) -> None:
+        with exclusive():
+            model = nn.Sequential(Layer(10), Layer(10), nn.Linear(10, 3))
+        groups = [{"params": list(model[1:].parameters())}, {"params": list(model[0].parameters())}]
+        sharded, optimizer = tz.shard(model, torch.optim.AdamW(groups, lr=1.0), plan="zero3", units=[Layer])
+        checkpoint.load(tmp_path / "a", sharded, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 3e-3]
+        with exclusive():
+            model = nn.Sequential(Layer(10), Layer(10), nn.Linear(10, 3))
+        groups = [{"params": list(model[:2].parameters())}, {"params": list(model[2:].parameters())}]
+        sharded, optimizer = tz.shard(model, torch.optim.AdamW(groups), plan="zero3", units=[Layer])
+        with pytest.raises(
+            BadInput, match=r"group 0 puts 0\.linear\.bias and 1\.linear\.bias together, which have different lr"
+        ):
+            checkpoint.load(tmp_path / "a", sharded, optimizer)
+
+    run_in_threads(2, body)
 
 
 class Normed(nn.Module):
@@ -256,7 +316,7 @@ def test_a_shared_buffer_is_saved_once_and_found_under_either_name(tmp_path: Pat
         model, optimizer = normed()
         model.first.scale.fill_(3.0)
         checkpoint.save(tmp_path / "a", model, optimizer, {})
-        names = json.loads((tmp_path / "a" / "manifest.json").read_text())["entries"]
+        names = json.loads((tmp_path / "a" / "manifest.json").read_text())["tensors"]
         assert [name for name in names if "scale" in name] == ["first.scale"]
         for load in (
             lambda m, o: checkpoint.load(tmp_path / "a", m, o),
@@ -301,31 +361,18 @@ def test_the_loss_scale_of_an_own_loop_is_restored(tmp_path: Path) -> None:
     run_in_threads(2, body)
 
 
-def test_weights_that_are_not_in_the_files_are_refused_not_made_up(tmp_path: Path) -> None:
-    saved_after_three_steps(tmp_path / "a", "zero3", 1)
-    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    del manifest["entries"]["0.linear.weight"]["states"]["weight"]
-    manifest["entries"]["1.linear.weight"]["states"]["weight"]["ranges"] = []
-    (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
-    weights = CheckpointWeights(tmp_path / "a")
-    for name in ("0.linear.weight", "1.linear.weight"):
-        with pytest.raises(BadInput, match=f"names {name}, of 100 elements"):
-            weights[name]
-    assert weights["0.linear.bias"].shape == (10,)
-
-
-@pytest.mark.parametrize("function", ["prepare", "commit"])
+@pytest.mark.parametrize("function", ["begin", "commit"])
 def test_what_fails_on_rank_0_alone_is_raised_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    def fails(*arguments: Path) -> None:
+    def fails(*arguments: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(store, function, fails)
+    monkeypatch.setattr(local.LocalDraft, function, fails)
 
     def body(rank: int) -> None:
         model, optimizer = build("zero3")
-        with pytest.raises(Misuse, match=r"rank 0: PermissionError"):
+        with pytest.raises(SaveFailed, match=r"rank 0: PermissionError"):
             checkpoint.save(tmp_path / "a", model, optimizer, {})
 
     run_in_threads(2, body)
@@ -336,7 +383,7 @@ def test_extra_that_fails_on_one_rank_or_in_the_manifest_is_raised_on_every_rank
         model, optimizer = build("zero3")
         with pytest.raises(BadInput, match="extra holds a value"):
             checkpoint.save(tmp_path / "a", model, optimizer, {"x": {1} if rank == 1 else 1})
-        with pytest.raises(Misuse, match="rank 0: ValueError"):
+        with pytest.raises(BadInput, match="whole number of finished steps"):
             checkpoint.save(tmp_path / "a", model, optimizer, {"step": "many"})
 
     run_in_threads(2, body)

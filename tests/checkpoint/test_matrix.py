@@ -1,0 +1,150 @@
+"""Every plan on 1 to 4 ranks reads what every plan on 1 to 4 ranks has written, to the bit.
+
+The oracle is a plain PyTorch loop in one process, whose state the first checkpoint must equal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import terrazzo as tz
+from terrazzo import checkpoint
+from terrazzo.checkpoint.read import restore
+from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
+from terrazzo.engine import engine_of
+from tests.engine.toys import Net, adamw, batch, loss_of
+from tests.helpers.threads import exclusive, run_in_threads
+
+PLANS = ("zero0", "zero1", "zero2", "zero3", "hybrid_shard", "hfsdp")
+MESHES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
+TOPOLOGIES = [(plan, ranks) for plan in PLANS for ranks in MESHES]
+
+State = dict[str, dict[str, Tensor]]
+
+
+def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Three steps without Terrazzo, a frozen parameter among them."""
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[1].up.bias.requires_grad_(False)
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    found: State = {}
+    for name, parameter in model.named_parameters():
+        found[name] = {"weight": parameter.detach().clone()}
+        found[name] |= {kind: value.detach().clone() for kind, value in optimizer.state.get(parameter, {}).items()}
+    return found
+
+
+class Plain(Source):
+    """The state of the plain run as a checkpoint to restore."""
+
+    format = "plain"
+
+    def __init__(self, state: State, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__("plain")
+        self._state = state
+        self.tensors = {
+            name: TensorInfo(
+                tuple(kinds["weight"].shape),
+                {kind: StateInfo(value.dtype, value.numel()) for kind, value in kinds.items()},
+            )
+            for name, kinds in state.items()
+        }
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        trained = [name for name, kinds in state.items() if len(kinds) > 1]
+        self.optimizer = OptimizerInfo(type(optimizer).__name__, [{**group, "params": trained}])
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        return self._state[name][kind].reshape(-1)[start:stop]
+
+
+def sharded(plan: str, ranks: int) -> tuple[nn.Module, Any]:
+    with exclusive():
+        torch.manual_seed(1)
+        model = Net()
+        model.blocks[1].up.bias.requires_grad_(False)
+    mesh = init_device_mesh("cpu", MESHES[ranks], mesh_dim_names=("dp_replicate", "dp_shard"))
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    return tz.shard(model, optimizer, plan, units=["blocks.*"], mesh=mesh)
+
+
+def differences(model: nn.Module, expected: State) -> list[str]:
+    """What this rank holds that is not `expected`, and what it should hold of the weights."""
+    with tz.gathered(model) as parameters:
+        wrong = [name for name, value in parameters.items() if not torch.equal(value, expected[name]["weight"])]
+    for piece in engine_of(model).pieces():
+        part = expected[piece.name][piece.kind].reshape(-1)[piece.start : piece.stop]
+        if not torch.equal(piece.tensor, part):
+            wrong.append(f"{piece.name}, {piece.kind}, {piece.start}..{piece.stop}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    """A checkpoint of the plain run in each topology, and the plain run's state."""
+    folder = tmp_path_factory.mktemp("matrix")
+    model, optimizer = plain()
+    state = state_of(model, optimizer)
+    for plan, ranks in TOPOLOGIES:
+
+        def body(rank: int, plan: str = plan, ranks: int = ranks) -> None:
+            own, own_optimizer = sharded(plan, ranks)
+            restore(Plain(state, optimizer), own, own_optimizer)
+            checkpoint.save(folder / f"{plan}-{ranks}", own, own_optimizer, {})
+
+        run_in_threads(ranks, body)
+    return folder, state
+
+
+@pytest.mark.parametrize(("plan", "ranks"), TOPOLOGIES)
+def test_every_topology_restores_every_other_to_the_bit(plan: str, ranks: int, expected: tuple[Path, State]) -> None:
+    folder, state = expected
+
+    def body(rank: int) -> dict[str, list[str]]:
+        model, optimizer = sharded(plan, ranks)
+        found = {}
+        for other, count in TOPOLOGIES:
+            with torch.no_grad():
+                for bucket in engine_of(model).buckets():
+                    bucket.master.data.fill_(7.0)
+            checkpoint.load(folder / f"{other}-{count}", model, optimizer)
+            found[f"{other}-{count}"] = differences(model, state)
+        held = {(piece.name, piece.kind) for piece in engine_of(model).pieces()}
+        assert ranks > 1 or held == {(name, kind) for name, kinds in state.items() for kind in kinds}
+        return {source: wrong for source, wrong in found.items() if wrong}
+
+    assert run_in_threads(ranks, body) == [{}] * ranks
+
+
+def test_one_to_seven_to_three_ranks(expected: tuple[Path, State], tmp_path: Path) -> None:
+    folder, state = expected
+    path = folder / "zero0-1"
+    for count in (7, 3):
+
+        def body(rank: int, path: Path = path, count: int = count) -> list[str]:
+            with exclusive():
+                model = Net()
+                model.blocks[1].up.bias.requires_grad_(False)
+            own, optimizer = tz.shard(
+                model, adamw([p for p in model.parameters() if p.requires_grad]), "zero3", units=["blocks.*"]
+            )
+            checkpoint.load(path, own, optimizer)
+            checkpoint.save(tmp_path / f"{count}", own, optimizer, {})
+            return differences(own, state)
+
+        assert run_in_threads(count, body) == [[]] * count
+        path = tmp_path / f"{count}"

@@ -1,0 +1,181 @@
+"""The checkpoints of runs in one place, local and behind a URL: which is newest, which are kept, who may write."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+import terrazzo as tz
+from terrazzo import checkpoint
+from terrazzo.checkpoint.rng import capture_rng, restore_rng
+from terrazzo.errors import BadInput, Damaged
+from tests.helpers.threads import exclusive, run_in_threads
+
+
+def built() -> tuple[nn.Module, Any]:
+    with exclusive():
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+    return tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "zero3")
+
+
+def save_steps(folder: str | Path, *steps: int, run: str = "r", metrics: dict[int, float] | None = None) -> None:
+    """Checkpoints whose weights are all their step's number."""
+
+    def body(rank: int) -> None:
+        model, optimizer = built()
+        for step in steps:
+            with tz.gathered(model, write=True) as parameters, torch.no_grad():
+                for value in parameters.values():
+                    value.fill_(step)
+            extra = {"step": step, "metric": (metrics or {}).get(step)}
+            checkpoint.save(checkpoint.step_path(folder, step), model, optimizer, extra, run=run)
+
+    run_in_threads(2, body)
+
+
+def names(folder: str | Path) -> list[str]:
+    return [path.rpartition("/")[2] for path in checkpoint.complete_checkpoints(folder)]
+
+
+def resumed(folder: str | Path) -> tuple[float, checkpoint.Resumed]:
+    """What the weights are after resuming, on the first rank."""
+
+    def body(rank: int) -> tuple[float, checkpoint.Resumed]:
+        model, optimizer = built()
+        found = checkpoint.load_newest(folder, model, optimizer)
+        assert found is not None
+        with tz.gathered(model) as parameters:
+            return float(parameters["bias"][0].detach()), found
+
+    return run_in_threads(2, body)[0]
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A folder, and a URL."""
+    if request.param == "local":
+        yield str(tmp_path / "checkpoints")
+        return
+    yield "memory://terrazzo-test/checkpoints"
+    memory = fsspec.filesystem("memory")
+    memory.rm("/terrazzo-test", recursive=True)
+
+
+def test_the_newest_is_the_highest_step_and_resumes_to_the_bit(folder: str) -> None:
+    assert checkpoint.latest(folder) is None
+    save_steps(folder, 9, 100_000_000, 20)
+    assert names(folder) == ["step-00000009", "step-00000020", "step-100000000"]
+    weight, found = resumed(folder)
+    assert weight == 100_000_000
+    assert (found.path, found.run, found.world_size, found.refused) == (checkpoint.latest(folder), "r", 2, {})
+    assert found.extra["step"] == 100_000_000
+
+
+def test_an_existing_name_is_refused_and_left_as_it_is(folder: str) -> None:
+    save_steps(folder, 1)
+    with pytest.raises(BadInput, match="exists already"):
+        save_steps(folder, 1)
+    assert resumed(folder)[0] == 1
+
+
+def test_a_damaged_newest_is_passed_over_with_its_reason(folder: str) -> None:
+    save_steps(folder, 1, 2, 3)
+    fs, _ = fsspec.url_to_fs(folder)
+    fs.pipe_file(f"{folder}/step-00000003/manifest.json", b"{}")
+    data = bytearray(fs.cat_file(f"{folder}/step-00000002/rank-00001.safetensors"))
+    data[-1] ^= 1
+    fs.pipe_file(f"{folder}/step-00000002/rank-00001.safetensors", bytes(data))
+    weight, found = resumed(folder)
+    assert weight == 1
+    assert [path.rpartition("/")[2] for path in found.refused] == ["step-00000003", "step-00000002"]
+    assert "manifest.json" in found.refused[f"{folder}/step-00000003"]
+    assert "rank-00001.safetensors" in found.refused[f"{folder}/step-00000002"]
+    aside = checkpoint.set_aside(f"{folder}/step-00000003")
+    assert names(folder) == ["step-00000001", "step-00000002"]
+    assert "damaged" in aside
+    fs.pipe_file(f"{folder}/step-00000001/manifest.sha256", b"")
+    with pytest.raises(Damaged, match=r"No checkpoint is whole.*step-00000002.*step-00000001"):
+        resumed(folder)
+
+
+def test_retention_keeps_last_every_and_best_of_its_own_run(folder: str) -> None:
+    save_steps(folder, 1, 2, 3, 4, 5, 6, metrics={1: 0.5, 2: 0.9, 3: 0.4, 4: 0.8})
+    save_steps(folder, 7, run="another")
+    gone = checkpoint.prune(folder, keep_last=1, keep_every=4, keep_best=1, run="r")
+    assert gone == ["step-00000001", "step-00000002", "step-00000005"]
+    assert names(folder) == ["step-00000003", "step-00000004", "step-00000006", "step-00000007"]
+    checkpoint.clear(folder)
+    assert names(folder) == []
+
+
+def test_retention_touches_neither_damaged_ones_nor_what_is_no_checkpoint(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000001" / "manifest.sha256").write_text("")
+    (tmp_path / "step-00000009").mkdir()
+    (tmp_path / "mine").mkdir()
+    assert checkpoint.prune(tmp_path, keep_last=1) == ["step-00000002"]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["mine", "step-00000001", "step-00000003", "step-00000009"]
+
+
+def test_times_do_not_count(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    os.utime(tmp_path / "step-00000002", (0, 0))
+    assert resumed(tmp_path)[0] == 2
+
+
+def test_a_folder_has_one_writer_and_its_name_is_said(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom terrazzo import checkpoint\nlock = checkpoint.claim(sys.argv[1], 'process 7 on host h')\n"
+        "print('mine', flush=True)\nsys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == "mine\n"
+        with pytest.raises(BadInput, match=r"Another run saves in .*: process 7 on host h\."):
+            checkpoint.claim(tmp_path, "me")
+        other.kill()
+    lock = checkpoint.claim(tmp_path, "me")
+    assert lock is not None
+    lock.drop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_see_different_checkpoints_are_told(tmp_path: Path) -> None:
+    save_steps(tmp_path / "0", 1)
+    save_steps(tmp_path / "1", 1)
+    shutil.rmtree(tmp_path / "1" / "step-00000001")
+    save_steps(tmp_path / "1", 1, run="another")
+
+    def body(rank: int) -> None:
+        model, optimizer = built()
+        with pytest.raises(Damaged, match="do not see the same checkpoint"):
+            checkpoint.load(tmp_path / str(rank) / "step-00000001", model, optimizer)
+
+    run_in_threads(2, body)
+
+
+def test_random_generators_continue_where_they_were() -> None:
+    import random
+
+    import numpy as np
+
+    random.gauss(0, 1)  # leaves a second value cached
+    state = json.loads(json.dumps(capture_rng()))
+    drawn = (random.gauss(0, 1), np.random.standard_normal(3).tolist(), torch.rand(3).tolist())
+    torch.rand(7), random.random(), np.random.random()
+    restore_rng(state)
+    assert drawn == (random.gauss(0, 1), np.random.standard_normal(3).tolist(), torch.rand(3).tolist())
