@@ -32,7 +32,6 @@ __all__ = [
     "complete_checkpoints",
     "latest",
     "load_newest",
-    "prunable",
     "prune",
     "set_aside",
     "step_path",
@@ -64,23 +63,9 @@ def prune(
     keep_every: int | None = None,
     keep_best: int = 0,
     run: str | None = None,
+    dry_run: bool = False,
 ) -> list[str]:
-    """Remove what `prunable` names with these arguments; returns it."""
-    gone = prunable(folder, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, run=run)
-    for name in gone:
-        open_store(folder).remove(name)
-    return gone
-
-
-def prunable(
-    folder: str | os.PathLike[str],
-    *,
-    keep_last: int,
-    keep_every: int | None = None,
-    keep_best: int = 0,
-    run: str | None = None,
-) -> list[str]:
-    """The names of all complete checkpoints but those to keep, oldest step first.
+    """Remove all complete checkpoints but those to keep; returns the names of the removed, oldest step first.
 
     Damaged ones, those of other formats and other runs are left out. Of those that are kept at least one opens.
 
@@ -89,6 +74,7 @@ def prunable(
         keep_every: also those whose step is a multiple of it.
         keep_best: also so many with the lowest `extra["metric"]`.
         run: only this run's; default: every run's.
+        dry_run: return the names and remove nothing.
     """
     store = open_store(folder)
     found = [checkpoint for name in _names(store) if (checkpoint := _opened(store, name)) is not None]
@@ -96,7 +82,10 @@ def prunable(
     kept = {checkpoint.where for checkpoint in own[max(0, len(own) - keep_last) :]}
     kept |= {checkpoint.where for checkpoint in own if keep_every and checkpoint.step % keep_every == 0}
     kept |= {checkpoint.where for checkpoint in sorted(own, key=_metric)[:keep_best] if _metric(checkpoint) < math.inf}
-    return [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in kept]
+    gone = [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in kept]
+    for name in gone if not dry_run else ():
+        store.remove(name)
+    return gone
 
 
 def claim(folder: str | os.PathLike[str], owner: str) -> Lock | None:

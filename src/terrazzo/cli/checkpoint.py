@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from terrazzo.checkpoint import Source, claim, complete_checkpoints, describe, offline, open_source, prunable
+from terrazzo.checkpoint import Source, claim, complete_checkpoints, describe, offline, open_source
 from terrazzo.checkpoint import prune as remove_old
 from terrazzo.checkpoint.exporters.huggingface import (
     CONFIG_FILE,
@@ -150,15 +150,12 @@ def prune(  # structure: signature fixed by the command line
     if not before:
         raise BadInput(f"'{folder}' holds no complete checkpoint: give the folder that holds the step-* folders.")
     keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "run": run}
-    if dry_run:
-        removed = prunable(folder, **keep)
-    else:
-        lock = claim(folder, f"terrazzo checkpoint prune, process {os.getpid()}")
-        try:
-            removed = remove_old(folder, **keep)
-        finally:
-            if lock is not None:
-                lock.release()
+    lock = None if dry_run else claim(folder, f"terrazzo checkpoint prune, process {os.getpid()}")
+    try:
+        removed = remove_old(folder, **keep, dry_run=dry_run)
+    finally:
+        if lock is not None:
+            lock.drop()
     kept = [name for path in before if (name := path.rpartition("/")[2]) not in removed]
     if as_json:
         _print_json({"folder": folder, "dry_run": dry_run, "removed": removed, "kept": kept})
