@@ -151,6 +151,8 @@ class LocalDraft(Draft):
                 sink.abandon()
                 raise
             sink.finish()
+            if self.folder().read(file, len(data)) != data:
+                raise Damaged(f"'{self._path / file}' was written and reads otherwise.")
         sync_folder(self._path)
         if os.path.lexists(self._target):  # a rename would replace an empty folder
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._target))

@@ -135,7 +135,7 @@ def _write_block(sink: Sink, block: memoryview) -> str:
 
 
 def _read_back(folder: Folder, written: Written, parts: Sequence[Part]) -> None:
-    buffer = memoryview(bytearray(BLOCK_BYTES))
+    buffer = memoryview(bytearray(max(BLOCK_BYTES, written.file.header_bytes)))
     for offset, count_bytes, expected, what in _blocks(written, parts):
         if not checked_block(folder, written.file.name, offset, buffer[:count_bytes], expected):
             raise Damaged(
@@ -144,6 +144,8 @@ def _read_back(folder: Folder, written: Written, parts: Sequence[Part]) -> None:
 
 
 def _blocks(written: Written, parts: Sequence[Part]) -> Iterator[tuple[int, int, str, str]]:
+    header = written.file
+    yield 0, header.header_bytes, header.header_digest, "the header"
     for part, digests in zip(parts, written.digests, strict=True):
         for (first, last), expected in zip(blocks_of(part.count_bytes), digests, strict=True):
             yield written.file.header_bytes + part.offset + first, last - first, expected, part.key
