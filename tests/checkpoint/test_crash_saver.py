@@ -1,0 +1,352 @@
+"""Background saves of which the run, or a process that writes, dies or fails at any call."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from terrazzo import checkpoint
+from terrazzo.checkpoint import saver as saver_module
+from terrazzo.checkpoint import step_path, writer
+from terrazzo.checkpoint.job import Job
+from terrazzo.errors import SaveFailed
+from tests.checkpoint import faults
+from tests.checkpoint.faults import Tap, calls_of, hidden, sampled
+from tests.checkpoint.subject import Witness, build, fast_folder, put, save
+from tests.helpers.threads import run_in_threads
+
+SLOW_S = 30.0  # what would wait for another process's death longer than that is an error
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    with fast_folder(tmp_path) as folder:
+        yield folder
+
+
+class ForkedWriter:
+    """Stands for `subprocess.Popen` of the process that writes: a fork of this one, in milliseconds, with a fault."""
+
+    def __init__(self, root: Path, fault: faults.Fault, command: list[str]) -> None:
+        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+        self.returncode: int | None = None
+
+        def work() -> None:
+            os.close(ours_out)
+            os.close(ours_in)
+            sys.stdin, sys.stdout = os.fdopen(theirs_in), os.fdopen(theirs_out, "w")
+            with Tap(root, fault):
+                writer.main(int(command[-2]), int(command[-1]))
+
+        self.pid = faults.spawn_child(work)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.stdin, self.stdout = os.fdopen(ours_out, "w"), os.fdopen(ours_in)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and os.waitpid(self.pid, os.WNOHANG)[0]:
+            self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.returncode = faults.reap(self.pid, timeout or SLOW_S)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    terminate = kill
+
+
+@pytest.fixture
+def forked(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[faults.Fault], None]:
+    """`forked(fault)`: the processes that write are forks now, and what they do meets `fault`."""
+
+    def use(fault: faults.Fault) -> None:
+        popen = lambda command, **_: ForkedWriter(root, fault, command)  # noqa: E731
+        stub = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(saver_module, "subprocess", stub)
+
+    return use
+
+
+Forked = Callable[[faults.Fault], None]
+
+
+def calls_of_writer(root: Path) -> list[faults.Call]:
+    """What the process that writes does for a save: the part of a save between `begin` and the release of the lock."""
+    model, optimizer = build(2)
+    calls = calls_of(root, lambda: checkpoint.save(step_path(root, 2), model, optimizer, {"step": 2}))
+    first = next(call.number for call in calls if call.name == "posix_fallocate") - 1
+    last = max(call.number for call in calls if call.name == "fsync") + 1
+    return calls[first : last + 1]
+
+
+def in_background(root: Path) -> bool:
+    """A save of step 2 by a `Saver` of its own; whether it says that it succeeded."""
+    model, optimizer = build(2)
+    try:
+        with checkpoint.Saver(model, optimizer) as saver:
+            saver.save(step_path(root, 2), {"step": 2})
+            put(model, optimizer, 77)  # what is saved is of before
+    except SaveFailed:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("code", [None, errno.ENOSPC, errno.EIO], ids=["killed", "full", "broken"])
+def test_the_process_that_writes_dies_or_fails_at_any_call(root: Path, forked: Forked, code: int | None) -> None:
+    def body(rank: int) -> None:
+        witness = Witness(root, range(1, 4))
+        save(root, 1)
+        calls = calls_of_writer(root)
+        witness.clear(2)
+        changing = [number for number, call in enumerate(calls) if call.changes]
+        renamed = max(call.number for call in calls if call.name == "rename")
+        for number in sampled(changing[:-1], 24 if code is None else 12):
+            forked(faults.killed_after(number) if code is None else faults.fails_at(number, code))
+            said, visible = in_background(root), witness.sees() == [1, 2]
+            committed = code is None and calls[number].number >= renamed  # died before it could say so
+            assert visible == (said or committed), calls[number]
+            witness.saves(3)
+            witness.clear(2)
+
+    run_in_threads(1, body, timeout_s=170)
+
+
+def test_the_run_is_killed_at_any_call_of_its_own(root: Path, forked: Forked) -> None:
+    def body(rank: int) -> None:
+        witness = Witness(root, range(1, 4))
+        save(root, 1)
+        forked(faults.harmless)
+        calls = calls_of(root, lambda: in_background(root))
+        witness.clear(2)
+        for number in sampled(range(-1, len(calls)), 24):
+            ended, held_by_all = os.pipe()
+
+            def dying(number: int = number) -> None:
+                with Tap(root, faults.killed_after(number)):
+                    in_background(root)
+
+            assert_killed(faults.spawn_child(dying))
+            os.close(held_by_all)
+            assert os.read(ended, 1) == b""  # its writer is gone too
+            os.close(ended)
+            assert witness.sees() in ([1], [1, 2])
+            witness.saves(3)
+            witness.clear(2)
+
+    run_in_threads(1, body, timeout_s=170)
+
+
+def assert_killed(child: int) -> None:
+    assert faults.reap(child) == -signal.SIGKILL
+
+
+def test_a_saver_goes_on_after_its_writer_was_killed(root: Path, forked: Forked) -> None:
+    def body(rank: int) -> None:
+        witness = Witness(root, range(1, 4))
+        model, optimizer = build(1)
+        forked(faults.killed_after(5))
+        saver = checkpoint.Saver(model, optimizer)
+        saver.save(step_path(root, 2), {"step": 2})
+        with pytest.raises(SaveFailed, match="killed by signal 9"):
+            saver.wait()
+        forked(faults.harmless)
+        saver.save(step_path(root, 1), {"step": 1})
+        saver.close()
+        assert witness.sees() == [1]
+        assert hidden(root) == []
+
+    run_in_threads(1, body)
+
+
+@pytest.mark.parametrize("fault", [faults.harmless, faults.fails_at(3, errno.ENOSPC)], ids=["well", "with an error"])
+def test_a_program_that_ends_at_once_saves_or_says_that_it_did_not(
+    root: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch, fault: faults.Fault
+) -> None:
+    to_json = Job.to_json
+
+    def slow(job: Job) -> str:  # as for a large model
+        time.sleep(0.2)
+        return to_json(job)
+
+    monkeypatch.setattr(Job, "to_json", slow)
+
+    def program() -> None:
+        os.dup2(os.open(root / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr, sys.unraisablehook, sys.last_value = sys.__stderr__, sys.__unraisablehook__, None
+        atexit._clear()
+        forked(fault)
+        model, optimizer = build(2)
+        checkpoint.Saver(model, optimizer).save(step_path(root, 2), {"step": 2})
+        atexit._run_exitfuncs()
+
+    def body(rank: int) -> None:
+        faults.in_child(program)
+        witness = Witness(root, range(1, 4))
+        assert witness.sees() == ([2] if fault is faults.harmless else [])
+        assert ("was not saved" in (root / "stderr").read_text()) == (fault is not faults.harmless)
+
+    run_in_threads(1, body)
+
+
+def test_a_background_save_that_cannot_begin_leaves_no_lock_held(root: Path, forked: Forked) -> None:
+    def body(rank: int) -> None:
+        forked(faults.harmless)
+        witness = Witness(root, range(1, 4))
+        own = calls_of(root, lambda: in_background(root))
+        witness.clear(2)
+        for call in own:
+            with Tap(root, faults.fails_at(call.number, errno.EIO)):
+                said = in_background(root)
+            assert witness.sees() == ([2] if said else []), call
+            witness.saves(3)
+            witness.clear(2)
+
+    run_in_threads(1, body)
+
+
+def run_of_two(root: Path, forked: Forked, rank: int, store: Path, faulty: faults.Fault, acts: Acts) -> None:
+    """One of two gloo ranks that begin a background save and then do as `acts` says."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2,
+                            timeout=timedelta(seconds=20))  # fmt: skip
+    torch.set_num_threads(1)
+    model, optimizer = build(2)
+    forked(faulty if rank == 1 else faults.harmless)
+    with checkpoint.Saver(model, optimizer) as saver:
+        saver.save(step_path(root, 2), {"step": 2})
+        acts(rank, saver)
+
+
+Acts = Callable[[int, checkpoint.Saver], Any]
+
+
+def ends_of_two(root: Path, forked: Forked, faulty: faults.Fault, acts: Acts) -> list[int]:
+    """How the ranks ended, within `SLOW_S`."""
+    store = root / f"store-{os.urandom(4).hex()}"
+    began = time.monotonic()
+    children = [
+        faults.spawn_child(lambda rank=rank: run_of_two(root, forked, rank, store, faulty, acts))  # type: ignore[misc]
+        for rank in range(2)
+    ]
+    ends = [faults.reap(child, SLOW_S) for child in children]
+    assert time.monotonic() - began < SLOW_S
+    return ends
+
+
+def says_failed(rank: int, saver: checkpoint.Saver) -> None:
+    with pytest.raises(SaveFailed, match=r"rank 1|killed by signal 9"):
+        saver.wait()
+
+
+def dies_alone(rank: int, saver: checkpoint.Saver) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()  # fails, and ends the `with` with that error
+
+
+@pytest.mark.parametrize("code", [None, errno.ENOSPC], ids=["killed", "full"])
+def test_one_of_two_writers_dies_or_fails(root: Path, forked: Forked, code: int | None) -> None:
+    run_in_threads(2, lambda rank: save(root, 1))
+    for number in (0, 2, 9) if code else (-1, 3, 30):
+        faulty = faults.fails_at(number, code) if code else faults.killed_after(number)
+        assert ends_of_two(root, forked, faulty, says_failed) == [0, 0]
+        run_in_threads(2, lambda rank: only_the_first_is_seen(root))
+
+
+def test_one_of_two_runs_dies_with_a_save_under_way(
+    root: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_in_threads(2, lambda rank: save(root, 1))
+    monkeypatch.setattr(saver_module, "_GRACE_S", 0.5)
+    writers_wait = faults.paused_after(3, lambda: time.sleep(SLOW_S))
+    assert ends_of_two(root, forked, writers_wait, dies_alone) == [1, -signal.SIGKILL]
+    run_in_threads(2, lambda rank: only_the_first_is_seen(root))
+
+
+def only_the_first_is_seen(root: Path) -> None:
+    """And the next save leaves nothing behind."""
+    witness = Witness(root, range(1, 4))
+    assert witness.sees() == [1]
+    witness.saves(3)
+
+
+def test_two_savers_in_one_folder_at_once(root: Path, forked: Forked) -> None:
+    """As many saves of each as there are, and each sweeps while the other writes."""
+    forked(faults.harmless)
+
+    def run(first: int) -> None:
+        model, optimizer = build()
+        with checkpoint.Saver(model, optimizer, run=str(first)) as saver:
+            for step in range(first, 24, 2):
+                put(model, optimizer, step)
+                saver.save(step_path(root, step), {"step": step})
+
+    def body(rank: int) -> None:
+        children = [faults.spawn_child(lambda first=first: run(first)) for first in range(2)]  # type: ignore[misc]
+        assert [faults.reap(child, 60) for child in children] == [0, 0]
+        witness = Witness(root, range(25))
+        assert witness.sees() == list(range(24))
+        assert hidden(root) == []
+        assert len(checkpoint.prune(root, keep_last=1, run="0")) == 11
+        assert witness.sees() == [*range(1, 22, 2), 22, 23]
+
+    run_in_threads(1, body)
+
+
+PROGRAM = """
+import itertools, sys
+import torch.distributed as dist
+from terrazzo import checkpoint
+from tests.checkpoint.subject import build, put
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model, optimizer = build()
+with checkpoint.Saver(model, optimizer) as saver:
+    print("ready", flush=True)
+    for step in itertools.count(int(sys.argv[2])):
+        put(model, optimizer, step)
+        saver.save(checkpoint.step_path(sys.argv[1], step), {"step": step})
+"""
+
+
+@pytest.mark.processes
+def test_real_programs_are_killed_while_they_save(root: Path) -> None:
+    for kill, step in zip(range(faults.DENSITY), itertools.count(1, 10**6)):
+        newest = checkpoint.latest(root)
+        with subprocess.Popen([sys.executable, "-c", PROGRAM, str(root), str(step)], stdout=subprocess.PIPE) as program:
+            assert program.stdout is not None
+            assert program.stdout.readline() == b"ready\n"
+            while checkpoint.latest(root) in (None, newest):
+                time.sleep(0.01)
+            time.sleep(0.05 + kill % 7 * 0.0137)
+            program.kill()
+        run_in_threads(1, lambda rank: all_are_whole(root))
+
+
+def all_are_whole(root: Path) -> None:
+    witness = Witness(root, range(0))
+    paths = checkpoint.complete_checkpoints(root)
+    assert paths
+    for path in paths[-5:]:
+        witness.expects(int(path[-8:]))
+        witness.loads(int(path[-8:]))
+    witness.expects(999_999)
+    witness.saves(999_999)
