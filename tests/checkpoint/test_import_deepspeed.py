@@ -25,6 +25,7 @@ from terrazzo.engine.scaler import LossScaler
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.imported import RunsCode, States, assert_same
 
+MODEL = "mp_rank_00_model_states.pt"
 TAG, RANKS = "global_step3", 3
 GROUPS: list[dict[str, tuple[int, ...]]] = [
     {"embedding.weight": (7, 5), "down.weight": (5, 3), "up.weight": (3, 5)},
@@ -96,10 +97,10 @@ def files_of(layout: str, states: States) -> dict[str, Any]:
     layout, universal = layout.removesuffix(", universal"), layout.endswith(", universal")
     model = model_of(layout, states)
     if layout.startswith("stage 0"):
-        return {"mp_rank_00_model_states.pt": model | {"optimizer": stage_0(layout, states)}}
+        return {MODEL: model | {"optimizer": stage_0(layout, states)}}
     bf16 = "bf16_" if layout == "BF16_Optimizer" else ""
     saved = [(stage_3 if layout == "stage 3" else stage_1_or_2)(layout, states, rank) for rank in range(RANKS)]
-    files: dict[str, Any] = {"mp_rank_00_model_states.pt": model}
+    files: dict[str, Any] = {MODEL: model}
     if layout == "stage 3":
         frozen = [{name: piece(states[name, "weight"], rank) for name in FROZEN} for rank in range(RANKS)]
         model["module"] = {name: value if name == "seen" else torch.empty(0) for name, value in model["module"].items()}
@@ -247,6 +248,7 @@ def padded(flat: Tensor, numel: int) -> Tensor:
 def test_every_layout_gives_the_same_states(tmp_path: Path, states: States, layout: str) -> None:
     source = DeepSpeedCheckpoint(write(tmp_path, files_of(layout, states)))
     assert_same(source, states)
+    assert {name: source.tensors[name].shape for name in TRAINED} == TRAINED
     seen = {} if layout.startswith("stage 3") else {"twin.weight": "frozen.weight"}
     assert source.aliases == {"head.weight": "embedding.weight", **seen}
     assert source.step == 3 and source.extra == {"lr_scheduler": {"last_epoch": 3}, "skipped_steps": 1}
@@ -345,8 +347,8 @@ def test_files_of_other_layouts_are_refused_by_name(tmp_path: Path, states: Stat
 @pytest.mark.parametrize(
     ("layout", "where", "value", "reason"),
     [
-        ("stage 1", ("mp_rank_00_model_states.pt", "mp_world_size"), 2, "tensor parallelism"),
-        ("stage 1", ("mp_rank_00_model_states.pt", "module"), None, "pipeline parallelism"),
+        ("stage 1", (MODEL, "mp_world_size"), 2, "tensor parallelism"),
+        ("stage 1", (MODEL, "module"), None, "pipeline parallelism"),
         ("stage 1", (OPTIMIZER_OF_RANK_0, *BASE, "param_groups", 1, "moe"), True, "experts"),
         ("stage 3", (OPTIMIZER_OF_RANK_0, "optimizer_state_dict", "ds_zero_partition_groups"), [{}], "experts"),
         ("stage 2, universal", ("zero/up.weight/fp32.pt", "is_expert_param"), True, "experts"),
@@ -355,8 +357,9 @@ def test_files_of_other_layouts_are_refused_by_name(tmp_path: Path, states: Stat
         ("stage 1", (OPTIMIZER_OF_RANK_1, *BASE, "state", 0, "exp_avg"), torch.ones(3), "rank 1"),
         ("stage 1", (OPTIMIZER_OF_RANK_1, *WEIGHTS, 0), torch.ones(3), "rank 1"),
         ("stage 1", (OPTIMIZER_OF_RANK_1, *WEIGHTS, 0), torch.ones(24).half(), "rank 1"),
-        ("stage 1", ("mp_rank_00_model_states.pt", "param_shapes", 0, "../up"), torch.Size([1]), "up"),
-        ("stage 2, universal", ("mp_rank_00_model_states.pt", "param_shapes", 0, "../up"), torch.Size([1]), "lacks"),
+        ("stage 1", (MODEL, "param_shapes", 0, "../up"), torch.Size([1]), "up"),
+        ("BF16_Optimizer", (MODEL, "param_shapes", 1), {"up.bias": torch.Size([3])}, "would fill"),
+        ("stage 2, universal", (MODEL, "param_shapes", 0, "../up"), torch.Size([1]), "lacks"),
         ("stage 3, universal", ("zero/up.weight/fp32.pt",), torch.ones(3), "3 elements"),
     ],
 )
@@ -371,13 +374,25 @@ def test_what_cannot_be_imported_whole_is_refused(
 
 def test_tensor_parallelism_is_imported_once_converted(tmp_path: Path, states: States) -> None:
     files = files_of("stage 2, universal", states)
-    model = files["mp_rank_00_model_states.pt"]
+    model = files[MODEL]
     model |= {"mp_world_size": 2, "param_shapes": [{n: torch.Size([1]) for n in group} for group in GROUPS]}
     files["mp_rank_01_model_states.pt"] = model | {"module": dict(model["module"])}
     assert_same(DeepSpeedCheckpoint(write(tmp_path / "same", files)), states)
-    files["mp_rank_01_model_states.pt"]["module"]["frozen.weight"] = torch.ones(5, 5)
-    with pytest.raises(BadInput, match=r"'frozen\.weight'"):
-        DeepSpeedCheckpoint(write(tmp_path / "split", files))
+    other = files["mp_rank_01_model_states.pt"]["module"]
+    for folder, value in {"split": torch.ones(5, 5).bfloat16(), "lost": None}.items():
+        other["frozen.weight"] = value
+        with pytest.raises(BadInput, match=r"'frozen\.weight'"):
+            DeepSpeedCheckpoint(write(tmp_path / folder, files))
+
+
+def test_a_conversion_of_round_robin_gradients_is_refused_unless_aligned(tmp_path: Path, states: States) -> None:
+    files = files_of("stage 2, universal", states)
+    model = files[MODEL]
+    model |= {"ds_config": {"zero_optimization": {"round_robin_gradients": True}}, "dp_world_size": 2}
+    assert_same(DeepSpeedCheckpoint(write(tmp_path / "aligned", files)), states)
+    files["zero/optimizer_state.pt"]["param_alignment_paddings"] = [[0, 0, 0], [0, 0, 0], [0]]
+    with pytest.raises(BadInput, match="round_robin_gradients"):
+        DeepSpeedCheckpoint(write(tmp_path / "mixed up", files))
 
 
 @pytest.mark.parametrize("layout", ["stage 0", "stage 0, bf16", "stage 0, flat"])
@@ -385,7 +400,7 @@ def test_stage_0_that_could_be_of_other_parameters_gives_the_model_alone(
     tmp_path: Path, states: States, layout: str
 ) -> None:
     files = files_of(layout, states)
-    module = files["mp_rank_00_model_states.pt"]["module"]
+    module = files[MODEL]["module"]
     module["another"] = module["lone"].clone()
     source = DeepSpeedCheckpoint(write(tmp_path, files))
     assert source.optimizer is None and "Save the checkpoint with ZeRO stage 1" in source.notes[0]
@@ -393,6 +408,23 @@ def test_stage_0_that_could_be_of_other_parameters_gives_the_model_alone(
     assert_same(
         source, {**{key: value for key, value in model.items() if key[0] != "seen"}, ("seen", "buffer"): module["seen"]}
     )
+
+
+@pytest.mark.parametrize("layout", ["stage 0", "stage 0, bf16"])
+def test_stage_0_tells_parameters_apart_by_shape(tmp_path: Path, states: States, layout: str) -> None:
+    files = files_of(layout, states)
+    module = files[MODEL]["module"]
+    module["another"] = states["another", "weight"] = module["lone"].reshape(1)
+    assert_same(DeepSpeedCheckpoint(write(tmp_path, files)), states)
+
+
+def test_state_that_is_not_by_parameter_is_noted(tmp_path: Path, states: States) -> None:
+    files = files_of("stage 1", states)
+    state = files[OPTIMIZER_OF_RANK_0]["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    state |= {"weight": torch.ones(24), "errors": torch.ones(2), "unused": None}
+    source = DeepSpeedCheckpoint(write(tmp_path, files))
+    assert_same(source, states)
+    assert [note.split(",")[0] for note in source.notes][:2] == ["weight", "errors"]
 
 
 def put(tree: Any, where: tuple[Any, ...], value: Any) -> Any:

@@ -25,7 +25,7 @@ CLIENT_STATE = {"epoch": 2, "seen": [1, 0.5], "universal_checkpoint_info": {"uni
 
 
 class Net(nn.Module):
-    """Odd sizes, a parameter of one element, a frozen layer, a tied head, two buffers and one that is not saved."""
+    """Odd sizes, a parameter of one element, a frozen layer, a tied head, buffers, one of them not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +89,8 @@ def write_variant(
     deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW if flat else ()  # decides about flat weights at stage 0
     torch.manual_seed(0)
     model = Net()
+    if stage < 3:  # at which DeepSpeed cannot train it
+        model.none = nn.Parameter(torch.empty(0, 4))
     named = dict(model.named_parameters())
     groups = [
         {"params": [named[name] for name in names], **settings}
@@ -126,7 +128,7 @@ def in_memory(engine: Any, stage: int) -> States:
     for name, parameter in engine.module.named_parameters():
         with GatheredParameters([parameter] if stage == 3 else []):
             found = {"weight": parameter.detach().clone()}
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or name == "none":
             pass
         elif stage == 3:
             found["weight"] = safe_get_full_fp32_param(parameter)
@@ -136,9 +138,9 @@ def in_memory(engine: Any, stage: int) -> States:
             found |= wrapper.state[parameter]
         else:
             found |= held_for(parameter, wrapper)
+        shape = found["weight"].shape if stage == 3 else parameter.shape
         states |= {
-            (name, kind): value.clone().reshape(-1 if kind == "step" else found["weight"].shape)
-            for kind, value in found.items()
+            (name, kind): value.clone().reshape((1,) if kind == "step" else shape) for kind, value in found.items()
         }
     buffers = {name: value for name, value in engine.module.named_buffers() if name != "cache"}
     return states | {(name, "buffer"): value.clone() for name, value in buffers.items()}
@@ -191,6 +193,9 @@ def test_what_deepspeed_wrote_is_what_it_held(written: Path, name: str) -> None:
     assert recognises(folder)
     source = DeepSpeedCheckpoint(folder)
     assert_same(source, expected)
+    assert {name: info.shape for name, info in source.tensors.items()} == {
+        name: tuple(value.shape) for (name, kind), value in expected.items() if kind in ("weight", "buffer")
+    }
     assert (source.aliases, source.step, source.notes) == ({"head.weight": "embedding.weight"}, 3, [])
     assert source.extra["epoch"] == 2 and source.extra["seen"] == [1, 0.5] and source.extra["global_samples"] == 12
     assert source.optimizer is not None and source.optimizer.name == "AdamW"

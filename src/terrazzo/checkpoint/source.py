@@ -58,7 +58,7 @@ class OptimizerInfo:
 
 
 class Source(ABC):
-    """A checkpoint that can be read. Opening one reads descriptions only and unpickles nothing.
+    """A checkpoint that can be read. Opening one reads descriptions only, and nothing in it is run.
 
     Attributes:
         format: what people call the format.

@@ -163,11 +163,8 @@ class DeepSpeedCheckpoint(StateDictSource):
         steps = model.get("global_steps")
         self.step = steps if type(steps) is int and steps > 0 else 0
         if self.optimizer is not None:
-            name, scaler = (
-                optimizer_name(model.get("ds_config")),
-                scaler_counters(optimizer, model.get("skipped_steps")),
-            )
-            self.optimizer = replace(self.optimizer, name=name, scaler=scaler)
+            scaler = scaler_counters(optimizer, model.get("skipped_steps"))
+            self.optimizer = replace(self.optimizer, name=optimizer_name(model.get("ds_config")), scaler=scaler)
         add_extra(self, {key: value for key, value in model.items() if key not in _NOT_EXTRA and value is not None})
         self.identity = _digest(self._tag.read)
 

@@ -124,6 +124,11 @@ def read_stage_1_or_2(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Tre
             place = Place(shape, share=max(1, weights[0].numel), first=first)
             trained.states[name] = group.states_at(name, place)
             first += place.numel + padding
+        if not 0 <= sum(part.numel for part in weights) - first < 2 * len(ranks):
+            raise Damaged(
+                f"'{where}' is not what DeepSpeed writes: flat tensor {index} has {[part.numel for part in weights]}"
+                f" elements on its ranks, and its parameters would fill {first}."
+            )
         trained.notes += group.notes
     base = ranks[0].get("base_optimizer_state")
     if isinstance(base, list):

@@ -64,8 +64,8 @@ def _errors_name(path: Path) -> Iterator[None]:
     except _Refused as error:
         raise BadInput(f"'{path}' {error}") from None
     except Exception as error:
-        reason = str(error)[:200] or type(error).__name__
-        raise Damaged(f"'{path}' cannot be read: {reason}. Copy it again, or use an older checkpoint.") from None
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise Damaged(f"'{path}' cannot be read ({reason}). Copy it again, or use an older checkpoint.") from None
 
 
 # Names by number from a list of the whole process, byte arrays that are filled before they are read, and integers with
@@ -86,8 +86,8 @@ class _Unpickler(pickle._Unpickler):
         module = "builtins" if module == "__builtin__" else module
         if (module, name) not in self._allowed:
             raise _Refused(
-                f"needs {module}.{name}, which is not on the list of what may be in such a file, and is not read:"
-                " save it again without, with state dicts only."
+                f"needs {f'{module}.{name}'!a:.200}, which is not on the list of what may be in such a file, and is not"
+                " read: save it again without, with state dicts only."
             )
         return self._allowed[module, name]
 
@@ -114,7 +114,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 class _Storage(NamedTuple):
-    """Where torch keeps the elements of tensors: for torch before 2.1 all of one dtype, else bytes."""
+    """Where torch keeps the elements of tensors, and the dtype they have unless a tensor names another."""
 
     dtype: torch.dtype
     data: torch.UntypedStorage
@@ -141,7 +141,7 @@ class _Archive:
         return bytes(_as_tensor(self.storage(name), torch.uint8).numpy())
 
     def storage(self, name: str) -> torch.UntypedStorage:
-        """A record, mapped. Sums are not checked: torch can be told not to write them."""
+        """A record, mapped, as far as it is there. Its sum is not checked: torch can be told not to write one."""
         info = self._infos.get(name)
         if info is None:
             raise ValueError(f"there is no record {name}")
@@ -149,8 +149,6 @@ class _Archive:
             raise ValueError(f"the record {name} is compressed, which torch's are not")
         lengths = self._bytes[info.header_offset + 26 : info.header_offset + 30]
         start = info.header_offset + 30 + sum(struct.unpack("<HH", bytes(lengths.tolist())))
-        if start + info.file_size > self._bytes.nbytes():
-            raise ValueError(f"the record {name} ends behind the file's end")
         record: torch.UntypedStorage = self._bytes[start : start + info.file_size]
         return record
 
@@ -213,8 +211,6 @@ class _TorchUnpickler(_Unpickler):
 
     def _collection(self, kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def make(items: Any) -> Any:
-            if type(items) not in (list, tuple, dict):
-                raise ValueError(f"it makes a collection of a {type(items).__name__}")
             self.charge(items)
             return kind(items)
 
