@@ -52,7 +52,7 @@ class Job:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps({**vars(self), "parts": [vars(part) for part in self.parts]})
+        return json.dumps({**vars(self), "parts": [part._asdict() for part in self.parts]})
 
     @classmethod
     def from_json(cls, text: str) -> Job:
@@ -68,7 +68,7 @@ class Job:
     def write(self, draft: Draft, data: Callable[[Part], memoryview]) -> None:
         """Write this rank's file, whose bytes are `data` of each part, and its record. Raises `OSError`, `Damaged`."""
         written = write_file(draft, file_name(self.rank), self.parts, data)
-        parts = [vars(part) for part in self.parts]
+        parts = [part._asdict() for part in self.parts]
         record = {"file": written.file.model_dump(), "parts": parts, "digests": written.digests, "alone": self.alone}
         draft.note(record_name(self.rank), json.dumps(record).encode())
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
@@ -25,8 +25,7 @@ __all__ = ["Part", "Written", "arrange", "bytes_of", "checked_block", "digest", 
 _PAGE_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Elements `start..stop` of one state of a tensor, and the byte of the data section where they begin."""
 
     name: str
@@ -77,7 +76,7 @@ def arrange(parts: Sequence[Part]) -> list[Part]:
     """`parts` with their offsets, one after the other; wide elements first, so that each is aligned."""
     offset, placed = 0, []
     for part in sorted(parts, key=lambda part: -dtype_of(part.dtype).itemsize):
-        placed.append(Part(**{**vars(part), "offset": offset}))
+        placed.append(part._replace(offset=offset))
         offset += part.count_bytes
     return placed
 
