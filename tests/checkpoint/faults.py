@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,14 +112,14 @@ def fails_at(number: int, code: int, *, for_good: bool = False) -> Fault:
     return fault
 
 
-def paused_after(number: int, reached: Callable[[], None]) -> Fault:
-    """`reached` is called after call `number`, before it returns."""
+def paused_after(numbers: Collection[int], reached: Callable[[], None]) -> Fault:
+    """`reached` is called after each call of these `numbers`, before it returns."""
 
     def fault(call: Call, real: Real) -> Any:
         try:
             return real()
         finally:
-            if call.number == number:
+            if call.number in numbers:
                 reached()
 
     return fault

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from tests.checkpoint.faults import hidden
-from tests.helpers.threads import exclusive
+from tests.checkpoint.faults import calls_of, hidden, sampled
+from tests.helpers.threads import exclusive, run_in_threads
 
 Subject = tuple[nn.Module, Any]
 State = dict[str, bytes]
@@ -133,9 +133,13 @@ class Witness:
 
     def saves(self, step: int) -> None:
         """A save succeeds and leaves nothing hidden behind; then its checkpoint is removed."""
+        self.saves_beside(step)
+        assert hidden(self.root) == []
+
+    def saves_beside(self, step: int) -> None:
+        """A save succeeds, whatever else is going on; then its checkpoint is removed."""
         put(self.model, self.optimizer, step)
         checkpoint.save(checkpoint.step_path(self.root, step), self.model, self.optimizer, {"step": step})
-        assert hidden(self.root) == []
         self.loads(step)
         self.clear(step)
 
@@ -145,6 +149,31 @@ class Witness:
         if dist.get_rank() == 0:
             shutil.rmtree(checkpoint.step_path(self.root, step), ignore_errors=True)
         dist.barrier()
+
+
+def one_rank(root: Path, work: Callable[[Witness, Callable[[], None]], None]) -> None:
+    """`work(witness, attempt)` as one rank: step 1 is saved, and `attempt()` saves step 2."""
+
+    def body(rank: int) -> None:
+        witness = Witness(root, range(1, 4))
+        save(root, 1)
+        model, optimizer = build(2)
+
+        def attempt() -> None:
+            put(model, optimizer, 2)
+            checkpoint.save(checkpoint.step_path(root, 2), model, optimizer, {"step": 2})
+
+        work(witness, attempt)
+
+    run_in_threads(1, body, timeout_s=170)
+
+
+def points_of(root: Path, work: Callable[[], None], count: int) -> list[int]:
+    """Numbers of the calls of `work` after which to try; `count` of those that change the disk, and some others."""
+    calls = calls_of(root, work)
+    changing = [call.number for call in calls if call.changes]
+    others = [call.number for call in calls if not call.changes]
+    return sorted({-1, *sampled(changing, count), *sampled(others, 4)})
 
 
 @contextmanager

@@ -19,10 +19,21 @@ import torch.distributed as dist
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import step_path
-from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.errors import SaveFailed
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Call, Tap, calls_of, hidden, in_child, sampled
-from tests.checkpoint.subject import State, Witness, build, differences, fast_folder, put, save, state_of
+from tests.checkpoint.subject import (
+    State,
+    Witness,
+    build,
+    differences,
+    fast_folder,
+    one_rank,
+    points_of,
+    put,
+    save,
+    state_of,
+)
 from tests.helpers.threads import run_in_threads
 
 KILLS = 20  # at random moments
@@ -32,35 +43,6 @@ KILLS = 20  # at random moments
 def root(tmp_path: Path) -> Iterator[Path]:
     with fast_folder(tmp_path) as folder:
         yield folder
-
-
-def one_rank(root: Path, work: Callable[[Witness, Callable[[], None]], None]) -> None:
-    """`work(witness, attempt)` as one rank: step 1 is saved, and `attempt()` saves step 2."""
-
-    def body(rank: int) -> None:
-        witness = Witness(root, range(1, 4))
-        save(root, 1)
-        model, optimizer = build(2)
-        witness_of_two = (step_path(root, 2), model, optimizer, {"step": 2})
-        put(model, optimizer, 2)
-        state = state_of(model, optimizer)
-
-        def attempt() -> None:
-            put(model, optimizer, 2)
-            assert state_of(model, optimizer) == state
-            checkpoint.save(*witness_of_two)
-
-        work(witness, attempt)
-
-    run_in_threads(1, body, timeout_s=170)
-
-
-def points_of(root: Path, work: Callable[[], None], count: int) -> list[int]:
-    """Numbers of the calls of `work` after which to try; `count` of those that change the disk, and some others."""
-    calls = calls_of(root, work)
-    changing = [call.number for call in calls if call.changes]
-    others = [call.number for call in calls if not call.changes]
-    return sorted({-1, *sampled(changing, count), *sampled(others, 4)})
 
 
 def dies(root: Path, fault: faults.Fault, work: Callable[[], None]) -> None:
@@ -308,70 +290,6 @@ def after_a_dead_rank(root: Path) -> None:
     assert seen in ([1], [1, 2])
     witness.saves(3)
     witness.clear(2)
-
-
-@pytest.mark.parametrize("other", [2, 3], ids=["same path", "same folder"])
-def test_another_process_saves_while_one_is_at_any_call(root: Path, other: int) -> None:
-    def work(witness: Witness, attempt: Callable[[], None]) -> None:
-        points = points_of(root, attempt, 24)
-        witness.clear(2)
-        rival, rival_optimizer = build(3)
-        for number in points[1:]:
-            with Paused(root, number, attempt) as resume:
-                put(rival, rival_optimizer, 3)
-                rival_won = succeeds(lambda: checkpoint.save(step_path(root, other), rival, rival_optimizer, {}))
-                attempt_won = resume()
-            if other == 2:
-                assert rival_won != attempt_won, f"after call {number}"
-                witness.expected[2] = witness.expected[3] if rival_won else state_of(*build(2))
-                assert witness.sees() == [1, 2]
-            else:
-                assert rival_won and attempt_won, f"after call {number}"
-                assert witness.sees() == [1, 2, 3]
-            witness.clear(3)
-            witness.saves(3)
-            witness.clear(2)
-
-    one_rank(root, work)
-
-
-def succeeds(save: Callable[[], None]) -> bool:
-    try:
-        save()
-    except (SaveFailed, BadInput):
-        return False
-    return True
-
-
-class Paused:
-    """`attempt` in a child that has stopped after its call `number`; gives what lets it end: whether it did well."""
-
-    def __init__(self, root: Path, number: int, attempt: Callable[[], None]) -> None:
-        (self._heard, told), (told_to_go, self._go) = os.pipe(), os.pipe()
-        self._theirs = (told, told_to_go)
-
-        def reached() -> None:
-            os.write(told, b"x")
-            os.read(told_to_go, 1)
-
-        def tapped() -> None:
-            with Tap(root, faults.paused_after(number, reached)):
-                attempt()
-
-        self._child = faults.spawn_child(tapped)
-        os.close(told)
-
-    def __enter__(self) -> Callable[[], bool]:
-        assert os.read(self._heard, 1) == b"x"
-        return self._resume
-
-    def __exit__(self, *error: object) -> None:
-        for descriptor in (self._heard, self._go, self._theirs[1]):
-            os.close(descriptor)
-
-    def _resume(self) -> bool:
-        os.write(self._go, b"x")
-        return faults.reap(self._child) == 0
 
 
 def test_the_order_is_by_step_whatever_the_clock_said(root: Path) -> None:

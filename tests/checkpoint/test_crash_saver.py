@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +209,19 @@ def test_a_program_that_ends_at_once_saves_or_says_that_it_did_not(
     run_in_threads(1, body)
 
 
+def test_an_error_of_the_run_with_a_save_under_way_leaves_no_lock_held(root: Path, forked: Forked) -> None:
+    def body(rank: int) -> None:
+        forked(faults.harmless)
+        witness = Witness(root, range(1, 4))
+        with suppress(ZeroDivisionError), checkpoint.Saver(witness.model, witness.optimizer) as saver:
+            saver.save(step_path(root, 2), {"step": 2})
+            raise ZeroDivisionError
+        assert checkpoint.complete_checkpoints(root) in ([], [step_path(root, 2)])
+        witness.saves(3)
+
+    run_in_threads(1, body)
+
+
 def test_a_background_save_that_cannot_begin_leaves_no_lock_held(root: Path, forked: Forked) -> None:
     def body(rank: int) -> None:
         forked(faults.harmless)
@@ -252,6 +266,14 @@ def ends_of_two(root: Path, forked: Forked, faulty: faults.Fault, acts: Acts) ->
     return ends
 
 
+def hears_of_it(rank: int, saver: checkpoint.Saver) -> None:
+    """A failure is known on every rank before anyone waits."""
+    while not saver.failed():
+        time.sleep(0.01)
+    dist.barrier()
+    says_failed(rank, saver)
+
+
 def says_failed(rank: int, saver: checkpoint.Saver) -> None:
     with pytest.raises(SaveFailed, match=r"rank 1|killed by signal 9"):
         saver.wait()
@@ -268,7 +290,7 @@ def test_one_of_two_writers_dies_or_fails(root: Path, forked: Forked, code: int 
     run_in_threads(2, lambda rank: save(root, 1))
     for number in (0, 2, 9) if code else (-1, 3, 30):
         faulty = faults.fails_at(number, code) if code else faults.killed_after(number)
-        assert ends_of_two(root, forked, faulty, says_failed) == [0, 0]
+        assert ends_of_two(root, forked, faulty, hears_of_it if code else says_failed) == [0, 0]
         run_in_threads(2, lambda rank: only_the_first_is_seen(root))
 
 
@@ -277,7 +299,7 @@ def test_one_of_two_runs_dies_with_a_save_under_way(
 ) -> None:
     run_in_threads(2, lambda rank: save(root, 1))
     monkeypatch.setattr(saver_module, "_GRACE_S", 0.5)
-    writers_wait = faults.paused_after(3, lambda: time.sleep(SLOW_S))
+    writers_wait = faults.paused_after({3}, lambda: time.sleep(SLOW_S))
     assert ends_of_two(root, forked, writers_wait, dies_alone) == [1, -signal.SIGKILL]
     run_in_threads(2, lambda rank: only_the_first_is_seen(root))
 

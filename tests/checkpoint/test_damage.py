@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Checkpoints of steps 1 and 2, saved by two ranks."""
     with fast_folder(tmp_path_factory.mktemp("saved")) as root:
         for step in (1, 2):
-            run_in_threads(2, partial(save_one, root, step))
+            run_in_threads(2, lambda rank, step=step: save(root, step))  # type: ignore[misc]
         yield root
-
-
-def save_one(root: Path, step: int, rank: int) -> None:
-    save(root, step)
 
 
 @pytest.fixture
@@ -185,10 +180,6 @@ def replaced(file: str, by: Callable[[Path], object]) -> Callable[[Path], None]:
     return do
 
 
-def link(path: Path) -> None:
-    path.symlink_to(path.parent.parent / f"outside-{path.name}")
-
-
 def test_files_that_are_lost_longer_or_something_else(root: Path) -> None:
     damages = []
     for file in FILES:
@@ -198,7 +189,11 @@ def test_files_that_are_lost_longer_or_something_else(root: Path) -> None:
             Damage(f"{file} and a byte", appended(file, b"\0"), words),
             Damage(f"{file} and a line", appended(file, b"\n"), words),
             Damage(f"{file} twice", appended(file, good), words),
-            Damage(f"{file} a link", replaced(file, link), (file, "plain file")),
+            Damage(
+                f"{file} a link",
+                replaced(file, lambda path: path.symlink_to(path.parent.parent / f"outside-{path.name}")),
+                (file, "plain file"),
+            ),
             Damage(f"{file} a pipe", replaced(file, os.mkfifo), (file, "plain file")),
             Damage(f"{file} a folder", replaced(file, os.mkdir), (file, "plain file")),
             Damage(f"{file} a device", replaced(file, device), (file, "plain file")),

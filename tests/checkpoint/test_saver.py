@@ -179,3 +179,28 @@ def save_often(folder: str) -> tuple[list[int], list[int]]:
 def test_many_saves_leave_no_files_open_and_no_threads(pool: Pool, tmp_path: Path) -> None:
     for early, late in pool.run(save_often, str(tmp_path)):
         assert early == late
+
+
+def close_twice(folder: str) -> None:
+    model, optimizer = built("zero3")
+    with checkpoint.Saver(model, optimizer) as saver:
+        saver.save(f"{folder}/a", {})
+        saver.close()
+    with pytest.raises(tz.Misuse, match="has been closed"):
+        saver.save(f"{folder}/b", {})
+
+
+def test_a_saver_closes_once_and_saves_no_more(pool: Pool, tmp_path: Path) -> None:
+    pool.run(close_twice, str(tmp_path))
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def save_weights_alone(folder: str) -> None:
+    model, optimizer = built("zero1")
+    step(model, optimizer, 0)
+    checkpoint.save(f"{folder}/a", model, None, {})
+
+
+def test_without_an_optimizer_the_weights_alone_are_saved(pool: Pool, tmp_path: Path) -> None:
+    pool.run(save_weights_alone, str(tmp_path))
+    assert {kind for _, kind in state(f"{tmp_path}/a")} == {"weight"}

@@ -25,7 +25,9 @@ def misfits(
     shapes |= buffers
     found = {names: source.resolve(names) for names in shapes}
     yield from (f"missing: {_shown(names[0])}" for names, name in sorted(found.items()) if name is None)
-    unused = set(source.tensors) - set(found.values()) - {name for names in shapes for name in names}
+    unused = set(source.tensors) - set(found.values())
+    if not source.names_ties:  # one tensor may be there under all of its names
+        unused -= {name for names in shapes for name in names}
     yield from (f"not in the model: {_shown(name)}" for name in sorted(unused))
     for buffer in persistent_buffers(model):
         if (name := found[tuple(buffer.names)]) is not None:

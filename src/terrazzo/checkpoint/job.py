@@ -20,7 +20,7 @@ from terrazzo.checkpoint.store import Draft
 
 __all__ = ["FAILED", "Job", "record_name"]
 
-FAILED = "failed"
+FAILED = "failed.note"
 """The note in which a rank says why there will be no checkpoint."""
 
 
@@ -102,7 +102,7 @@ class Job:
 
 def record_name(rank: int) -> str:
     """Of the record that `rank` writes beside its file."""
-    return f"rank-{rank:05d}.json"
+    return f"rank-{rank:05d}.note"
 
 
 def _add(tensors: dict[str, TensorEntry], part: dict[str, Any], digests: list[str], rank: int, header: int) -> None:

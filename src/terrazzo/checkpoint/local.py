@@ -50,7 +50,7 @@ class LocalStore(Store):
         gone = self.root / f".{name}.removed-{os.urandom(4).hex()}"
         os.rename(self.root / name, gone)
         sync_folder(self.root)
-        shutil.rmtree(gone)
+        shutil.rmtree(gone, ignore_errors=True)  # what stays is swept by the next save
 
     def set_aside(self, name: str) -> str:
         aside = f"{name}.damaged-{os.urandom(2).hex()}"
@@ -141,7 +141,7 @@ class LocalDraft(Draft):
         return self._lock.held()
 
     def commit(self, manifest: bytes, seal: bytes) -> None:
-        for note in self._path.glob("*.json"):
+        for note in self._path.glob("*.note"):
             os.unlink(note)
         for file, data in ((SEAL, seal), (MANIFEST, manifest)):
             sink = self.create(file, len(data))

@@ -53,7 +53,10 @@ class Lock:
         """Let go of it and leave the file."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked from this one has the descriptor too
+            finally:
+                os.close(descriptor)
 
     def holder(self) -> str:
         """What the process that holds it said of itself."""

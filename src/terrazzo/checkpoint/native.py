@@ -63,6 +63,7 @@ class Checkpoint(Source):
     """
 
     format = "Terrazzo"
+    names_ties = True
 
     def __init__(self, folder: Folder, sizes: bool = True) -> None:
         super().__init__(folder.where)

@@ -6,6 +6,8 @@ runs must not write to the same URL.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -28,6 +30,7 @@ class RemoteStore(Store):
         self._root, self.where = self._root.rstrip("/"), url
 
     def names(self) -> list[str]:
+        self._fs.invalidate_cache()  # another process may have committed
         try:
             found = [entry["name"] for entry in self._fs.ls(self._root, detail=True) if entry["type"] == "directory"]
         except FileNotFoundError:
@@ -46,7 +49,7 @@ class RemoteStore(Store):
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def set_aside(self, name: str) -> str:
-        aside = f"{name}.damaged"
+        aside = f"{name}.damaged-{os.urandom(2).hex()}"
         self._fs.mv(f"{self._root}/{name}", f"{self._root}/{aside}", recursive=True)
         return aside
 
@@ -82,6 +85,8 @@ class RemoteFolder(Folder):
 class RemoteDraft(Draft):
     """Objects under the final name, which no reader takes for a checkpoint before the manifest is there."""
 
+    patience_s = 3600.0  # whether the process that began it is alive cannot be told
+
     def __init__(self, fs: Any, folder: RemoteFolder) -> None:
         self._fs, self._folder = fs, folder
 
@@ -113,14 +118,15 @@ class RemoteDraft(Draft):
         return True
 
     def commit(self, manifest: bytes, seal: bytes) -> None:
-        for path in self._fs.glob(f"{self._folder.path}/*.json"):
+        for path in self._fs.glob(f"{self._folder.path}/*.note"):
             self._fs.rm_file(path)
         self._fs.pipe_file(f"{self._folder.path}/{SEAL}", seal)
         self._fs.pipe_file(f"{self._folder.path}/{MANIFEST}", manifest)
 
     def abandon(self) -> None:
-        if not self._folder.has(MANIFEST):
-            self._fs.rm(self._folder.path, recursive=True)
+        with contextlib.suppress(Exception):  # of whatever kind the store has
+            if not self._folder.has(MANIFEST):
+                self._fs.rm(self._folder.path, recursive=True)
 
     def close(self) -> None:
         pass

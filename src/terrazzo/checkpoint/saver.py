@@ -24,7 +24,7 @@ from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import dtype_of
 from terrazzo.checkpoint.snapshot import Snapshot, take
 from terrazzo.checkpoint.store import Draft
-from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.errors import BadInput, Misuse, SaveFailed
 
 __all__ = ["Saver"]
 
@@ -40,7 +40,7 @@ class Saver:
             saver.save("runs/a/step-00000100", {"step": 100})
 
     One save is under way at a time: another waits for it. A failure is raised by the next `save`, `wait` or `close`,
-    and a program that ends waits for what is under way.
+    and a program that ends waits for what is under way. Make it in the main thread: its writer ends with the thread.
 
     Args:
         run: what tells this run from others that save in the same place.
@@ -59,6 +59,7 @@ class Saver:
         self._staging = _Staging()
         self._writer = _Writer(self._staging.descriptor)
         self._under_way: tuple[Job, Draft] | None = None
+        self._ended = False
         atexit.register(self._at_exit)
 
     def __enter__(self) -> Saver:
@@ -68,7 +69,7 @@ class Saver:
         if error is None:
             self.close()
         else:
-            self._end(_GRACE_S)  # the error that is on its way says more than a save that it may have broken
+            self.leave()  # the error that is on its way says more than a save that it may have broken
 
     def save(self, path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
         """Copy the state of now and have it written to `path`; see `tz.checkpoint.save`. Collective.
@@ -77,13 +78,15 @@ class Saver:
             SaveFailed: the save before this one failed.
             BadInput: `path` exists, `extra` holds what JSON cannot, or the copy would exceed the limit.
         """
+        if self._ended:
+            raise Misuse("This Saver has been closed: make another one.")
         self.wait()
         snapshot = take(path, self._model, self._optimizer, extra, self._run)
         together(lambda: self._prepare(snapshot), SaveFailed)
         draft = snapshot.job.draft()
         try:
             together(draft.begin if snapshot.job.rank == 0 else lambda: None, SaveFailed)
-            self._staging.copy(snapshot)
+            together(lambda: self._staging.copy(snapshot), SaveFailed)
         except BaseException:
             if snapshot.job.rank == 0:
                 draft.abandon()
@@ -106,6 +109,10 @@ class Saver:
         finally:
             self._end()
 
+    def leave(self) -> None:
+        """For a run that ends with an error: give the save under way ten seconds, since other ranks may be gone."""
+        self._end(_GRACE_S)
+
     def _prepare(self, snapshot: Snapshot) -> None:
         if not self._writer.alive():
             self._writer.end()
@@ -124,7 +131,7 @@ class Saver:
             return
         problem = self._writer.result()
         (job, draft), self._under_way = self._under_way, None
-        if problem is not None:
+        if problem is not None and not draft.committed():  # it may have been lost just after the commit
             job.fail(draft, problem)
             if job.rank == 0:
                 draft.abandon()
@@ -134,7 +141,7 @@ class Saver:
     def _at_exit(self) -> None:
         """Wait for the save under way and say how it ended; not for long after an error: other ranks may be gone."""
         if getattr(sys, "last_value", None) is not None:
-            self._end(_GRACE_S)
+            self.leave()
             return
         try:
             self._finish()
@@ -142,6 +149,9 @@ class Saver:
             self._end()
 
     def _end(self, patience_s: float | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
         atexit.unregister(self._at_exit)
         self._writer.end(patience_s)
         self._staging.close()
@@ -218,6 +228,7 @@ class _Writer:
         if not self._answered.wait(patience_s):
             self._process.kill()
             self._answered.wait()
+        self._process.kill()  # it is idle; a process forked from this one would keep its input open
         with contextlib.suppress(OSError):  # a job that it did not take is still in the pipe's buffer
             self._process.stdin.close()
         self._process.wait()

@@ -76,11 +76,13 @@ def prune(
         run: only this run's; default: every run's.
         dry_run: return the names and remove nothing.
     """
+    if keep_last < 1:
+        raise BadInput(f"keep_last is {keep_last}: keep one at least, or use terrazzo.checkpoint.clear.")
     store = open_store(folder)
     found = [checkpoint for name in _names(store) if (checkpoint := _opened(store, name)) is not None]
     own = [checkpoint for checkpoint in found if run is None or checkpoint.manifest.run == run]
     kept = {checkpoint.where for checkpoint in own[max(0, len(own) - keep_last) :]}
-    kept |= {checkpoint.where for checkpoint in own if keep_every and checkpoint.step % keep_every == 0}
+    kept |= {checkpoint.where for checkpoint in own if keep_every and _step(checkpoint) % keep_every == 0}
     kept |= {checkpoint.where for checkpoint in sorted(own, key=_metric)[:keep_best] if _metric(checkpoint) < math.inf}
     gone = [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in kept]
     for name in gone if not dry_run else ():
@@ -190,6 +192,11 @@ def _opened(store: Store, name: str) -> Checkpoint | None:
         return Checkpoint(store.folder(name))
     except BadInput:
         return None
+
+
+def _step(checkpoint: Checkpoint) -> int:
+    """As its name says it."""
+    return int(checkpoint.where.rpartition("-")[2])
 
 
 def _metric(checkpoint: Checkpoint) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.job import Job
+from terrazzo.checkpoint.manifest import DTYPES
 from terrazzo.checkpoint.names import parameter_names, persistent_buffers
 from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import capture_rng
@@ -57,9 +58,14 @@ def take(
     """
     store, name = split(path)
     together(lambda: _check(store, name, extra), BadInput)
-    held = _held(model)
+    held = _held(model, with_optimizer=optimizer is not None)
     nonce = gather_json(os.urandom(4).hex())[0]
     is_first = dist.get_rank() == 0
+
+    def describe() -> dict[str, Any] | None:
+        _check_dtypes([part for part, _ in held])
+        return _common(model, optimizer, extra, run) if is_first else None
+
     job = Job(
         store=store.where,
         name=name,
@@ -68,7 +74,7 @@ def take(
         world_size=dist.get_world_size(),
         parts=arrange([part for part, _ in held]),
         alone={"rng": capture_rng()},
-        common=together(lambda: _common(model, optimizer, extra, run) if is_first else None, BadInput),
+        common=together(describe, BadInput),
     )
     return Snapshot(job, store, {part.key: tensor for part, tensor in held})
 
@@ -92,14 +98,22 @@ def _check(store: Store, name: str, extra: dict[str, Any]) -> None:
         raise BadInput(problem)
 
 
-def _held(model: torch.nn.Module) -> list[tuple[Part, Tensor]]:
+def _check_dtypes(parts: list[Part]) -> None:
+    for part in parts:
+        if part.dtype not in DTYPES:
+            raise BadInput(
+                f"{part.name}, {part.kind} is {part.dtype}, which a checkpoint cannot hold: use a real dtype."
+            )
+
+
+def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Part, Tensor]]:
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
     held = [
         (
             Part(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, _dtype(piece.tensor.dtype)),
             piece.tensor,
         )
-        for piece in engine_of(model).pieces()
+        for piece in engine_of(model).pieces(with_optimizer)
     ]
     if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
         whole = {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}

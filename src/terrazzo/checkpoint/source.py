@@ -73,6 +73,8 @@ class Source(ABC):
     """
 
     format: ClassVar[str]
+    names_ties: ClassVar[bool] = False
+    """Whether `aliases` is complete: two names in `tensors` are then two tensors."""
 
     def __init__(self, where: str) -> None:
         self.where = where

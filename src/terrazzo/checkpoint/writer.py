@@ -22,7 +22,7 @@ from terrazzo.errors import SaveFailed
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_POLL_S, _PATIENCE_S = 0.02, 600.0
+_POLL_S = 0.02
 
 
 def main(staging: int, parent: int) -> None:
@@ -47,6 +47,7 @@ def _serve(job: Job, staging: int) -> None:
         if job.rank == 0:
             records = [record_name(rank) for rank in range(job.world_size)]
             _await(draft, lambda: all(map(draft.has_note, records)), "another rank's part")
+            _heed(draft)
             job.conclude(draft)
     except Exception as error:
         job.fail(draft, f"{type(error).__name__}: {error}.")
@@ -67,15 +68,20 @@ def _write(job: Job, draft: Draft, staging: int) -> None:
 
 def _await(draft: Draft, done: Callable[[], bool], what: str) -> None:
     """Wait for other ranks; raises `SaveFailed` when one has failed, or says nothing for too long."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + draft.patience_s
     while not done():
-        if draft.has_note(FAILED):
-            raise SaveFailed(draft.noted(FAILED).decode())
+        _heed(draft)
         if not draft.alive() and not done():
             raise SaveFailed("the process that began it is gone.")
         if time.monotonic() > deadline:
-            raise SaveFailed(f"{what} did not come within {_PATIENCE_S:.0f} s.")
+            raise SaveFailed(f"{what} did not come within {draft.patience_s:.0f} s.")
         time.sleep(_POLL_S)
+
+
+def _heed(draft: Draft) -> None:
+    """Raises `SaveFailed` when another rank has failed."""
+    if draft.has_note(FAILED):
+        raise SaveFailed(draft.noted(FAILED).decode())
 
 
 def _die_with(parent: int) -> None:

@@ -174,10 +174,10 @@ class Engine:
             for name, buffer in buffers.items():
                 buffer.copy_(state[name])
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
         """This rank's share of all state, by original names; over all ranks each element comes once."""
         yield from model_pieces(self.buckets())
-        if self.driver is not None:
+        if self.driver is not None and with_optimizer:
             yield from optimizer_pieces(self.driver)
 
     def restore(self, read: Read, with_optimizer: bool = True) -> None:

@@ -111,8 +111,9 @@ def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, StateSpec
     for parameter in group["params"]:
         if parameter.dim() and (state := optimizer.state.get(parameter)):
             return _specs(state, parameter.shape)
-    tensor = nn.Parameter(torch.zeros(2))
-    tensor.grad = torch.zeros(2)
+    on_cuda = next((parameter.device for parameter in group["params"] if parameter.is_cuda), None)
+    tensor = nn.Parameter(torch.zeros(2, device=on_cuda))  # where a state lives may follow the parameter
+    tensor.grad = torch.zeros_like(tensor)
     probe = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
     probe.__dict__.update(optimizer.__dict__)
     probe.state = defaultdict(dict)

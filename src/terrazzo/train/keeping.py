@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,35 +25,42 @@ GIB = 1 << 30
 class Keeper:
     """Saves and restores a run in `checkpoint.folder`, which no other run may write to meanwhile.
 
-    `run` is the identity of the run: drawn when it starts, and the checkpoint's when it is resumed.
+    `run` is the identity of the run: drawn when it starts, and the checkpoint's when it is resumed. `saved_step` is the
+    newest step that is known to be saved.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._settings, self.folder, self._is_first = config.checkpoint, config.checkpoint_folder, ranks.is_first
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
+        self._refused: set[str] = set()
+        self._saving_step = self.saved_step = 0
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self._is_first else None, Misuse)
 
     def resume(self, model: nn.Module, optimizer: Any) -> Resumed | None:
-        """Restore the newest whole checkpoint and rename damaged newer ones: their steps come again. Collective."""
+        """Restore the newest whole checkpoint. Collective."""
         resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast)
         if resumed is not None:
-            self.run = resumed.run
-            refused = resumed.refused if self._is_first else {}
-            together(lambda: [checkpoint.set_aside(path) for path in refused], SaveFailed)
+            self.run, self._refused = resumed.run, set(resumed.refused)
+            self.saved_step = resumed.extra["step"]
         return resumed
 
     def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
         """Save, in the background where that is asked for, and remove what is not to be kept. Collective."""
-        path = checkpoint.step_path(self.folder, extra["step"])
+        step, path = extra["step"], checkpoint.step_path(self.folder, extra["step"])
+        if path in self._refused:  # damaged: its step comes again
+            self._refused.remove(path)
+            self._on_first(lambda: checkpoint.set_aside(path))
         if self._settings.background:
             if self._saver is None:
                 limit = None if self._settings.staging_gib is None else int(self._settings.staging_gib * GIB)
                 self._saver = Saver(model, optimizer, run=self.run, staging_limit_bytes=limit)
             self._saver.save(path, extra)
+            self.saved_step, self._saving_step = self._saving_step or self.saved_step, step
         else:
             checkpoint.save(path, model, optimizer, extra, run=self.run)
+            self.saved_step = step
         self._prune()
         return path
 
@@ -73,6 +81,12 @@ class Keeper:
             self._prune()
         self.release()
 
+    def leave(self) -> None:
+        """For a run that ends with an error: give a save in the background a moment."""
+        if self._saver is not None:
+            self._saver.leave()
+        self.release()
+
     def release(self) -> None:
         """Let others write to the folder."""
         if self._claim is not None:
@@ -80,6 +94,12 @@ class Keeper:
 
     def _prune(self) -> None:
         keep = self._settings
-        if self._is_first and keep.keep_last is not None:
+        if (last := keep.keep_last) is not None:
             every, best = keep.keep_every, keep.keep_best
-            checkpoint.prune(self.folder, keep_last=keep.keep_last, keep_every=every, keep_best=best, run=self.run)
+            self._on_first(
+                lambda: checkpoint.prune(self.folder, keep_last=last, keep_every=every, keep_best=best, run=self.run)
+            )
+
+    def _on_first(self, work: Callable[[], object]) -> None:
+        """Let rank 0 do it; what fails there is raised on all ranks."""
+        together(lambda: work() if self._is_first else None, SaveFailed)

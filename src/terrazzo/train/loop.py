@@ -36,7 +36,6 @@ class Trainer:
         self.norms: list[Tensor] = []  # of the same steps, the gradients' global norm
         self.wait_s = 0.0
         self.tokens_at_log = session.tokens
-        self.saved_step = session.step
 
     def run(self) -> int:
         """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
@@ -132,7 +131,7 @@ class Trainer:
         if not math.isfinite(value):
             raise Diverged(
                 f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"
-                f" precision bf16 or fp32; checkpoints up to step {self.saved_step} are intact."
+                f" precision bf16 or fp32; checkpoints up to step {self.session.keeper.saved_step} are intact."
             )
 
     def validate(self) -> None:
@@ -153,7 +152,6 @@ class Trainer:
             if self.losses:
                 self.global_losses()
             self.report.saved(session.save())
-            self.saved_step = session.step
 
 
 def _due(step: int, every: int | None) -> bool:

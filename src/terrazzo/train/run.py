@@ -50,7 +50,12 @@ def train_rank(path: Path, overrides: list[str]) -> int:
     assert config is not None
     agree_on_config(config)
     refuse_together(_try_check(config, ranks.world_size))
-    code = Trainer(open_session(config, ranks), stop).run()
+    session = open_session(config, ranks)
+    try:
+        code = Trainer(session, stop).run()
+    except BaseException:
+        session.keeper.leave()
+        raise
     dist.destroy_process_group()
     return code
 

@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exchange import agree, gather_json
+from terrazzo.checkpoint.exchange import agree, gather_json, together
+from terrazzo.errors import BadInput
 from terrazzo.train.build import (
     batch_arithmetic,
     build_mesh,
@@ -121,7 +122,8 @@ def open_session(config: Config, ranks: Ranks) -> Session:
 
 
 def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
-    newest = gather_json(resume_from(config) or "")[0]  # rank 0 decides: file systems may lag
+    found = together(lambda: resume_from(config) or "", BadInput)
+    newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
     data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
     loader = _loader(config, ranks, data)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
@@ -144,8 +146,8 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
     session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper)
     if newest:
         session.resume()
-    elif ranks.is_first:  # last, so that nothing is lost to a run that cannot start
-        clear_checkpoints(config)
+    else:  # last, so that nothing is lost to a run that cannot start
+        together(lambda: clear_checkpoints(config) if ranks.is_first else None, BadInput)
     return session
 
 
