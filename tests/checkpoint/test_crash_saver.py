@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import itertools
 import os
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from terrazzo import checkpoint
 from terrazzo.checkpoint import saver as saver_module
 from terrazzo.checkpoint import step_path, writer
-from terrazzo.checkpoint.job import Job
 from terrazzo.errors import SaveFailed
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Tap, calls_of, hidden, sampled
@@ -175,36 +173,6 @@ def test_a_saver_goes_on_after_its_writer_was_killed(root: Path, forked: Forked)
         saver.close()
         assert witness.sees() == [1]
         assert hidden(root) == []
-
-    run_in_threads(1, body)
-
-
-@pytest.mark.parametrize("fault", [faults.harmless, faults.fails_at(3, errno.ENOSPC)], ids=["well", "with an error"])
-def test_a_program_that_ends_at_once_saves_or_says_that_it_did_not(
-    root: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch, fault: faults.Fault
-) -> None:
-    to_json = Job.to_json
-
-    def slow(job: Job) -> str:  # as for a large model
-        time.sleep(0.2)
-        return to_json(job)
-
-    monkeypatch.setattr(Job, "to_json", slow)
-
-    def program() -> None:
-        os.dup2(os.open(root / "stderr", os.O_WRONLY | os.O_CREAT), 2)
-        sys.stderr, sys.unraisablehook, sys.last_value = sys.__stderr__, sys.__unraisablehook__, None
-        atexit._clear()
-        forked(fault)
-        model, optimizer = build(2)
-        checkpoint.Saver(model, optimizer).save(step_path(root, 2), {"step": 2})
-        atexit._run_exitfuncs()
-
-    def body(rank: int) -> None:
-        faults.in_child(program)
-        witness = Witness(root, range(1, 4))
-        assert witness.sees() == ([2] if fault is faults.harmless else [])
-        assert ("was not saved" in (root / "stderr").read_text()) == (fault is not faults.harmless)
 
     run_in_threads(1, body)
 
