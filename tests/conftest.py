@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.helpers import alone
 from tests.helpers.processes import Pool
 
 
@@ -16,8 +17,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if "processes" in item.keywords:
+        if alone.runs_elsewhere(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        elif "processes" in item.keywords:
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Take the outcome of a test that runs in a process of its module's own."""
+    if not alone.runs_elsewhere(pyfuncitem):
+        return None
+    failure = alone.outcome_of(pyfuncitem)
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
+    return True
 
 
 @pytest.fixture(autouse=True)

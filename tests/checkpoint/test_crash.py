@@ -36,6 +36,8 @@ from tests.checkpoint.subject import (
 )
 from tests.helpers.threads import run_in_threads
 
+pytestmark = pytest.mark.alone
+
 KILLS = 20  # at random moments
 
 

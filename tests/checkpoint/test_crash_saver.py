@@ -29,6 +29,8 @@ from tests.checkpoint.faults import Tap, calls_of, hidden, sampled
 from tests.checkpoint.subject import Witness, build, fast_folder, put, save
 from tests.helpers.threads import run_in_threads
 
+pytestmark = pytest.mark.alone
+
 SLOW_S = 30.0  # what would wait for another process's death longer than that is an error
 
 

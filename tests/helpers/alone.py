@@ -1,0 +1,59 @@
+"""Tests that fork the process they run in need one of their own: no threads of earlier tests that hold a lock then.
+
+A module with `pytestmark = pytest.mark.alone` runs as a whole in one fresh process, when its first test is due; each of
+its tests passes or fails here as it did there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+__all__ = ["outcome_of", "runs_elsewhere"]
+
+_INSIDE = "TERRAZZO_TESTS_ALONE"
+LIMIT_S = 170.0  # for a whole module; below pytest's own limit for the test that waits for it
+
+
+def runs_elsewhere(item: pytest.Item) -> bool:
+    """Whether `item` runs in a process of its module's own, and this is not it."""
+    return item.get_closest_marker("alone") is not None and not os.environ.get(_INSIDE)
+
+
+def outcome_of(item: pytest.Item) -> str | None:
+    """What the test said when it failed, or None. Raises `pytest.fail` when its process gave no result."""
+    results, said = _run(item.path, item.config.rootpath)
+    if item.name not in results:
+        pytest.fail(f"{item.nodeid} gave no result in a process of its own:\n{said}", pytrace=False)
+    return results[item.name]
+
+
+@functools.cache
+def _run(module: Path, root: Path) -> tuple[dict[str, str | None], str]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", f"--junitxml={report}", str(module)]
+        try:
+            done = subprocess.run(
+                command, cwd=root, env={**os.environ, _INSIDE: "1"}, capture_output=True, text=True, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired as late:
+            return {}, f"no end after {LIMIT_S:.0f} s; so far: {late.stdout!r}"
+        return _read(report) if report.exists() else {}, done.stdout + done.stderr
+
+
+def _read(report: Path) -> dict[str, str | None]:
+    cases = ET.parse(report).iter("testcase")  # our own pytest wrote it
+    return {case.attrib["name"]: _failure(case) for case in cases}
+
+
+def _failure(case: ET.Element) -> str | None:
+    found = [part for part in case if part.tag in ("failure", "error")]
+    return (found[0].text or found[0].get("message", "")) if found else None
