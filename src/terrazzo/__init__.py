@@ -4,8 +4,10 @@
 
     model, optimizer = tz.shard(model, optimizer, plan="zero3", precision="bf16")
 
-Every ZeRO stage and FSDP strategy is a row of one table; see `tz.Plan`.
+Every ZeRO stage and FSDP strategy is a row of one table; see `tz.Plan`. What a run takes is known before: `tz.plan`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from terrazzo import checkpoint
 from terrazzo.engine import (
@@ -19,6 +21,9 @@ from terrazzo.engine import (
     shard,
 )
 from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, SaveFailed, TerrazzoError
+
+if TYPE_CHECKING:
+    from terrazzo.planner.api import plan
 
 __version__ = "0.1.0"
 
@@ -38,5 +43,15 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "gathered",
+    "plan",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`plan` is imported when it is first asked for: training does not need it."""
+    if name == "plan":
+        from terrazzo.planner.api import plan
+
+        return plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from terrazzo.telemetry import JsonLines, PeakMemory, StepMetrics, Stopwatch, TensorBoard, peak_bf16_flops
+from terrazzo.telemetry import JsonLines, PeakMemory, StepMetrics, Stopwatch, TensorBoard
 from terrazzo.telemetry import metrics as metrics_module
 
 METRICS = StepMetrics(
@@ -45,24 +45,6 @@ def test_unknown_and_infinite_values_are_not_written() -> None:
     assert "mfu" not in values
     assert values["tflops"] == 1.0
     json.dumps(values, allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    ("device", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H20", 148),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA A10G", None),
-        ("NVIDIA L40", None),
-    ],
-)
-def test_peaks_are_found_by_whole_words(device: str, tflops: float | None) -> None:
-    assert peak_bf16_flops(device) == (None if tflops is None else tflops * 1e12)
 
 
 def test_a_resumed_run_replaces_the_lines_it_does_again(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.transfer import Handle, Ledger, Moves, Traffic
 from terrazzo.engine.unit import Unit
 
-__all__ = ["rehearse"]
+__all__ = ["PaperUnit", "rehearse"]
 
 
 def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sums: bool) -> tuple[Ledger, Traffic]:
@@ -29,7 +29,7 @@ def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sum
         local_sums: whether those before the last only add their gradients on this rank.
     """
     ledger, traffic = Ledger(), Traffic()
-    paper = [_PaperUnit(unit, ledger, traffic) for unit in units]
+    paper = [PaperUnit(unit, ledger, traffic) for unit in units]
     schedule = Schedule(paper, Order.of_registration(units), prefetch)
     for index in range(micro_batches):
         schedule.accumulating, schedule.reduce_each = index < micro_batches - 1, not local_sums
@@ -41,7 +41,7 @@ def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sum
     return ledger, traffic
 
 
-def _forward(schedule: Schedule, units: Sequence[Unit], paper: Sequence[_PaperUnit]) -> None:
+def _forward(schedule: Schedule, units: Sequence[Unit], paper: Sequence[PaperUnit]) -> None:
     inside: list[Unit] = []
     schedule.begin_forward()
     for unit in units:
@@ -54,7 +54,7 @@ def _forward(schedule: Schedule, units: Sequence[Unit], paper: Sequence[_PaperUn
     schedule.end_forward(training=True)
 
 
-def _backward(schedule: Schedule, paper: Sequence[_PaperUnit]) -> None:
+def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
     schedule.begin_backward()
     for index in schedule.order.backward:
         schedule.enter_backward(paper[index])
@@ -75,7 +75,7 @@ def _agree(units: Sequence[Unit], traffic: Traffic) -> None:
             traffic.record("control", count * torch.int64.itemsize)
 
 
-class _PaperUnit:
+class PaperUnit:
     """Stands for a unit before `Schedule`, which cannot tell the difference."""
 
     def __init__(self, unit: Unit, ledger: Ledger, traffic: Traffic) -> None:

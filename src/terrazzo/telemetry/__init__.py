@@ -1,8 +1,7 @@
 """Where the time and the memory of a run went: metrics of a step, and the places they are written to."""
 
-from terrazzo.telemetry.memory import PeakMemory
+from terrazzo.telemetry.memory import PeakMemory, available_host_bytes, resident_bytes
 from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
-from terrazzo.telemetry.peaks import peak_bf16_flops
 from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
 
 __all__ = [
@@ -13,5 +12,6 @@ __all__ = [
     "StepMetrics",
     "Stopwatch",
     "TensorBoard",
-    "peak_bf16_flops",
+    "available_host_bytes",
+    "resident_bytes",
 ]

@@ -1,13 +1,15 @@
-"""Peak memory of this process: on the CUDA device where there is one, else resident memory."""
+"""Memory of this process, on the CUDA device or resident, and memory that the machine has left."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
-__all__ = ["PeakMemory"]
+__all__ = ["PeakMemory", "available_host_bytes", "resident_bytes"]
 
 
 class PeakMemory:
@@ -21,5 +23,76 @@ class PeakMemory:
         """CUDA: bytes held by tensors at the peak. CPU: peak resident bytes of the process, libraries included."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if (highest := _lines_of(Path("/proc/self/status")).get("VmHWM")) is not None:
+            return highest
+        usage = resource.getrusage(
+            resource.RUSAGE_SELF
+        ).ru_maxrss  # that of the process which started this one counts too
         return usage if sys.platform == "darwin" else usage * 1024
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that is in use now, libraries included; None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_host_bytes() -> int | None:
+    """Memory that processes of this machine can still take, swap included; None where the system does not tell.
+
+    What the kernel calls available, or what the control group leaves if that is less (Linux, cgroup v1 and v2).
+    """
+    meminfo = _lines_of(Path("/proc/meminfo"))
+    if "MemAvailable" not in meminfo:
+        return None
+    free = [meminfo["MemAvailable"] + meminfo.get("SwapFree", 0)]
+    for limit, used, statistics, cache in _CGROUPS:
+        allowed, taken = _number(limit), _number(used)
+        if allowed is not None and taken is not None:
+            free.append(allowed - taken + _statistic(statistics, cache))
+    return max(0, min(free))
+
+
+_CGROUPS = (
+    (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory.current"),
+        Path("/sys/fs/cgroup/memory.stat"),
+        "inactive_file",
+    ),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.stat"),
+        "total_inactive_file",
+    ),
+)
+"""Limit, use, and the file with the part of use that the kernel gives back when it is needed."""
+
+
+def _lines_of(path: Path) -> dict[str, int]:
+    """Bytes by name of a file with lines such as `MemAvailable:  123 kB`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    words = [line.replace(":", " ").split() for line in lines]
+    return {line[0]: int(line[1]) << 10 for line in words if len(line) == 3 and line[2] == "kB"}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

@@ -1,0 +1,92 @@
+"""The planner's front doors: one setup estimated, and what `tz.plan` answers."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.engine import Plan
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.gate.gate import findings
+from terrazzo.planner.machine.calibration import Calibration, find_calibration, measured_memory
+from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.setup.checks import check
+from terrazzo.planner.setup.request import Model, Request, assumptions, build_setup
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.step import time_of
+from terrazzo.planner.traffic.volumes import traffic_of
+
+if TYPE_CHECKING:
+    from terrazzo.planner.search.search import Frontier
+
+__all__ = ["calibration_of", "estimate", "estimate_here", "estimate_request", "plan"]
+
+
+def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
+    """Memory, traffic and time of one setup, with the warnings of the gate.
+
+    Errors: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
+    """
+    check(setup)
+    memory, traffic = memory_of(setup), traffic_of(setup)
+    memory = memory if calibration is None else measured_memory(memory, calibration, setup)
+    time = time_of(setup, traffic, calibration)
+    warnings = tuple(str(finding) for finding in findings(setup))
+    if isinstance(time, str):
+        return Estimate(setup, memory, traffic, None, time, warnings)
+    return Estimate(setup, memory, traffic, time, "", warnings)
+
+
+def estimate_here(setup: Setup) -> Estimate:
+    """`estimate` with what was measured on such devices before, or a warning why a record of that does not count."""
+    record, note = find_calibration(setup)
+    found = estimate(setup, record)
+    return replace(found, warnings=(*found.warnings, note)) if note else found
+
+
+def calibration_of(request: Request) -> Calibration | None:
+    """What was measured on as many such devices before; None for a range of numbers, and where nothing was."""
+    if not isinstance(request.gpus, int):
+        return None
+    try:
+        return find_calibration(build_setup(request))[0]
+    except BadInput:  # what is open in the request has to be chosen first
+        return None
+
+
+def estimate_request(request: Request, calibration: Calibration | None = None) -> Estimate:
+    """`estimate` of what a request means; its warnings begin with what was assumed."""
+    setup = build_setup(request)
+    answer = estimate(setup, calibration)
+    return replace(answer, warnings=assumptions(request, setup) + answer.warnings)
+
+
+def plan(
+    model: Model, gpus: int | str | None = None, *, strategy: str | Plan | None = None, **options: Any
+) -> Estimate | Frontier:
+    """What running `model` on `gpus` devices takes, from its shapes alone.
+
+    Args:
+        model: preset such as `llama3-8b`, path of a config.json or its folder, module on meta, or number of parameters.
+        gpus: devices in all, or a range such as `"8..1024"`.
+        strategy: such as `zero3`; the answer is then one `Estimate`. Without it, or with a range of devices, all
+            choices that are open are compared: a `Frontier`.
+        options: further fields of `Request`: `gpu`, `sequence`, `micro_batch`, `checkpointing`, `tp`, ...
+
+    What `terrazzo plan --calibrate` measured on such devices before counts.
+
+    Errors: `BadInput` for unknown options and impossible input.
+    """
+    from terrazzo.planner.search.search import search
+
+    known = [field.name for field in fields(Request)]
+    for name in options:
+        if name not in known:
+            raise BadInput(f"tz.plan has no option {name!r}.{did_you_mean(name, known)} Options: {', '.join(known)}.")
+    request = Request(model, gpus, strategy=strategy, **options)
+    if strategy is None or isinstance(request.gpus, str):
+        return search(request, calibration_of(request))
+    setup = build_setup(request)
+    answer = estimate_here(setup)
+    return replace(answer, warnings=assumptions(request, setup) + answer.warnings)

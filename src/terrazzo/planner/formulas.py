@@ -1,0 +1,40 @@
+"""The terms that an estimate is made of, and the formula and source behind each: what `--explain` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["FORMULAS", "Formula", "Term"]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula as text. The names in it are the keys of a term's inputs."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Term:
+    """One addend of an estimate.
+
+    Attributes:
+        name: such as `weights`; unique within an estimate of memory, traffic or time.
+        value: expected, in `unit`; never more than `upper`.
+        formula: key of `FORMULAS`.
+        inputs: the numbers that were put in.
+    """
+
+    name: str
+    value: float
+    upper: float
+    formula: str
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    unit: Literal["B", "s"] = "B"
+
+
+FORMULAS: dict[str, Formula] = {}
+"""By key, such as `memory.weights`. Each module that computes terms registers its own, beside the code."""

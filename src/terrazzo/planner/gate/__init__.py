@@ -1,0 +1,1 @@
+"""Combinations that are known to be bad, with the reason and an alternative."""

@@ -1,0 +1,24 @@
+"""The gate: everything that is known against a setup, before anyone pays for finding out."""
+
+from __future__ import annotations
+
+from terrazzo.planner.gate.peer_rules import PEER_RULES
+from terrazzo.planner.gate.rules import RULES
+from terrazzo.planner.gate.stack import Finding, Stack
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["ALL_RULES", "findings", "runnable"]
+
+ALL_RULES = RULES + PEER_RULES
+_TERRAZZO = Stack()
+
+
+def findings(setup: Setup, stack: Stack = _TERRAZZO) -> tuple[Finding, ...]:
+    """What is known against a setup under a framework, by default Terrazzo: refusals first, then warnings."""
+    found = [finding for rule in ALL_RULES if (finding := rule.finding(setup, stack)) is not None]
+    return tuple(sorted(found, key=lambda finding: ("refuse", "planned", "warn").index(finding.severity)))
+
+
+def runnable(setup: Setup) -> bool:
+    """Whether nothing but warnings speaks against running a setup with this version of Terrazzo."""
+    return all(finding.severity == "warn" for finding in findings(setup))

@@ -1,0 +1,340 @@
+"""Combinations that are bad in every framework, and what Terrazzo's engine does not run yet."""
+
+from __future__ import annotations
+
+import torch
+
+from terrazzo.planner.gate.stack import FRAMEWORKS, Rule, Stack, stage, tiers
+from terrazzo.planner.memory.tiers import host_writes
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["RULES"]
+
+FLAT_SHARDS = ("adafactor", "muon")
+OTHERS = tuple(name for name in FRAMEWORKS if name != "terrazzo")
+NOT_IN_TORCH = ("lion", "adamw-8bit", "adamw-4bit")
+
+
+def _ranks(setup: Setup) -> int:
+    return setup.mesh.data_ranks * setup.mesh.cp
+
+
+def _splits(setup: Setup) -> bool:
+    return any(place.axes for place in setup.plan.places().values())
+
+
+def _whole_model(setup: Setup, stack: Stack) -> bool:
+    one = stack.whole_model_unit or (not setup.model.blocks and setup.model.vocab > 0)
+    return one and stage(setup) == 3 and _ranks(setup) > 1
+
+
+def _lacks(setup: Setup, matmul: str) -> bool:
+    """Whether the device is a known GPU without that format."""
+    device = setup.cluster.device
+    return device.kind == "cuda" and bool(device.peak_flops) and matmul not in device.peak_flops
+
+
+def _crosses(setup: Setup, group: int) -> bool:
+    """Whether `group` neighbouring ranks are on more than one scale-up domain."""
+    device = setup.cluster.device
+    return (
+        device.kind == "cuda" and group > max(device.scaleup_domain, 1) and setup.cluster.count > device.scaleup_domain
+    )
+
+
+def _grouped(setup: Setup) -> bool:
+    return any({"S", "dp_shard"} & set(place.axes) for place in setup.plan.places().values())
+
+
+def _gathers_in_pipeline(setup: Setup) -> bool:
+    return setup.mesh.pp > 1 and stage(setup) == 3 and _ranks(setup) > 1 and setup.micro_batches > 1
+
+
+EVERYWHERE = (
+    Rule(
+        "fp8 without the hardware",
+        (),
+        "refuse",
+        lambda setup, _: setup.matmul == "fp8" and _lacks(setup, "fp8"),
+        "{device} has no fp8 matrix units; they came with Ada and Hopper.",
+        "Use precision bf16 (fp16 before Ampere).",
+        "NVIDIA H100 and L4 data sheets; the table of devices",
+    ),
+    Rule(
+        "bf16 without the hardware",
+        (),
+        "warn",
+        lambda setup, _: setup.matmul == "bf16" and _lacks(setup, "bf16"),
+        "{device} has no bf16 matrix units: torch emulates bf16 at a fraction of the fp16 rate.",
+        "Use precision fp16, which scales the loss.",
+        "NVIDIA V100 and T4 data sheets; torch.cuda.is_bf16_supported(including_emulation=False)",
+    ),
+    Rule(
+        "fp16 without loss scaling",
+        (),
+        "refuse",
+        lambda setup, _: setup.precision.compute == torch.float16 and setup.precision.loss_scaling is None,
+        "fp16 gradients below 6e-8 become zero, and nothing scales the loss.",
+        "Use precision fp16, which scales it, or bf16.",
+        "arXiv 1710.03740, section 3.2",
+    ),
+    Rule(
+        "flash attention before Ampere",
+        (),
+        "warn",
+        lambda setup, _: setup.attention == "flash" and setup.cluster.device.kind == "cuda" and _lacks(setup, "bf16"),
+        "FlashAttention-2 needs Ampere; on {device} torch takes its memory-efficient kernel, which is slower.",
+        "Nothing has to change: the memory is the same.",
+        "Dao-AILab/flash-attention README; torch.nn.attention.SDPBackend",
+    ),
+    Rule(
+        "16-bit master weights",
+        (),
+        "warn",
+        lambda setup, _: setup.precision.master in (torch.bfloat16, torch.float16),
+        "Updates smaller than 1/256 of a weight are lost in 16-bit master weights.",
+        "Use precision bf16, whose master weights are fp32, or an optimizer that rounds stochastically.",
+        "arXiv 2010.06192; pytorch/ao torchao/optim README (bf16_stochastic_round)",
+    ),
+    Rule(
+        "nothing to shard",
+        (),
+        "warn",
+        lambda setup, _: _splits(setup) and _ranks(setup) == 1 and not tiers(setup),
+        "{plan} splits states over data ranks, but there is only one: nothing is saved.",
+        "Use more GPUs, activation checkpointing, a smaller micro-batch, or offload.",
+        "arXiv 1910.02054, table 1 with N = 1",
+    ),
+    Rule(
+        "whole model in one unit",
+        OTHERS,
+        "refuse",
+        _whole_model,
+        "The whole model is one sharding unit: all weights of {model} are gathered at once, so the peak is the whole "
+        "model again, and nothing can overlap.",
+        "Make each transformer block a unit (units= or the wrap policy).",
+        "torch.distributed.fsdp.fully_shard, notes on calling it bottom-up; huggingface/accelerate#1943",
+    ),
+    Rule(
+        "weights gathered without overlap",
+        (),
+        "warn",
+        lambda setup, _: stage(setup) == 3 and setup.prefetch == 0 and _ranks(setup) > 1,
+        "With a prefetch of 0 every gather of weights is waited for.",
+        "Use a prefetch of 1; it holds one more unit.",
+        "arXiv 2304.11277, section 3.3",
+    ),
+    Rule(
+        "split weights in a pipeline",
+        (),
+        "warn",
+        lambda setup, _: _gathers_in_pipeline(setup),
+        "{plan} gathers a stage's weights again for each of {m} micro-batches, in forward and in backward.",
+        "Use zero1, or zero2 where its gradients must be split: pp {pp} has already divided the weights.",
+        "pytorch/torchtitan docs (reshard_after_forward is off under pipeline parallelism); arXiv 2407.21783",
+    ),
+    Rule(
+        "whole gradients kept under split gradients",
+        (),
+        "warn",
+        lambda setup, _: (
+            stage(setup) >= 2 and setup.accumulate_locally and setup.micro_batches > 1 and _ranks(setup) > 1
+        ),
+        "Accumulating locally keeps whole gradients on every rank until the last of {m} micro-batches: the memory that "
+        "{plan} saves on gradients is gone.",
+        "Reduce every micro-batch, or use zero1, which needs no more.",
+        "meta-pytorch/torchtune#1275; torch FSDPModule.set_requires_gradient_sync",
+    ),
+    Rule(
+        "tensor parallelism across hosts",
+        (),
+        "warn",
+        lambda setup, _: setup.mesh.tp > 1 and _crosses(setup, setup.mesh.tp),
+        "tp {tp} is wider than the {domain} GPUs that fast links join: every block waits for the network.",
+        "Use a tp of at most {domain}, and pp or more sharding for the rest.",
+        "arXiv 2104.04473, section 3.2 and takeaway 1",
+    ),
+    Rule(
+        "shard group across hosts",
+        (),
+        "warn",
+        lambda setup, _: _grouped(setup) and _crosses(setup, setup.mesh.dp_shard * setup.mesh.cp * setup.mesh.tp),
+        "A shard group of {shard} ranks (dp_shard) reaches over {group} neighbouring GPUs (dp_shard × cp × tp), more "
+        "than the {domain} that fast links join, so {plan} gathers weights over the network and saves no traffic.",
+        "Choose dp_replicate so that a shard group stays within {domain} GPUs.",
+        "arXiv 2304.11277, section 3.2.2; arXiv 2205.00119",
+    ),
+    Rule(
+        "shard groups beside context parallelism",
+        (),
+        "warn",
+        lambda setup, _: _grouped(setup) and setup.mesh.cp > 1,
+        "What {plan} splits over a shard group is split over its {shard} ranks of dp_shard alone: cp {cp} ranks each "
+        "hold a copy of it.",
+        "Use zero3, which splits all states over cp too (D), or a larger dp_shard.",
+        "terrazzo.engine.place (S is dp_shard, D all data axes)",
+    ),
+    Rule(
+        "states on consumer disks",
+        (),
+        "warn",
+        lambda setup, _: host_writes(setup) > 0,
+        "Each step writes {written} TB to the disks of each host: one drive rated for 600 TB would last {steps} steps.",
+        "Use drives made for it, more of them, or host memory where it suffices.",
+        "deepspeedai/DeepSpeed (warn_consumer_ssd_writes); every state on disk once in a step, arXiv 2104.07857",
+    ),
+    Rule(
+        "fewer micro-batches than stages",
+        (),
+        "warn",
+        lambda setup, _: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
+        "{m} micro-batches cannot keep {pp} pipeline stages busy: the bubble is {bubble} of the work.",
+        "Use 4 micro-batches per stage or more.",
+        "arXiv 2104.04473, section 2.2",
+    ),
+    Rule(
+        "uneven pipeline stages",
+        (),
+        "warn",
+        lambda setup, _: setup.mesh.pp > 1 and setup.model.layers % (setup.mesh.pp * setup.virtual_stages) > 0,
+        "{layers} layers do not divide evenly over {pp} stages: the others wait for the longest.",
+        "Use a pp that divides {layers}.",
+        "arXiv 2104.04473, section 2.2",
+    ),
+    Rule(
+        "tied embeddings in a pipeline",
+        (),
+        "warn",
+        lambda setup, _: setup.mesh.pp > 1 and setup.model.tied,
+        "The head of {model} is its embedding: the first and the last stage both hold it, and add its gradients.",
+        "Expect one more copy and one more all-reduce, or untie them.",
+        "NVIDIA/Megatron-LM megatron/core/distributed/finalize_model_grads.py",
+    ),
+    Rule(
+        "vocabulary does not divide",
+        (),
+        "warn",
+        lambda setup, _: setup.mesh.tp > 1 and setup.model.vocab % setup.mesh.tp > 0,
+        "The vocabulary of {vocab} does not divide by tp {tp}: it has to be padded to {padded}.",
+        "Pad the vocabulary, to a multiple of 128 × tp for speed.",
+        "NVIDIA/Megatron-LM --make-vocab-size-divisible-by",
+    ),
+    Rule(
+        "beyond the trained positions",
+        (),
+        "warn",
+        lambda setup, _: setup.model.positions is not None and setup.sequence > setup.model.positions,
+        "{sequence} tokens are more than the {positions} positions that {model} names.",
+        "Scale its rotary positions, or use a shorter sequence.",
+        "arXiv 2309.16039",
+    ),
+    Rule(
+        "clipping with the optimizer in backward",
+        (),
+        "refuse",
+        lambda _, stack: stack.clip and stack.optimizer_in_backward,
+        "Clipping needs the norm of all gradients, but each weight is updated before the others' gradients exist.",
+        "Switch clipping off, or step after backward.",
+        "pytorch/torchtune docs (optimizer_in_bwd); pytorch/ao torchao/optim README",
+    ),
+    Rule(
+        "accumulation with the optimizer in backward",
+        (),
+        "refuse",
+        lambda setup, stack: stack.optimizer_in_backward and setup.micro_batches > 1,
+        "Each of {m} micro-batches would update the weights, so nothing is accumulated.",
+        "Use one larger micro-batch, or step after backward.",
+        "pytorch/torchtune docs (optimizer_in_bwd)",
+    ),
+)
+
+ENGINE = (
+    Rule(
+        "offload",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: bool(tiers(setup)),
+        "Terrazzo keeps every state on the device today, and {plan} places {offloaded}.",
+        "Plan with it, but run a strategy without '@'.",
+        "terrazzo.engine.place",
+    ),
+    *(
+        Rule(
+            f"{words} parallelism",
+            ("terrazzo",),
+            "planned",
+            lambda setup, _, axis=axis: getattr(setup.mesh, axis) > 1,  # type: ignore[misc]
+            f"Terrazzo has no {words} parallelism yet ({axis} {{{axis}}}).",
+            f"Plan with it, but run with {axis} 1.",
+            "terrazzo.engine.place",
+        )
+        for axis, words in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert"))
+    ),
+    Rule(
+        "fp8 matrix products",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.matmul == "fp8",
+        "Terrazzo has no fp8 matrix products of its own yet.",
+        "Plan with it, but run with precision bf16.",
+        "terrazzo.engine.precision",
+    ),
+    Rule(
+        "optimizer that sees whole matrices",
+        ("terrazzo",),
+        "refuse",
+        lambda setup, _: setup.optimizer.name in FLAT_SHARDS,
+        "{optimizer} does not update each element from its own values alone, so it would be wrong on flat shards.",
+        "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
+        "terrazzo.engine.optimizer.check_optimizer",
+    ),
+    Rule(
+        "optimizer that torch does not have",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.optimizer.name in NOT_IN_TORCH,
+        "`terrazzo train` takes optimizers of torch.optim, which has no {optimizer}.",
+        "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
+        "terrazzo.train.build.optimizer_class",
+    ),
+    Rule(
+        "loss without all logits",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.loss == "chunked",
+        "`terrazzo train` holds the logits of a micro-batch at once.",
+        "Plan with loss full, or chunk the loss in a loop of your own.",
+        "terrazzo.train.loop",
+    ),
+    Rule(
+        "fused loss",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.loss == "fused" and setup.mesh.tp * setup.mesh.pp == 1,
+        "`terrazzo train` takes torch's cross_entropy, which is not fused.",
+        "Plan with loss full, or use a fused loss in a loop of your own.",
+        "terrazzo.train.loop",
+    ),
+    Rule(
+        "attention that keeps its scores",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.attention == "math",
+        "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
+        "serves.",
+        "Plan with attention flash, or shard a model of your own with tz.shard.",
+        "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
+    ),
+    Rule(
+        "model in one unit",
+        ("terrazzo",),
+        "warn",
+        _whole_model,
+        "{model} is one sharding unit: all its weights are gathered at once, so the peak is the whole model again, and "
+        "nothing can overlap.",
+        "Leave it so where it fits, else make each repeated block a unit (plan.units).",
+        "terrazzo.engine.partition",
+    ),
+)
+
+RULES = EVERYWHERE + ENGINE

@@ -1,0 +1,142 @@
+"""What a rule is: a combination that is known to be bad in some framework, with the reason and what to do instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.memory.tiers import host_writes
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["FRAMEWORKS", "Finding", "Rule", "Severity", "Stack", "stage", "tiers"]
+
+Severity = Literal["refuse", "planned", "warn"]
+"""`refuse`: it fails, or trains something else. `planned`: sound, but this version of Terrazzo cannot run it yet.
+`warn`: it runs, and is slower, larger or less exact than it looks."""
+
+FRAMEWORKS = ("terrazzo", "deepspeed", "fsdp1", "fsdp2", "megatron", "torchao")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Which framework runs a setup, and what of it a `Setup` does not say.
+
+    Attributes:
+        version: such as `(0, 19, 8)`; None for the newest.
+        clip: whether the global gradient norm is clipped.
+        optimizer_in_backward: each parameter is updated as soon as its gradient is there.
+        whole_model_unit: the model was wrapped once, as one sharding unit.
+        expert_layers: the framework's own mixture-of-experts layers are used.
+    """
+
+    framework: str = "terrazzo"
+    version: tuple[int, ...] | None = None
+    clip: bool = True
+    optimizer_in_backward: bool = False
+    whole_model_unit: bool = False
+    expert_layers: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Stack:
+        """`"deepspeed"`, `"deepspeed@0.18.2"`. Errors: `BadInput` with the nearest name."""
+        name, at, version = text.strip().lower().partition("@")
+        if name not in FRAMEWORKS:
+            raise BadInput(
+                f"There is no framework {name!r}.{did_you_mean(name, FRAMEWORKS)} Known are {', '.join(FRAMEWORKS)}."
+            )
+        if at and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})*", version):
+            raise BadInput(f"The version in {text!r} is not numbers and dots; write {name}@0.19.8, for example.")
+        return cls(name, tuple(int(part) for part in version.split(".")) if at else None)
+
+    def before(self, *version: int) -> bool:
+        """Whether it is older than `version`."""
+        return self.version is not None and self.version < version
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a combination, and what to do instead."""
+
+    rule: str
+    severity: Severity
+    reason: str
+    alternative: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} {self.alternative}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One known-bad combination.
+
+    Attributes:
+        name: unique.
+        scope: frameworks it is about; empty for all.
+        applies: whether a setup in one of them is such a combination.
+        reason, alternative: sentences, with fields of `facts` in braces.
+        source: where it is said or can be seen.
+    """
+
+    name: str
+    scope: tuple[str, ...]
+    severity: Severity
+    applies: Callable[[Setup, Stack], bool]
+    reason: str
+    alternative: str
+    source: str
+
+    def finding(self, setup: Setup, stack: Stack) -> Finding | None:
+        """What the rule says of a setup, or None where it does not apply."""
+        if (self.scope and stack.framework not in self.scope) or not self.applies(setup, stack):
+            return None
+        known = facts(setup)
+        return Finding(
+            self.name, self.severity, self.reason.format(**known), self.alternative.format(**known), self.source
+        )
+
+
+def stage(setup: Setup) -> int:
+    """The ZeRO stage whose states a plan splits: 0 to 3."""
+    plan = setup.plan
+    return 3 if plan.weight.axes else 2 if plan.grad.axes else 1 if plan.optim.axes else 0
+
+
+def tiers(setup: Setup) -> dict[str, str]:
+    """State → tier of what is not on the device."""
+    return {state: place.tier for state, place in setup.plan.places().items() if place.tier != "device"}
+
+
+def facts(setup: Setup) -> dict[str, object]:
+    """What reasons may name."""
+    mesh, model, device = setup.mesh, setup.model, setup.cluster.device
+    written = host_writes(setup)
+    return {
+        "plan": setup.plan.name,
+        "stage": stage(setup),
+        "device": device.name,
+        "domain": device.scaleup_domain,
+        "model": model.name,
+        "vocab": model.vocab,
+        "padded": -(-model.vocab // mesh.tp) * mesh.tp,
+        "layers": model.layers,
+        "positions": model.positions,
+        "sequence": setup.sequence,
+        "optimizer": setup.optimizer.name,
+        "matmul": setup.matmul,
+        "m": setup.micro_batches,
+        "shard": mesh.dp_shard,
+        "group": mesh.dp_shard * mesh.cp * mesh.tp,
+        "bubble": f"{(mesh.pp - 1) / (setup.micro_batches * setup.virtual_stages):.0%}",
+        "offloaded": ", ".join(f"{state} on {tier}" for state, tier in tiers(setup).items()),
+        "written": f"{written / 1e12:.3g}",
+        "steps": f"{600e12 / max(written, 1):,.0f}",
+        "tp": mesh.tp,
+        "pp": mesh.pp,
+        "cp": mesh.cp,
+        "ep": mesh.ep,
+    }

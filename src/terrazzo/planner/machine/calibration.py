@@ -1,0 +1,232 @@
+"""What a few measured steps say of one device and software version, kept beside the user's other caches.
+
+A record replaces guesses by measurements: the rate of the matrix products, the bandwidth of the collectives, what a
+step costs whatever its size, and the memory that no tensor of the plan accounts for. It holds for the device, the
+software, the number of ranks and the matrix format that it was measured with, and is ignored anywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import tempfile
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.estimate import Memory
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = [
+    "Calibration",
+    "Run",
+    "Software",
+    "calibration_folder",
+    "find_calibration",
+    "load_calibration",
+    "measured_memory",
+    "processor",
+    "run_of",
+]
+
+FORMAT_VERSION: Literal[1] = 1
+
+
+class Software(BaseModel):
+    """Versions on which a measurement depends. `driver` is CUDA's, or empty on a CPU."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    terrazzo: str
+    torch: str
+    driver: str = ""
+
+    @classmethod
+    def here(cls) -> Software:
+        """Of this process."""
+        try:
+            own = version("terrazzo")
+        except PackageNotFoundError:
+            own = "source"
+        return cls(terrazzo=own, torch=torch.__version__, driver=torch.version.cuda or "")
+
+
+class Run(BaseModel):
+    """What was run: a measurement holds in full for the same model under the same plan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    parameters: int
+    layers: int
+    hidden: int
+    plan: str
+    mesh: dict[str, int]
+    precision: str
+    checkpointing: str
+    attention: str
+    compile: bool
+
+
+def run_of(setup: Setup) -> Run:
+    """What a setup runs, whatever its batch and sequence length."""
+    model, precision = setup.model, setup.precision
+    return Run(
+        model=model.name,
+        parameters=model.numel,
+        layers=model.layers,
+        hidden=model.hidden,
+        plan=" | ".join(f"{state} {place}" for state, place in setup.plan.places().items()),
+        mesh=asdict(setup.mesh),
+        precision=f"{precision.weight} {precision.compute} {precision.reduce} {setup.matmul}",
+        checkpointing=f"{setup.checkpointing} {setup.every}",
+        attention=setup.attention,
+        compile=setup.compile,
+    )
+
+
+class Calibration(BaseModel):
+    """One record, per rank. What follows from it for a step is in `terrazzo.planner.timing.measured`.
+
+    Attributes:
+        device: name, as `hardware.this_machine` gives it. `processor`: what it really is, as `processor` gives it.
+        world_size: ranks that were running.
+        matmul: format of the matrix products, such as `bf16`.
+        run: what was measured; None where that is not known.
+        pace: by how much longer computation took than the device's figures say; None where they are not known.
+        flops_per_s: FLOPs of forward, backward and recomputation of one rank per second in which it did not wait.
+        bandwidth: bytes that a rank sent per second in which it stood waiting for collectives, hidden ones included;
+            None where the device waits and not the process (CUDA).
+        overhead_s: what a step costs whatever its number of tokens, beside what follows from the device's figures where
+            they are known: launching, Python, and where they are not, the optimizer.
+        memory_offset_bytes: measured peak (CUDA: allocated by tensors; CPU: resident) minus the predicted one.
+        step_s, tokens, flops, traffic_bytes: of the measured step, per rank: the evidence.
+        steps: how many were timed.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    version: Literal[1] = FORMAT_VERSION
+    device: str
+    processor: str
+    software: Software
+    world_size: int = Field(gt=0)
+    matmul: str
+    run: Run | None = None
+    pace: float | None = Field(None, gt=0)
+    flops_per_s: float = Field(gt=0)
+    bandwidth: float | None = Field(None, gt=0)
+    overhead_s: float = Field(0.0, ge=0)
+    memory_offset_bytes: int = 0
+    step_s: float = Field(gt=0)
+    tokens: int = Field(gt=0)
+    flops: float = Field(gt=0)
+    traffic_bytes: int = Field(0, ge=0)
+    steps: int = Field(gt=0)
+
+    def measured(self, setup: Setup) -> bool:
+        """Whether steps of this very model under this very plan were timed."""
+        return self.run == run_of(setup)
+
+    @property
+    def file_name(self) -> str:
+        """The same for every record that replaces this one."""
+        return record_name(self.device, self.matmul, self.world_size)
+
+    def save(self, folder: Path | None = None) -> Path:
+        """Write the record, whole or not at all; the path. `folder` defaults to `calibration_folder()`."""
+        folder = calibration_folder() if folder is None else folder
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".calibration.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.model_dump_json(indent=2) + "\n")
+            path = folder / self.file_name
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return path
+
+
+def calibration_folder() -> Path:
+    """`terrazzo/calibration` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "terrazzo" / "calibration"
+
+
+def processor(kind: str) -> str:
+    """This machine's GPU as torch names it, or its CPU's model."""
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    found = None
+    if os.path.exists("/proc/cpuinfo"):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def find_calibration(setup: Setup, folder: Path | None = None) -> tuple[Calibration | None, str]:
+    """The record for the setup's device, ranks and matrix format.
+
+    Returns the record, or None with a line that says why one that is there is not used; without any the line is empty.
+    """
+    folder = calibration_folder() if folder is None else folder
+    device = setup.cluster.device
+    path = folder / record_name(device.name, setup.matmul, setup.mesh.world_size)
+    if not path.exists():
+        return None, ""
+    try:
+        record = load_calibration(path)
+    except BadInput as error:
+        return None, f"calibration not used: {error}"
+    here = Software.here()
+    if record.software != here:
+        return None, f"calibration not used: {path} was measured with {_shown(record.software)}, this is {_shown(here)}"
+    if device.kind == "cpu" and record.processor != processor("cpu"):
+        return None, f"calibration not used: {path} was measured on {record.processor}, this is {processor('cpu')}"
+    return record, ""
+
+
+def measured_memory(memory: Memory, record: Calibration, setup: Setup) -> Memory:
+    """`memory` with what tensors did not account for when `record` was measured.
+
+    On a CPU that is the process, which every run has; on a GPU what one run's estimate was wrong by, and no other's.
+    """
+    if setup.cluster.device.kind != "cpu" and not record.measured(setup):
+        return memory
+    offset = record.memory_offset_bytes
+    return replace(
+        memory,
+        device_bytes=memory.device_bytes + offset,
+        upper_bytes=max(memory.upper_bytes, memory.device_bytes + offset),
+    )
+
+
+def load_calibration(path: Path) -> Calibration:
+    """The record in a file that the user names. Errors: `BadInput` where it is none."""
+    try:
+        return Calibration.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"The calibration record '{path}' cannot be read: {error}. Run --calibrate again.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadInput(
+            f"'{path}' is no calibration record of version {FORMAT_VERSION}: {where or 'the file'}: {first['msg']}. "
+            "Remove it and run --calibrate again."
+        ) from None
+
+
+def record_name(device: str, matmul: str, world_size: int) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return f"{slug}.{matmul}.{world_size}.json"
+
+
+def _shown(software: Software) -> str:
+    driver = f", CUDA {software.driver}" if software.driver else ""
+    return f"terrazzo {software.terrazzo}, torch {software.torch}{driver}"

@@ -1,0 +1,213 @@
+"""The machines that plans are made for: devices from a sourced table, their links, and how many of them there are."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from terrazzo.errors import BadInput
+
+__all__ = ["Cluster", "Device", "device", "devices", "this_machine"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one CPU host, as a rank sees it. None where a figure is not known; nothing is guessed.
+
+    Attributes:
+        kind: `cuda`, `cpu`; AMD's devices are `cuda` too, as in torch.
+        peak_flops: dense peak, FLOP/s, by compute format: `bf16`, `fp16`, `fp8`, `tf32`, `fp32`.
+        matmul_flops: largest measured rate of a matrix product (MAMF), FLOP/s, by the same formats.
+        memory_bytes: what torch reports as total, not what the vendor prints.
+        memory_bandwidth: B/s.
+        scaleup_bandwidth: B/s in one direction, to the devices of the same scale-up domain.
+        scaleup_domain: devices in one such domain; it may be larger than a host.
+        internode_bandwidth: B/s in one direction and per device, to other domains.
+        pcie_bandwidth: B/s in one direction, to the host.
+        per_node: devices of one host.
+        watts: power that the device may draw.
+        switch_sums: whether the scale-up switch sums what passes it (NVLink SHARP, from Hopper on).
+        source: where the figures are from.
+    """
+
+    name: str
+    kind: str = "cuda"
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    memory_bandwidth: float | None = None
+    scaleup_bandwidth: float | None = None
+    scaleup_domain: int = 1
+    internode_bandwidth: float | None = None
+    pcie_bandwidth: float | None = None
+    per_node: int = 8
+    watts: float | None = None
+    switch_sums: bool = False
+    source: str = ""
+    notes: str = ""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`count` equal devices.
+
+    Attributes:
+        price_per_hour: of one device, in whatever currency; None if not given.
+        host_memory_bytes: per host; disk_bytes and disk_bandwidth likewise. None if not given.
+    """
+
+    device: Device
+    count: int = 1
+    price_per_hour: float | None = None
+    host_memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    disk_bandwidth: float | None = None
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.count // self.device.per_node)
+
+
+def device(name: str) -> Device:
+    """The device of that name: the table's own, an alias, or what torch reports. Case, spaces and dashes do not matter.
+
+    Short names mean the usual part: `H100` is the 80 GB SXM, `A100` the 80 GB SXM, `V100` the 32 GB SXM.
+
+    Errors: `BadInput` with the candidates where a name fits several parts, with the nearest name where it fits none.
+    """
+    table, key = _table(), _key(name)
+    if key in table:
+        return table[key]
+    fitting = _fitting(set(_words(name)))
+    if len(fitting) == 1:
+        return table[_key(fitting[0])]
+    if fitting:
+        raise BadInput(f"The GPU {name!r} may be {' or '.join(fitting)}. Write one of these names.")
+    near = [table[known].name for known in difflib.get_close_matches(key, table, n=1)]
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise BadInput(
+        f"There is no GPU {name!r} in the table.{hint} It holds {', '.join(found.name for found in devices())}. "
+        "Another device can be described by its figures, with terrazzo.planner.machine.devices.Device."
+    )
+
+
+def devices() -> tuple[Device, ...]:
+    """All devices of the table, in its order."""
+    return tuple({found.name: found for found in _table().values()}.values())
+
+
+def this_machine() -> Cluster:
+    """What this process could train on: its CUDA devices, else its CPUs as one device.
+
+    No peak is known of a CPU, nor of a GPU that is not in the table, so that nothing is said of time or MFU there
+    unless a measurement is at hand.
+    """
+    if not torch.cuda.is_available():
+        return Cluster(Device(_cpu_name(), "cpu", memory_bytes=_host_memory_bytes(), per_node=1, source="this machine"))
+    found = torch.cuda.get_device_properties(0)
+    try:
+        known = device(found.name)
+    except BadInput:
+        known = Device(found.name, source="this machine")
+    count = torch.cuda.device_count()
+    here = replace(known, memory_bytes=found.total_memory, per_node=count)
+    return Cluster(here, count, host_memory_bytes=_host_memory_bytes())
+
+
+def _words(name: str) -> list[str]:
+    """Without those that vendors put before a model's name."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return [word for word in words if word not in ("", "nvidia", "amd", "instinct", "geforce", "tesla")]
+
+
+def _key(name: str) -> str:
+    return "".join(_words(name))
+
+
+@cache
+def _names() -> tuple[tuple[str, Device], ...]:
+    """Every name and alias; names come before aliases."""
+    text = files("terrazzo.planner.machine").joinpath("gpus.csv").read_text(encoding="utf-8")
+    rows = [(row["aliases"].split(";"), _device(row)) for row in csv.DictReader(text.splitlines())]
+    names = [(found.name, found) for _, found in rows]
+    return (*names, *((alias, found) for aliases, found in rows for alias in aliases if _key(alias)))
+
+
+@cache
+def _table() -> dict[str, Device]:
+    table: dict[str, Device] = {}
+    for name, found in _names():
+        table.setdefault(_key(name), found)
+    return table
+
+
+def _fitting(words: set[str]) -> list[str]:
+    """Names of the devices that are called by all of these words: whole ones, so that an L40 is no L40S."""
+    return sorted({found.name for name, found in _names() if words and words <= set(_words(name))})
+
+
+def _device(row: Mapping[str, str]) -> Device:
+    def figure(column: str, unit: float) -> float | None:
+        return float(row[column]) * unit if row[column] else None
+
+    def by_format(columns: Mapping[str, str]) -> dict[str, float]:
+        return {name: value for name, column in columns.items() if (value := figure(column, 1e12)) is not None}
+
+    total, notes = figure("torch_total_gib", 2**30), row["notes"]
+    if total is None:
+        total = float(row["mem_gb_marketing"]) * 1e9 * _VISIBLE
+        notes = "; ".join([*([notes] if notes else []), "memory as torch sees it not known: 98 % of the nominal GB"])
+    return Device(
+        name=row["name"],
+        peak_flops=by_format({name: f"{name}_dense_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "tf32")})
+        | by_format({"fp32": "fp32_vector_tflops"}),
+        matmul_flops=by_format({name: f"mamf_{name}_tflops" for name in ("bf16", "fp16", "fp8")}),
+        memory_bytes=int(total),
+        memory_bandwidth=figure("mem_bw_tb_s", 1e12),
+        scaleup_bandwidth=figure("scaleup_uni_gb_s", 1e9),
+        scaleup_domain=int(row["scaleup_domain"] or 1),
+        internode_bandwidth=figure("typical_internode_gb_s_per_gpu", 1e9),
+        pcie_bandwidth=figure("pcie_uni_gb_s", 1e9),
+        per_node=int(row["typical_gpus_per_node"]),
+        watts=figure("tdp_w", 1),
+        switch_sums=bool(row["fp8_dense_tflops"])
+        and ("NVSwitch" in row["scaleup_link"] or "NVL72" in row["scaleup_link"]),
+        source=row["source"],
+        notes=notes,
+    )
+
+
+_VISIBLE = 0.98
+"""Least share of the nominal decimal GB that torch sees on the devices of the table where it is known (GDDR6, ECC)."""
+
+
+def _cpu_name() -> str:
+    return f"CPU with {_cores()} cores"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _host_memory_bytes() -> int:
+    """Physical memory, or what the control group allows if that is less."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits()])
+
+
+def _group_limits() -> Iterator[int]:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            yield int(text)

@@ -1,0 +1,157 @@
+"""Which link each mesh axis crosses, and how fast a collective runs on it.
+
+Ranks are laid out with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp` outermost, as torchtitan and
+Megatron lay them out: what is sent most often stays closest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.setup.setup import Mesh
+
+__all__ = ["Group", "Move", "Network", "group_of"]
+
+_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+"""Innermost first."""
+
+SCALEUP_SHARE = 0.80
+"""Of a scale-up link's bandwidth, what ring collectives of large messages reach: all-gather on 8 H100 361 of 450 GB/s,
+8 A100 235 of 300 (stas00/ml-engineering, network/README.md)."""
+
+INTERNODE_SHARE = 0.90
+"""Of the network cards' bandwidth: 4 nodes of 8 H200 reach 365 of 400 GB/s (same source)."""
+
+PCIE_SHARE = 0.40
+"""Of a PCIe link's bandwidth, where devices talk through the host's memory: each byte crosses it twice."""
+
+HOP_S = 12e-6
+"""Time that a ring spends per rank beside moving bytes. It explains how MosaicML's runs slow down from 128 to 512
+ranks, and ZeRO-3's from 384 to 1,536 (arXiv 2104.04473, table 2); fits of measured sweeps give 7 us within 8 H200 and
+13 on 4 nodes of 8 B200 (stas00/ml-engineering)."""
+
+SWITCH_MINIMUM = 6
+"""Ranks from which NVSwitch sums in the switch, so that an all-reduce sends each byte about once."""
+
+SWITCH_GAIN = 1.3
+"""All-reduce of 8 H200 with it 480 GB/s, without it 367 (stas00/ml-engineering)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one collective: `size` of them, `stride` ranks apart."""
+
+    axis: str
+    size: int
+    stride: int
+
+    @property
+    def span(self) -> int:
+        return self.size * self.stride
+
+
+def group_of(mesh: Mesh, axis: str) -> Group:
+    """The group along a mesh axis. Expert ranks (`ep`) are the innermost data ranks."""
+    if axis == "ep":
+        return Group("ep", mesh.ep, mesh.tp)
+    stride = 1
+    for inner in _ORDER:
+        if inner == axis:
+            break
+        stride *= getattr(mesh, inner)
+    return Group(axis, getattr(mesh, axis), stride)
+
+
+@dataclass(frozen=True)
+class Move:
+    """One collective or copy of one unit.
+
+    Attributes:
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `send` or `copy`.
+        what: is moved, such as `weights`.
+        when: `forward`, `backward` (before it), `reduce` (after each backward that reduces), `last` (after the last
+            one), `update` (after the optimizer's step).
+        sent_bytes: by one rank, each time.
+        group: the ranks; None for a copy.
+        link: that it crosses.
+        messages: in how many collectives.
+    """
+
+    kind: str
+    what: str
+    when: str
+    sent_bytes: float
+    group: Group | None
+    link: str
+    messages: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The links of a device, seen by groups of ranks. If `free`, collectives take no time."""
+
+    device: Device
+    free: bool = False
+
+    @property
+    def _domain(self) -> int:
+        return self.device.scaleup_domain if self.device.scaleup_bandwidth else 1
+
+    def link(self, group: Group) -> str:
+        """The slowest link that the group crosses: `scaleup`, `pcie` or `internode`."""
+        if group.span <= self._domain:
+            return "scaleup"
+        return "pcie" if group.span <= self.device.per_node else "internode"
+
+    def bandwidth(self, group: Group) -> float | None:
+        """Bus bandwidth of a ring, B/s: bytes that each rank sends per second. None where a link is not known.
+
+        A ring over several nodes is many rings, each of which leaves a node through another network card, so that its
+        bandwidth is that of all the cards which the group's ranks of one node have.
+        """
+        device, link = self.device, self.link(group)
+        inside = device.scaleup_bandwidth and device.scaleup_bandwidth * SCALEUP_SHARE
+        if link == "scaleup":
+            return inside
+        through_host = device.pcie_bandwidth and device.pcie_bandwidth * PCIE_SHARE
+        if link == "pcie":
+            return through_host
+        if device.internode_bandwidth is None:
+            return None
+        hosts = max(self._domain, device.per_node)
+        members = max(1, min(group.size, hosts // group.stride))
+        cards = device.internode_bandwidth * INTERNODE_SHARE * members
+        within = [cards, inside if self._domain >= hosts else through_host]
+        return min(rate for rate in within if rate) if members > 1 else cards
+
+    def move_s(self, move: Move) -> float:
+        """Seconds of a collective, once. The links must be known."""
+        group = move.group
+        if self.free or group is None or group.size <= 1 or not move.sent_bytes:
+            return 0.0
+        rate = self.bandwidth(group)
+        assert rate is not None
+        if move.kind == "send":
+            return move.sent_bytes / rate + move.messages * HOP_S
+        if move.kind == "all_to_all":
+            return move.sent_bytes / self._scattered(group, rate) + move.messages * HOP_S
+        if move.kind == "all_reduce":
+            return move.sent_bytes / (rate * self._switch_gain(group)) + move.messages * self._tree_hops(group) * HOP_S
+        return move.sent_bytes / rate + move.messages * (group.size - 1) * HOP_S
+
+    def _switch_gain(self, group: Group) -> float:
+        summed = self.device.switch_sums and group.size >= SWITCH_MINIMUM and self.link(group) == "scaleup"
+        return SWITCH_GAIN if summed else 1.0
+
+    def _tree_hops(self, group: Group) -> int:
+        """Of an all-reduce: twice around a ring, or up and down a tree of nodes if that is shorter."""
+        return min(2 * (group.size - 1), 2 * (group.size - 1).bit_length() + self.device.per_node)
+
+    def _scattered(self, group: Group, ring: float) -> float:
+        """Of an all-to-all, B/s: what goes to other nodes has each rank's own network card."""
+        if self.link(group) != "internode" or self.device.internode_bandwidth is None:
+            return ring
+        near = max(1, min(group.size, max(self._domain, self.device.per_node) // group.stride))
+        away = (group.size - near) / (group.size - 1)
+        return min(ring, self.device.internode_bandwidth * INTERNODE_SHARE / away) if away else ring

@@ -1,0 +1,1 @@
+"""The peak of the fullest rank, term by term."""

@@ -1,0 +1,262 @@
+"""What autograd keeps of a micro-batch: bytes of activations per block, of what is recomputed, and of logits and loss.
+
+Each coefficient counts the tensors that the operations of a pre-norm block save for backward: inputs of norms and
+matrices, queries, keys, values and the attention's output, inner tensors of the MLP, dropout masks. For the block of
+arXiv 2205.05198 they add up to its formulas; for Llama-like blocks they equal what `saved_tensors_hooks` sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from terrazzo.planner.formulas import FORMULAS, Formula
+from terrazzo.planner.model.shapes import BlockShape
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["BlockActivations", "HeadActivations", "block_activations", "head_activations"]
+
+FORMULAS |= {
+    "memory.activations": Formula(
+        "blocks x saved bytes of one block per micro-batch x micro-batches in flight. A block saves, in elements per "
+        "token: inputs of both norms 2h and of the matrices behind them 2h (split by tp only under sequence "
+        "parallelism), queries q, keys and values of the kv heads, the attention's output, and of the MLP gate, up, "
+        "silu(gate) and their product (eager), or gate, up and product (compiled), or input and output of the "
+        "nonlinearity (not gated); dropout masks of one byte; fp32 copies where a norm computes in fp32. Full "
+        "checkpointing keeps the block's input alone, selective its input and the results of matrix products and of "
+        "attention; under math attention it recomputes the attention core alone",
+        "arXiv 2205.05198, equations 1 to 6; torch.autograd.graph.saved_tensors_hooks",
+    ),
+    "memory.working": Formula(
+        "what the backward of one block needs beside what was saved: what it recomputes, gradients of its widest "
+        "activations, and the largest gradient of a single parameter",
+        "arXiv 2205.05198, section 5; order of operations in backward",
+    ),
+    "memory.logits": Formula(
+        "tokens x vocabulary / tp x bytes per logit, and inputs of the last norm and the head. At the loss 12 bytes: "
+        "log-softmax in fp32, its gradient and that of the logits; fused or compiled the logits and one fp32 copy; of "
+        "one in 8 chunks if chunked. In the head's backward the gradient of the logits alone",
+        "torch.nn.functional.cross_entropy, aten nll_loss and log_softmax; NVIDIA/Megatron-LM cross_entropy.py",
+    ),
+}
+
+FP32_BYTES = 4
+LOSS_CHUNKS = 8
+"""Parts that a chunked loss cuts the tokens into (pytorch/torchtune, chunked cross-entropy)."""
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes of one block on one rank for one micro-batch.
+
+    Attributes:
+        saved: kept from forward to backward under the setup's checkpointing; `saved_upper` where keys and values are
+            expanded to all query heads, and where routed tokens crowd on some ranks.
+        recomputed: made again in backward.
+        gradients: of activations, at once, in its backward.
+    """
+
+    saved: float
+    saved_upper: float
+    recomputed: float
+    gradients: float
+
+    @property
+    def working(self) -> float:
+        return self.recomputed + self.gradients
+
+
+def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
+    """What a block keeps and needs under `setup`."""
+    mesh = setup.mesh
+    local = _Local(
+        tokens=setup.tokens / mesh.cp,
+        sequence=setup.sequence,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        sequence_parallel=setup.sequence_parallel,
+        itemsize=setup.precision.compute.itemsize,
+        compiled=setup.compile,
+        math=setup.attention == "math",
+        checkpointing=setup.checkpointing,
+        every=setup.every,
+        cpu=setup.cluster.device.kind == "cpu",
+    )
+    return _block(local, block)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What of a setup a block's activations depend on."""
+
+    tokens: float
+    sequence: int
+    tp: int
+    ep: int
+    sequence_parallel: bool
+    itemsize: int
+    compiled: bool
+    math: bool
+    checkpointing: str
+    every: int
+    cpu: bool
+
+
+@lru_cache(maxsize=4096)
+def _block(local: _Local, block: BlockShape) -> BlockActivations:
+    everything = _everything(local, block)
+    kept = everything
+    if local.checkpointing == "full":
+        kept = _input(local, block)
+    elif local.checkpointing == "selective":
+        kept = everything - _scores(local, block) if local.math else _products(local, block)
+    share = 1 / local.every if local.checkpointing != "none" else 0.0
+    saved = share * kept + (1 - share) * everything
+    more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
+    return BlockActivations(saved, saved + more, everything - kept if share else 0.0, _gradients(local, block))
+
+
+def _expanded(local: _Local, block: BlockShape) -> float:
+    """Bytes more if keys and values are repeated for every query head before attention."""
+    per_head = block.head_dim + block.value_dim
+    return local.tokens * (block.heads - block.kv_heads) * per_head * local.itemsize / local.tp
+
+
+CROWDING = 0.5
+"""Of the mean tokens of a rank's experts, how many more may come (GShard's capacity factor, arXiv 2006.16668)."""
+
+
+def _crowded(local: _Local, block: BlockShape) -> float:
+    if not block.experts or local.ep == 1:
+        return 0.0
+    inner = block.active_experts * block.ffn * _inner(local, block) * local.itemsize / local.tp
+    return CROWDING * local.tokens * (inner + _routing(local, block))
+
+
+def _everything(local: _Local, block: BlockShape) -> float:
+    """Without checkpointing."""
+    between = local.tokens * _between(local, block) / (local.tp if local.sequence_parallel else 1)
+    inside = local.tokens * (_attention(block) * local.itemsize + _mlp(local, block)) / local.tp
+    return between + inside + _scores(local, block)
+
+
+def _between(local: _Local, block: BlockShape) -> float:
+    """Bytes per token that tensor parallelism alone leaves whole: norms, inputs of the matrices, dropout masks."""
+    norms, width = block.norms, block.hidden
+    inputs = 2 * width * local.itemsize
+    mask = local.itemsize if local.cpu else 1
+    masks = 2 * width * mask if block.dropout else 0
+    return norms * _norm(local, block) + inputs + masks + _routing(local, block)
+
+
+def _norm(local: _Local, block: BlockShape) -> float:
+    """Bytes per token that a norm keeps: its input, and where it computes in fp32 a copy and the normalised input."""
+    width, item = block.hidden, local.itemsize
+    if block.norm == "layer" or local.compiled:
+        return width * item
+    if block.torch_norm:
+        return width * (2 * FP32_BYTES if local.cpu else item)
+    return width * (FP32_BYTES + item)
+
+
+def _attention(block: BlockShape) -> float:
+    """Elements per token: queries, keys, values and output."""
+    queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    values, output = block.kv_heads * block.value_dim, block.heads * block.value_dim
+    return queries + keys + values + output + 2 * block.latent
+
+
+def _scores(local: _Local, block: BlockShape) -> float:
+    """Bytes of what math attention keeps of its scores: their softmax in fp32, and as cast for the next product.
+
+    With dropout, as in arXiv 2205.05198: softmax, mask and result in 16 bits.
+    """
+    if not local.math:
+        return 0.0
+    item = local.itemsize
+    if block.dropout:
+        per_score = 2 * item + 1
+    else:
+        per_score = FP32_BYTES + item if item < FP32_BYTES else item
+    attended = min(local.sequence, block.window or local.sequence)
+    return local.tokens * attended * block.heads * per_score / local.tp
+
+
+def _mlp(local: _Local, block: BlockShape) -> float:
+    """Bytes per token inside the MLP, or inside the experts that a token meets."""
+    inner = _inner(local, block)
+    dense = block.ffn if not block.experts else block.shared_ffn
+    total = float(dense * inner * local.itemsize)
+    if block.experts:
+        total += block.active_experts * block.ffn * inner * local.itemsize
+    return total
+
+
+def _inner(local: _Local, block: BlockShape) -> int:
+    """Tensors as wide as the MLP: input and output of its nonlinearity, and the product of a gated one."""
+    if not block.gated:
+        return 2
+    return 3 if local.compiled else 4
+
+
+def _routing(local: _Local, block: BlockShape) -> float:
+    """Bytes per token of a mixture of experts: router logits and their softmax in fp32, inputs and outputs of experts.
+
+    Eager code keeps the weighted outputs too.
+    """
+    if not block.experts:
+        return 0.0
+    copies = 2 if local.compiled else 3
+    return 2 * FP32_BYTES * block.experts + copies * block.active_experts * block.hidden * local.itemsize
+
+
+def _input(local: _Local, block: BlockShape) -> float:
+    """Bytes of a block's input."""
+    return local.tokens * block.hidden * local.itemsize / (local.tp if local.sequence_parallel else 1)
+
+
+def _products(local: _Local, block: BlockShape) -> float:
+    """Bytes of a block's input and of what its matrix products and attention give."""
+    width, item = block.hidden, local.itemsize
+    per_copy = 2 if block.gated else 1
+    mlp = per_copy * (block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn)
+    whole = 2 * width + (block.active_experts * width if block.experts else 0)
+    split = local.tokens * (_attention(block) + mlp) * item / local.tp
+    return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
+
+
+def _gradients(local: _Local, block: BlockShape) -> float:
+    """Bytes of the gradients of activations that are there at once: of the block's output and of its widest tensors."""
+    copies = 2 if block.gated else 1
+    inner = block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn
+    return local.tokens * local.itemsize * (2 * block.hidden + copies * inner / local.tp)
+
+
+@dataclass(frozen=True)
+class HeadActivations:
+    """Bytes on the last pipeline stage for one micro-batch.
+
+    Attributes:
+        loss: inputs of the last norm and the head, logits, and what the loss keeps and makes of them, at most;
+            `loss_upper` for a loss that fuses nothing.
+        logits: of these, what is there in the head's backward: its inputs and the gradient of the logits.
+    """
+
+    loss: float
+    loss_upper: float
+    logits: float
+
+
+def head_activations(setup: Setup) -> HeadActivations:
+    """What lies between the last block and the gradient of the logits."""
+    tokens, item = setup.tokens / setup.mesh.cp, setup.precision.compute.itemsize
+    chunks = LOSS_CHUNKS if setup.loss == "chunked" else 1
+    logits = tokens * setup.model.vocab / setup.mesh.tp / chunks
+    fused = setup.loss == "fused" or setup.compile
+    plain = max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
+    inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)
+    return HeadActivations(
+        loss=inputs + logits * (item + FP32_BYTES if fused else plain),
+        loss_upper=inputs + logits * (item + FP32_BYTES if setup.loss == "fused" else plain),
+        logits=inputs + logits * item,
+    )

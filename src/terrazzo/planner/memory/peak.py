@@ -1,0 +1,237 @@
+"""Peak memory of the fullest rank, term by term: states, a step on paper at its fullest, and what lies around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from terrazzo.planner.estimate import Memory
+from terrazzo.planner.formulas import FORMULAS, Formula, Term
+from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
+from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
+from terrazzo.planner.memory.stages import in_flight, stage_units
+from terrazzo.planner.memory.states import UnitStates, rules_of, state_terms, unit_states
+from terrazzo.planner.memory.tiers import disk_writes, on_device, staging_bytes, tier_terms
+from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["memory_of", "stage_peak", "stage_terms"]
+
+FORMULAS |= {
+    "memory.gathered": Formula(
+        "full weights of the units that run or are gathered ahead (1 + prefetch), the root's from forward to backward, "
+        "and what `between` keeps of the others",
+        "arXiv 2304.11277, section 3; terrazzo/engine/schedule.py",
+    ),
+    "memory.unreduced": Formula(
+        "gradients that autograd has made and no collective has taken yet: of the running unit and the root, of every "
+        "unit while micro-batches only add up; and sums of earlier micro-batches at the `grad` place. Upper: 16-bit "
+        "gradients beside fp32 sums, as Megatron-DeepSpeed and nanotron keep them",
+        "terrazzo/engine/schedule.py",
+    ),
+    "memory.receive": Formula(
+        "gradients under way to their ranks, and on CPU what arrives from the others",
+        "terrazzo/engine/bucket.py, terrazzo/engine/collectives.py",
+    ),
+}
+
+
+def memory_of(setup: Setup) -> Memory:
+    """The memory of the fullest rank of `setup`, in bytes, at the fullest moment of a step."""
+    stages = {stage: stage_terms(setup, stage) for stage in _distinct_stages(setup)}
+    totals = {stage: sum(term.value for term in terms) for stage, (terms, _) in stages.items()}
+    fullest = max(totals, key=lambda stage: totals[stage])
+    terms, moment = stages[fullest]
+    upper = max(sum(term.upper for term in terms) for terms, _ in stages.values())
+    host, disk = tier_terms(setup, fullest)
+    return Memory(
+        terms=terms,
+        upper_bytes=upper_bytes(setup, upper),
+        reserved_bytes=reserved_bytes(setup, totals[fullest]),
+        device_bytes=device_bytes(setup, totals[fullest]),
+        limiting_rank=_limiting_rank(setup, fullest, moment),
+        per_stage=_per_stage(setup, totals),
+        host=host,
+        disk=disk,
+        disk_writes=disk_writes(disk),
+        capacity_bytes=setup.cluster.device.memory_bytes,
+        ranks_per_host=min(setup.cluster.count, setup.cluster.device.per_node),
+        host_capacity_bytes=setup.cluster.host_memory_bytes,
+        disk_capacity_bytes=setup.cluster.disk_bytes,
+    )
+
+
+def _distinct_stages(setup: Setup) -> tuple[int, ...]:
+    """The first pipeline stage, one that stands for all between, and the last."""
+    return tuple(sorted({0, min(1, setup.mesh.pp - 1), setup.mesh.pp - 1}))
+
+
+def _per_stage(setup: Setup, totals: Mapping[int, float]) -> tuple[float, ...]:
+    """Of those between, each has fewer micro-batches in flight than the one before; no other difference is counted."""
+    stages = setup.mesh.pp
+    if stages <= len(totals):
+        return tuple(totals[stage] for stage in range(stages))
+    saved, held = _saved_bytes(setup, 1), in_flight(setup, 1)
+    between = (totals[1] - (held - in_flight(setup, stage)) * saved for stage in range(1, stages - 1))
+    return (totals[0], *between, totals[stages - 1])
+
+
+def _saved_bytes(setup: Setup, stage: int) -> float:
+    """Activations of one micro-batch on all blocks of a stage."""
+    units = ((unit.block, count) for unit, count in stage_units(setup, stage))
+    return sum(block_activations(setup, block).saved * count for block, count in units if block is not None)
+
+
+def _limiting_rank(setup: Setup, stage: int, moment: str) -> str:
+    stages = setup.mesh.pp
+    if stages == 1:
+        return f"every rank alike, fullest {moment}"
+    held = f"{in_flight(setup, stage):.3g} micro-batches in flight"
+    parts = {0: f"the embeddings and {held}", stages - 1: "the head and the logits"}
+    return f"the ranks of pipeline stage {stage + 1} of {stages}, with {parts.get(stage, held)}, fullest {moment}"
+
+
+# -- one stage -----------------------------------------------------------------------------------------------------
+
+
+def stage_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], str]:
+    """The terms of a rank of `stage` at its fullest moment, and that moment in words."""
+    states = on_device(setup, state_terms(setup, stage))
+    if not setup.model.aligned:
+        return states, "at rest"
+    peak = stage_peak(setup, stage)
+    resting = tuple(term for term in states if term.name != "gradients")
+    moving = (
+        _moving_term(setup, stage, name, value, extra)
+        for name, value, extra in zip(KINDS, peak.parts, _upper_extras(setup, stage, peak), strict=True)
+        if value or name == "gradients"
+    )
+    return (*resting, *moving, *_around(setup, stage)), peak.moment
+
+
+def _moving_term(setup: Setup, stage: int, name: str, value: float, extra: float) -> Term:
+    return Term(name, value, value + extra, f"memory.{name}", _inputs(setup, stage, name))
+
+
+def _around(setup: Setup, stage: int) -> tuple[Term, ...]:
+    staging, workspace = float(staging_bytes(setup, stage)), float(workspace_bytes(setup))
+    terms = []
+    if staging:
+        terms.append(Term("staging", staging, staging, "memory.staging", {"prefetch": float(setup.prefetch)}))
+    if workspace:
+        terms.append(Term("workspace", workspace, workspace, "memory.workspace", {"bytes each": workspace / 2}))
+    return tuple(terms)
+
+
+def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
+    """What a rank of `stage` holds beside resting weights and optimizer state, at its fullest moment.
+
+    Args:
+        states_only: without activations, logits, finished gradients and the update: the engine's `transient_bytes`.
+    """
+    rules = rules_of(setup)
+    parts = [(unit_states(u, rules), u.block, n) for u, n in stage_units(setup, stage)]
+    local = setup.accumulate_locally or not rules.grad
+    plain = StepSettings(
+        has_root=parts[0][1] is None,
+        prefetch=setup.prefetch,
+        micro_batches=max(setup.micro_batches, 2 if local and setup.whole_gradients else 1),
+        local=local,
+        gradual=not setup.compile,
+        with_gradients=not states_only and rules.tiers[1] == "device",
+    )
+    if states_only:
+        units = [StepUnit(states, count) for states, _, count in parts]
+        return peak_of(units, plain)
+    is_last = stage == setup.mesh.pp - 1
+    units = []
+    for states, block, count in parts:
+        found = block_activations(setup, block) if block else BlockActivations(0.0, 0.0, 0.0, 0.0)
+        gradient = states.largest_grad if block or is_last else 0
+        units.append(StepUnit(states, count, found.saved, found.working + gradient))
+    head = head_activations(setup)
+    settings = replace(
+        plain,
+        loss=head.loss * is_last,
+        logits=head.logits * is_last,
+        in_flight=(in_flight(setup, stage) - 1) * _saved_bytes(setup, stage),
+        update=_update_bytes(setup, [(states, count) for states, _, count in parts]),
+    )
+    return peak_of(units, settings)
+
+
+SQUARE_ROOTS = ("adamw", "adam", "nadam", "radam", "rmsprop", "adagrad")
+"""Optimizers of torch whose update takes the root of a moment into memory of its own."""
+
+
+def _update_bytes(setup: Setup, parts: list[tuple[UnitStates, int]]) -> float:
+    """What the optimizer step needs for itself.
+
+    On CUDA torch's default updates all tensors at once (`foreach`) and so holds a root for each; on CPU one after the
+    other, with a quotient beside the root.
+    """
+    recipe, precision = setup.optimizer, setup.precision
+    if setup.fused_update:
+        return 0.0
+    if recipe.name not in SQUARE_ROOTS or recipe.moment_bytes is not None or setup.plan.optim.tier != "device":
+        return 0.0
+    at_once = setup.cluster.device.kind == "cuda" and precision.moments == precision.master
+    if at_once:
+        return float(sum(states.optim_numel * count for states, count in parts) * precision.master.itemsize)
+    return float(2 * max(states.optim_numel for states, _ in parts) * precision.master.itemsize)
+
+
+# -- bounds and inputs ---------------------------------------------------------------------------------------------
+
+
+def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
+    """What each part may be more than expected: other kernels, other frameworks."""
+    extras = [0.0] * len(KINDS)
+    units = stage_units(setup, stage)
+    saved = upper = 0.0
+    for unit, count in units:
+        if unit.block is not None:
+            found = block_activations(setup, unit.block)
+            saved, upper = saved + found.saved * count, upper + found.saved_upper * count
+    if saved:
+        extras[ACTIVATIONS] = peak.parts[ACTIVATIONS] * (upper / saved - 1)
+    if peak.parts[LOGITS]:
+        head = head_activations(setup)
+        extras[LOGITS] = max(0.0, head.loss_upper - peak.parts[LOGITS])
+    rules, precision = rules_of(setup), setup.precision
+    sums_up = setup.micro_batches > 1 and (setup.accumulate_locally or not rules.grad)
+    if sums_up and precision.compute.itemsize < precision.accumulate.itemsize:
+        extras[UNREDUCED] = peak.parts[UNREDUCED] * precision.compute.itemsize / precision.accumulate.itemsize
+    return extras
+
+
+def _inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
+    """The numbers behind a part of the peak."""
+    mesh, tokens = setup.mesh, setup.tokens / setup.mesh.cp
+    if name == "logits":
+        return {"tokens": tokens, "vocabulary": float(setup.model.vocab), "tp": float(mesh.tp)}
+    if name in ("activations", "working"):
+        return {"tokens": tokens, "tp": float(mesh.tp), **_block_inputs(setup, stage, name)}
+    return {
+        "prefetch": float(setup.prefetch),
+        "micro-batches": float(setup.micro_batches),
+        "units": float(sum(count for _, count in stage_units(setup, stage))),
+    }
+
+
+def _block_inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
+    blocks = [(unit.block, count) for unit, count in stage_units(setup, stage) if unit.block is not None]
+    if not blocks:
+        return {}
+    block, _ = max(blocks, key=lambda pair: pair[1])
+    found = block_activations(setup, block)
+    sizes = {
+        "h": float(block.hidden),
+        "q": float(block.heads * block.head_dim),
+        "kv": float(block.kv_heads * block.head_dim),
+        "f": float(block.ffn),
+    }
+    if name == "working":
+        return {**sizes, "recomputed": found.recomputed, "gradients of activations": found.gradients}
+    held = {"blocks": float(sum(count for _, count in blocks)), "micro-batches in flight": in_flight(setup, stage)}
+    return {**sizes, **held, "saved by one block": found.saved}

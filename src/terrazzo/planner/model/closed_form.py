@@ -1,0 +1,254 @@
+"""The shape of a model from its Hugging Face config, in closed form: no framework, no weights, no code of the model's.
+
+Every field that decides a shape is checked, since a config may come from anyone; all other fields are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from itertools import groupby
+from typing import Any
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.model.families import FAMILIES
+from terrazzo.planner.model.fields import Fields
+from terrazzo.planner.model.rows import Family, Row, Rows
+from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+
+__all__ = ["closed_form", "layers_of_config", "merged", "shape_of_config"]
+
+Sizes = Mapping[str, int]
+
+
+def closed_form(values: Mapping[str, Any]) -> Family | None:
+    """The family that describes all tensors of this config, or None when the model must be built to know them."""
+    family = FAMILIES.get(_family_name(values))
+    if family is None or any(values.get(key) not in (None, wanted) for key, wanted in family.assumes.items()):
+        return None
+    # OPT-350m alone embeds in another width.
+    return None if values.get("word_embed_proj_dim") not in (None, values.get("hidden_size")) else family
+
+
+def _family_name(values: Mapping[str, Any]) -> str:
+    """The config's `model_type`; one without, in the terms of the built-in decoder, is that."""
+    model_type = values.get("model_type")
+    if model_type is None and "dim" in values:
+        return "terrazzo"
+    return model_type if isinstance(model_type, str) else ""
+
+
+def shape_of_config(values: Mapping[str, Any], name: str) -> ModelShape:
+    """All tensors of the model that `values`, the contents of a config.json, describes.
+
+    Layers that differ only in how far attention looks back stand in two groups.
+
+    Raises:
+        BadInput: a field that is missing, of the wrong type, or out of bounds; or a family without a closed form.
+    """
+    fields, sizes = _read(values, name)
+    tied = fields.flag("tied")
+    root = UnitShape("", _tensors(fields.family.root + (() if tied else _head(fields.family)), sizes))
+    units = (root, *merged(_layers(fields, sizes)))
+    return ModelShape(name, units, sizes["vocab"], tied, sizes["positions"] or None)
+
+
+def layers_of_config(values: Mapping[str, Any], name: str) -> list[UnitShape]:
+    """Every layer of the model that `values` describes, in order and each on its own. Raises as `shape_of_config`."""
+    return list(_layers(*_read(values, name)))
+
+
+def merged(units: Iterable[UnitShape]) -> list[UnitShape]:
+    """Units in a row with the same tensors, counted; where only their blocks differ, like stands with like."""
+    groups = []
+    for _, run in groupby(units, key=lambda unit: unit.tensors):
+        alike: dict[BlockShape | None, list[UnitShape]] = {}
+        for unit in run:
+            alike.setdefault(unit.block, []).append(unit)
+        groups += [replace(same[0], count=len(same)) for same in alike.values()]
+    return groups
+
+
+def _read(values: Mapping[str, Any], name: str) -> tuple[Fields, dict[str, int]]:
+    family = closed_form(values)
+    if family is None:
+        raise BadInput(f"{name}: model_type {values.get('model_type')!r} has no closed form here.")
+    fields = Fields(values, family, name)
+    return fields, _sizes_of(fields)
+
+
+def _sizes_of(fields: Fields) -> dict[str, int]:
+    """Every size and flag that a family's rows may name.
+
+    Raises:
+        BadInput: as `shape_of_config`.
+    """
+    sizes = {name: fields.required(name) for name in ("hidden", "layers", "heads", "vocab")}
+    sizes["positions"] = fields.integer("positions") or 0
+    sizes |= _attention_sizes(fields, sizes) | _mlp_sizes(fields, sizes)
+    for flag in _flags(fields.family):
+        if flag not in sizes:
+            sizes[flag] = fields.flag(flag)
+    sizes["q_lora_bias"] = bool(sizes["q_lora"] and fields.flag("attention_bias"))
+    sizes["one"] = 1
+    # OPT's table begins two positions early (modeling_opt.py, OPTLearnedPositionalEmbedding).
+    sizes["offset_positions"] = sizes["positions"] + 2
+    return sizes
+
+
+def _attention_sizes(fields: Fields, sizes: Sizes) -> dict[str, int]:
+    heads, latent = sizes["heads"], "kv_lora" in fields.family.defaults
+    kv_heads = heads if latent else _kv_heads(fields, heads)
+    if heads % kv_heads:
+        raise fields.refused(
+            "kv_heads",
+            f"which does not divide the {heads} query heads ({fields.key('heads')}) into equal groups. Give a divisor "
+            f"of {heads}",
+        )
+    if latent:
+        return {"kv_heads": heads} | _latent_sizes(fields, heads)
+    head_dim = fields.integer("head_dim") or _even_split(fields, sizes)
+    return {
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "value_dim": head_dim,
+        "q": heads * head_dim,
+        "kv": kv_heads * head_dim,
+        "qkv": (heads + 2 * kv_heads) * head_dim,
+        "q_lora": 0,
+        "latent": 0,
+        "kv_latent": 0,
+    }
+
+
+def _kv_heads(fields: Fields, heads: int) -> int:
+    if "multi_query" in fields.family.defaults and not fields.flag("new_decoder_architecture"):
+        return 1 if fields.flag("multi_query") else heads
+    return fields.integer("kv_heads") or heads
+
+
+def _even_split(fields: Fields, sizes: Sizes) -> int:
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    if hidden % heads:
+        raise fields.refused(
+            "hidden",
+            f"which does not split evenly over {heads} heads ({fields.key('heads')}). Give a multiple of {heads}, or "
+            "head_dim where the family has one",
+        )
+    return hidden // heads
+
+
+def _latent_sizes(fields: Fields, heads: int) -> dict[str, int]:
+    """Of multi-head latent attention (arXiv 2405.04434)."""
+    q_lora, kv_lora = fields.integer("q_lora") or 0, fields.required("kv_lora")
+    rope, nope, value = (fields.required(name) for name in ("rope_dim", "nope_dim", "value_dim"))
+    return {
+        "head_dim": nope + rope,
+        "value_dim": value,
+        "q_lora": q_lora,
+        "kv_lora": kv_lora,
+        "qk": heads * (nope + rope),
+        "values": heads * value,
+        "kv_latent": kv_lora + rope,
+        "kv_up": heads * (nope + value),
+        "latent": q_lora + kv_lora + rope,
+    }
+
+
+def _mlp_sizes(fields: Fields, sizes: Sizes) -> dict[str, int]:
+    family = fields.family
+    ffn = fields.integer("ffn")
+    if ffn is None:
+        ffn = 4 * sizes["hidden"] if "ffn" in family.defaults else fields.required("ffn")
+    dense = {"ffn": ffn, "gate_up": 2 * ffn, "experts": 0, "active": 0, "expert_ffn": 0, "shared_ffn": 0}
+    experts = (fields.integer("experts") or 0) if family.sparse else 0
+    if not experts:
+        return dense
+    active, expert_ffn = fields.required("active"), fields.required("expert_ffn")
+    if active > experts:
+        raise fields.refused("active", f"more than the {experts} experts ({fields.key('experts')}) that there are")
+    shared_ffn = fields.integer("shared_ffn") if "shared_ffn" in family.defaults else None
+    shared_experts = fields.integer("shared_experts") if "shared_experts" in family.defaults else None
+    return dense | {
+        "experts": experts,
+        "active": active,
+        "expert_ffn": expert_ffn,
+        "expert_gate_up": 2 * expert_ffn,
+        "shared_ffn": shared_ffn or (shared_experts or 0) * expert_ffn,
+    }
+
+
+def _flags(family: Family) -> set[str]:
+    rows = (*family.root, *family.attention, *family.mlp, *family.norms, *family.sparse)
+    return {row.when.removeprefix("not ") for row in rows if row.when}
+
+
+def _head(family: Family) -> Rows:
+    return (Row(f"{family.head}.weight", ("vocab", "hidden"), "head", "vocab"),)
+
+
+def _tensors(rows: Rows, sizes: Sizes) -> tuple[TensorShape, ...]:
+    return tuple(
+        TensorShape(row.name, tuple(sizes[size] for size in row.shape), row.role, row.split)
+        for row in rows
+        if _wanted(row, sizes)
+    )
+
+
+def _wanted(row: Row, sizes: Sizes) -> bool:
+    if not row.when:
+        return True
+    return not sizes[row.when[4:]] if row.when.startswith("not ") else bool(sizes[row.when])
+
+
+def _layers(fields: Fields, sizes: Sizes) -> Iterator[UnitShape]:
+    family = fields.family
+    dense = _tensors(family.attention + family.mlp + family.norms, sizes)
+    sparse = _tensors(family.attention + family.sparse + family.norms, sizes) if sizes["experts"] else ()
+    block = cache(partial(_block, fields, sizes))
+    kinds = zip(_sparse_layers(fields, sizes), fields.windows(sizes["layers"]), strict=True)
+    for layer, (routed, window) in enumerate(kinds):
+        yield UnitShape(f"{family.blocks}.{layer}", sparse if routed else dense, block=block(routed, window))
+
+
+def _sparse_layers(fields: Fields, sizes: Sizes) -> list[bool]:
+    """Which layers have routed experts."""
+    layers, defaults = sizes["layers"], fields.family.defaults
+    if not sizes["experts"]:
+        return [False] * layers
+    dense = (fields.integer("dense_layers") or 0) if "dense_layers" in defaults else 0
+    step = fields.required("sparse_step") if "sparse_step" in defaults else 1
+    dense_only = set(fields.indices("mlp_only_layers")) if "sparse_step" in defaults else set()
+    return [layer >= dense and layer not in dense_only and (layer + 1) % step == 0 for layer in range(layers)]
+
+
+def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None) -> BlockShape:
+    family = fields.family
+    return BlockShape(
+        hidden=sizes["hidden"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        value_dim=sizes["value_dim"],
+        ffn=sizes["expert_ffn"] if sparse else sizes["ffn"],
+        gated=family.gated,
+        experts=sizes["experts"] if sparse else 0,
+        active_experts=sizes["active"] if sparse else 0,
+        shared_ffn=sizes["shared_ffn"] if sparse else 0,
+        norm=family.norm,
+        norms=_norms(family, sizes),
+        dropout=fields.dropout(),
+        window=window,
+        latent=sizes["latent"],
+        kv_latent=sizes["kv_latent"],
+        torch_norm=family.torch_norm,
+    )
+
+
+def _norms(family: Family, sizes: Sizes) -> int:
+    """Norms of a block, in widths of the residual stream: those of queries and keys by the channels that they see."""
+    wide = sum(row.name.endswith(".weight") and _wanted(row, sizes) for row in family.norms)
+    query_and_key = any(row.name == "self_attn.q_norm.weight" for row in family.attention)
+    narrow = round((sizes["q"] + sizes["kv"]) / sizes["hidden"]) if query_and_key else 0
+    return wide + family.bare_norms + narrow

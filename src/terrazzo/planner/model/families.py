@@ -1,0 +1,394 @@
+"""The model families whose tensors are known without building them: a table, and nothing computed.
+
+Names, shapes and defaults are those of `transformers` (src/transformers/models/*/{configuration,modeling}_*.py), which
+the tests build on the meta device. The sizes that the rows name are read from a config by `huggingface`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from terrazzo.planner.model.rows import (
+    Family,
+    Row,
+    attention,
+    embedding,
+    experts,
+    fused_attention,
+    linear,
+    mlp,
+    norms,
+    positions,
+    router,
+    swiglu,
+    transposed,
+)
+
+__all__ = ["FAMILIES"]
+
+_LLAMA = Family(
+    blocks="model.layers",
+    root=embedding("model.embed_tokens") + norms("model.norm"),
+    attention=attention("attention_bias", "attention_bias"),
+    mlp=swiglu("mlp_bias"),
+    norms=norms("input_layernorm", "post_attention_layernorm"),
+    defaults={"positions": 2048},
+)
+"""The layout that most families vary."""
+
+_PLAIN_ATTENTION = attention()
+_QUERY_KEY_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", size="head_dim")
+_WIDE_QUERY_KEY_NORMS = norms("self_attn.q_norm", size="q", split="column") + norms(
+    "self_attn.k_norm", size="kv", split="column"
+)
+_FOUR_NORMS = _LLAMA.norms + norms("pre_feedforward_layernorm", "post_feedforward_layernorm")
+_FUSED_SWIGLU = linear("mlp.gate_up_proj", "gate_up", "hidden", "column") + linear(
+    "mlp.down_proj", "hidden", "ffn", "row"
+)
+_LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
+
+_LATENT_ATTENTION = (
+    Row("self_attn.q_proj.weight", ("qk", "hidden"), "matrix", "column", "not q_lora"),
+    Row("self_attn.q_a_proj.weight", ("q_lora", "hidden"), "matrix", "none", "q_lora"),
+    Row("self_attn.q_a_proj.bias", ("q_lora",), "vector", "none", "q_lora_bias"),
+    Row("self_attn.q_a_layernorm.weight", ("q_lora",), "vector", "none", "q_lora"),
+    Row("self_attn.q_b_proj.weight", ("qk", "q_lora"), "matrix", "column", "q_lora"),
+    *linear("self_attn.kv_a_proj_with_mqa", "kv_latent", "hidden", "none", "attention_bias"),
+    Row("self_attn.kv_a_layernorm.weight", ("kv_lora",), "vector"),
+    Row("self_attn.kv_b_proj.weight", ("kv_up", "kv_lora"), "matrix", "column"),
+    *linear("self_attn.o_proj", "hidden", "values", "row", "attention_bias"),
+)
+"""Multi-head latent attention (arXiv 2405.04434)."""
+
+_MISTRAL = replace(
+    _LLAMA, attention=_PLAIN_ATTENTION, mlp=swiglu(), defaults={"kv_heads": 8, "positions": 131072, "window": 4096}
+)
+_QWEN2 = replace(
+    _LLAMA,
+    attention=attention(qkv_bias=True),
+    mlp=swiglu(),
+    defaults={"kv_heads": 32, "positions": 32768, "window": 4096, "use_window": False, "window_from": 28},
+)
+_QWEN3 = replace(_QWEN2, attention=_LLAMA.attention + _QUERY_KEY_NORMS, defaults={**_QWEN2.defaults, "head_dim": 128})
+_GEMMA = replace(_LLAMA, mlp=swiglu(), defaults={"kv_heads": 16, "head_dim": 256, "positions": 8192, "tied": True})
+_GEMMA2 = replace(_GEMMA, norms=_FOUR_NORMS, windowed=2, defaults={**_GEMMA.defaults, "kv_heads": 4, "window": 4096})
+_OLMO2 = replace(
+    _LLAMA,
+    attention=_LLAMA.attention + _WIDE_QUERY_KEY_NORMS,
+    mlp=swiglu(),
+    norms=norms("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+
+_ROUTED = router("mlp.gate") + experts("mlp.experts")
+
+_MIXTRAL = replace(
+    _MISTRAL,
+    sparse=_ROUTED,
+    keys={"experts": "num_local_experts", "expert_ffn": "intermediate_size"},
+    defaults={"kv_heads": 8, "positions": 131072, "window": None, "experts": 8, "active": 2},
+)
+_QWEN2_MOE = replace(
+    _QWEN2,
+    attention=attention(qkv_bias="qkv_bias"),
+    sparse=(
+        *_ROUTED,
+        *swiglu(module="mlp.shared_expert", width="shared_ffn"),
+        Row("mlp.shared_expert_gate.weight", ("one", "hidden"), "router"),
+    ),
+    defaults={
+        **_QWEN2.defaults,
+        "kv_heads": 16,
+        "qkv_bias": True,
+        "experts": 60,
+        "active": 4,
+        "expert_ffn": 1408,
+        "shared_ffn": 5632,
+        "sparse_step": 1,
+    },
+)
+_QWEN3_MOE = replace(
+    _QWEN3,
+    sparse=_ROUTED,
+    defaults={
+        "kv_heads": 4,
+        "positions": 32768,
+        "window": 4096,
+        "use_window": False,
+        "experts": 128,
+        "active": 8,
+        "expert_ffn": 768,
+        "sparse_step": 1,
+    },
+)
+_DEEPSEEK_V3 = replace(
+    _LLAMA,
+    attention=_LATENT_ATTENTION,
+    mlp=swiglu(),
+    sparse=(*router("mlp.gate"), *experts("mlp.experts"), *swiglu(module="mlp.shared_experts", width="shared_ffn")),
+    keys={"experts": "n_routed_experts"},
+    defaults={
+        "positions": 4096,
+        "experts": 256,
+        "active": 8,
+        "expert_ffn": 2048,
+        "shared_experts": 1,
+        "dense_layers": 3,
+        "q_lora": 1536,
+        "kv_lora": 512,
+        "rope_dim": 64,
+        "nope_dim": 128,
+        "value_dim": 128,
+    },
+)
+_DEEPSEEK_V2 = replace(
+    _DEEPSEEK_V3,
+    mlp=swiglu("mlp_bias"),
+    sparse=(*_ROUTED, *swiglu("mlp_bias", module="mlp.shared_experts", width="shared_ffn")),
+    defaults={
+        **_DEEPSEEK_V3.defaults,
+        "positions": 2048,
+        "experts": 64,
+        "active": None,
+        "expert_ffn": 1407,
+        "shared_experts": 2,
+        "dense_layers": 0,
+    },
+)
+
+_HEAD_BIAS = Row("lm_head.bias", ("vocab",), "vector", "vocab")
+
+_GPT2 = Family(
+    blocks="transformer.h",
+    root=embedding("transformer.wte") + positions("transformer.wpe") + norms("transformer.ln_f", bias=True),
+    attention=transposed(fused_attention("attn.c_attn", "attn.c_proj")),
+    mlp=transposed(mlp("mlp.c_fc", "mlp.c_proj")),
+    norms=norms("ln_1", "ln_2", bias=True),
+    keys={"hidden": "n_embd", "layers": "n_layer", "heads": "n_head", "ffn": "n_inner", "positions": "n_positions"},
+    defaults={"ffn": None, "positions": 1024, "tied": True, "dropout": 0.1},
+    gated=False,
+    norm="layer",
+    assumes={"add_cross_attention": False},
+)
+_GPTJ = replace(
+    _GPT2,
+    root=(*embedding("transformer.wte"), *norms("transformer.ln_f", bias=True), _HEAD_BIAS),
+    attention=(
+        *linear("attn.q_proj", "q", "hidden", "column"),
+        *linear("attn.k_proj", "q", "hidden", "column"),
+        *linear("attn.v_proj", "q", "hidden", "column"),
+        *linear("attn.out_proj", "hidden", "q", "row"),
+    ),
+    mlp=mlp("mlp.fc_in", "mlp.fc_out"),
+    norms=norms("ln_1", bias=True),
+    defaults={"ffn": None, "positions": 2048},
+)
+_GPT_NEOX = replace(
+    _GPT2,
+    blocks="gpt_neox.layers",
+    root=embedding("gpt_neox.embed_in") + norms("gpt_neox.final_layer_norm", bias=True),
+    attention=fused_attention("attention.query_key_value", "attention.dense", "attention_bias"),
+    mlp=mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    norms=_LAYER_NORMS,
+    keys={},
+    defaults={"positions": 2048, "attention_bias": True},
+)
+_PHI = replace(
+    _GPT_NEOX,
+    blocks="model.layers",
+    root=(*embedding("model.embed_tokens"), *norms("model.final_layernorm", bias=True), _HEAD_BIAS),
+    attention=(*attention(qkv_bias=True)[:-1], *linear("self_attn.dense", "hidden", "q", "row", True)),
+    mlp=mlp("mlp.fc1", "mlp.fc2"),
+    norms=norms("input_layernorm", bias=True),
+    defaults={"positions": 2048},
+    assumes={"qk_layernorm": False},
+)
+_STARCODER2 = replace(
+    _GPT_NEOX,
+    blocks="model.layers",
+    root=embedding("model.embed_tokens") + norms("model.norm", bias=True),
+    attention=attention("use_bias", "use_bias"),
+    mlp=mlp("mlp.c_fc", "mlp.c_proj", "use_bias"),
+    defaults={"kv_heads": 2, "positions": 4096, "tied": True, "use_bias": True},
+)
+_OPT = replace(
+    _GPT_NEOX,
+    blocks="model.decoder.layers",
+    root=(
+        *embedding("model.decoder.embed_tokens"),
+        *positions("model.decoder.embed_positions", "offset_positions"),
+        *norms("model.decoder.final_layer_norm", bias=True),
+    ),
+    attention=(
+        *linear("self_attn.k_proj", "q", "hidden", "column", "enable_bias"),
+        *linear("self_attn.v_proj", "q", "hidden", "column", "enable_bias"),
+        *linear("self_attn.q_proj", "q", "hidden", "column", "enable_bias"),
+        *linear("self_attn.out_proj", "hidden", "q", "row", "enable_bias"),
+    ),
+    mlp=mlp("fc1", "fc2", "enable_bias"),
+    norms=norms("self_attn_layer_norm", "final_layer_norm", bias=True),
+    keys={"ffn": "ffn_dim"},
+    defaults={"positions": 2048, "tied": True, "dropout": 0.1, "enable_bias": True},
+    assumes={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
+)
+_BLOOM = replace(
+    _GPT_NEOX,
+    blocks="transformer.h",
+    root=(
+        *embedding("transformer.word_embeddings"),
+        *norms("transformer.word_embeddings_layernorm", "transformer.ln_f", bias=True),
+    ),
+    attention=fused_attention("self_attention.query_key_value", "self_attention.dense"),
+    keys={"hidden": "n_embed", "layers": "n_layer", "heads": "n_head", "ffn": ""},
+    defaults={"ffn": None, "positions": 0, "tied": True},
+)
+_MPT = replace(
+    _GPT_NEOX,
+    blocks="transformer.blocks",
+    root=embedding("transformer.wte") + norms("transformer.norm_f"),
+    attention=fused_attention("attn.Wqkv", "attn.out_proj", False),
+    mlp=mlp("ffn.up_proj", "ffn.down_proj", False),
+    norms=norms("norm_1", "norm_2"),
+    keys={"hidden": "d_model", "layers": "n_layers", "heads": "n_heads", "positions": "max_seq_len", "ffn": ""},
+    defaults={"ffn": None, "positions": 2048, "tied": True},
+)
+_STABLELM = replace(
+    _LLAMA,
+    root=embedding("model.embed_tokens") + norms("model.norm", bias=True),
+    attention=attention(qkv_bias="use_qkv_bias"),
+    mlp=swiglu(),
+    norms=_LAYER_NORMS,
+    norm="layer",
+    defaults={"kv_heads": 32, "positions": 4096},
+    assumes={"qk_layernorm": False, "use_parallel_residual": False},
+)
+
+_BUILT_IN = Family(
+    blocks="blocks",
+    root=embedding("embedding") + norms("norm"),
+    attention=(
+        *linear("attention.query", "q", "hidden", "column"),
+        *linear("attention.key", "kv", "hidden", "column"),
+        *linear("attention.value", "kv", "hidden", "column"),
+        *linear("attention.output", "hidden", "q", "row"),
+    ),
+    mlp=(
+        *linear("feed_forward.gate", "ffn", "hidden", "column"),
+        *linear("feed_forward.up", "ffn", "hidden", "column"),
+        *linear("feed_forward.down", "hidden", "ffn", "row"),
+    ),
+    norms=norms("attention_norm", "feed_forward_norm"),
+    head="head",
+    torch_norm=True,
+    keys={
+        "hidden": "dim",
+        "layers": "layers",
+        "heads": "heads",
+        "kv_heads": "kv_heads",
+        "ffn": "ffn_dim",
+        "positions": "max_sequence_length",
+        "tied": "tie_embeddings",
+    },
+    defaults={"tied": True},
+)
+"""The decoder of `terrazzo.train.model`."""
+
+FAMILIES: Mapping[str, Family] = {
+    "terrazzo": _BUILT_IN,
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2,
+        attention=_GEMMA2.attention + _QUERY_KEY_NORMS,
+        windowed=6,
+        defaults={**_GEMMA2.defaults, "positions": 131072},
+    ),
+    "olmo": replace(_LLAMA, root=embedding("model.embed_tokens"), mlp=swiglu(), norms=(), bare_norms=2, norm="layer"),
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, windowed=4, defaults={"positions": 2048, "window": 4096}),
+    "granite": _LLAMA,
+    "smollm3": replace(_LLAMA, defaults={"kv_heads": 4, "positions": 32768, "tied": True}),
+    "stablelm": _STABLELM,
+    "phi3": replace(
+        _LLAMA,
+        attention=(
+            *linear("self_attn.o_proj", "hidden", "q", "row"),
+            *linear("self_attn.qkv_proj", "qkv", "hidden", "column"),
+        ),
+        mlp=_FUSED_SWIGLU,
+        defaults={"positions": 4096, "window": None},
+    ),
+    "glm4": replace(
+        _LLAMA,
+        attention=attention(qkv_bias="attention_bias"),
+        mlp=_FUSED_SWIGLU,
+        norms=_LLAMA.norms + norms("post_self_attn_layernorm", "post_mlp_layernorm"),
+        defaults={"kv_heads": 2, "head_dim": 128, "positions": 131072, "attention_bias": True},
+    ),
+    "mixtral": _MIXTRAL,
+    "olmoe": replace(
+        _OLMO2,
+        sparse=_ROUTED,
+        norms=_LLAMA.norms,
+        keys={"expert_ffn": "intermediate_size"},
+        defaults={"positions": 4096, "experts": 64, "active": 8},
+    ),
+    "qwen2_moe": _QWEN2_MOE,
+    "qwen3_moe": _QWEN3_MOE,
+    "gpt_oss": replace(
+        _LLAMA,
+        attention=(Row("self_attn.sinks", ("heads",), "vector", "column"), *_LLAMA.attention),
+        sparse=(
+            *linear("mlp.router", "experts", "hidden", "none", True),
+            *experts("mlp.experts", transposed=True),
+            Row("mlp.experts.gate_up_proj_bias", ("experts", "expert_gate_up"), "expert", "column"),
+            Row("mlp.experts.down_proj_bias", ("experts", "hidden"), "expert"),
+        ),
+        keys=_MIXTRAL.keys,
+        windowed=2,
+        defaults={
+            "kv_heads": 8,
+            "head_dim": 64,
+            "positions": 131072,
+            "window": 128,
+            "attention_bias": True,
+            "experts": 128,
+            "active": 4,
+        },
+    ),
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "gpt2": _GPT2,
+    "gpt_bigcode": replace(
+        _GPT2,
+        attention=transposed(_GPT2.attention),
+        mlp=transposed(_GPT2.mlp),
+        defaults={**_GPT2.defaults, "multi_query": True},
+    ),
+    "gptj": _GPTJ,
+    "gpt_neox": _GPT_NEOX,
+    "phi": _PHI,
+    "starcoder2": _STARCODER2,
+    "opt": _OPT,
+    "bloom": _BLOOM,
+    "mpt": _MPT,
+    "falcon": replace(
+        _BLOOM,
+        root=embedding("transformer.word_embeddings") + norms("transformer.ln_f", bias=True),
+        attention=fused_attention("self_attention.query_key_value", "self_attention.dense", "bias"),
+        mlp=mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "bias"),
+        norms=(
+            *norms("input_layernorm", bias=True, when="not new_decoder_architecture"),
+            *norms("ln_attn", "ln_mlp", bias=True, when="new_decoder_architecture"),
+            *norms("post_attention_layernorm", bias=True, when="not parallel_attn"),
+        ),
+        keys={"kv_heads": "num_kv_heads", "ffn": "ffn_hidden_size"},
+        defaults={"ffn": None, "positions": 2048, "tied": True, "multi_query": True, "parallel_attn": True},
+        assumes={"num_ln_in_parallel_attn": None},
+    ),
+}
+"""By `model_type`. What is not here is built by `transformers` on the meta device and measured."""

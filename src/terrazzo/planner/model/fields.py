@@ -1,0 +1,155 @@
+"""Reading a config's fields under a family's own names and defaults, and refusing what no model can have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.model.rows import Family
+
+__all__ = ["KEYS", "Fields"]
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size",),
+    "vocab": ("vocab_size",),
+    "positions": ("max_position_embeddings",),
+    "tied": ("tie_word_embeddings",),
+    "window": ("sliding_window",),
+    "window_from": ("max_window_layers",),
+    "window_period": ("sliding_window_pattern",),
+    "use_window": ("use_sliding_window",),
+    "experts": ("num_experts", "num_local_experts"),
+    "active": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "dense_layers": ("first_k_dense_replace",),
+    "sparse_step": ("decoder_sparse_step",),
+    "q_lora": ("q_lora_rank",),
+    "kv_lora": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "nope_dim": ("qk_nope_head_dim",),
+    "value_dim": ("v_head_dim",),
+}
+"""The usual keys of a size."""
+
+_SYNONYMS = frozenset({"hidden", "layers", "heads", "positions", "experts"})
+"""Sizes that config classes also take under the usual key where their own differs (`attribute_map`)."""
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
+
+LIMITS: Mapping[str, int] = {"layers": 10_000, "heads": 1 << 16, "experts": 1 << 16, "vocab": 1 << 28}
+LIMIT = 1 << 24
+LONGEST = 1 << 40
+"""Far above every model there is: what exceeds them is a mistake, and no answer about it would mean anything."""
+
+_MAY_BE_ZERO = frozenset(
+    {"positions", "window", "window_from", "experts", "shared_ffn", "shared_experts", "dense_layers"}
+)
+
+
+class Fields:
+    """The fields of one config, by this package's names for them."""
+
+    def __init__(self, values: Mapping[str, Any], family: Family, name: str) -> None:
+        self.values, self.family, self.name = values, family, name
+
+    def key(self, field: str) -> str:
+        """The key that the config uses for it, or ought to."""
+        own = self.family.keys.get(field)
+        usual = KEYS.get(field, (field,))
+        keys = [own] if own is not None and field not in _SYNONYMS else [own or usual[0], *usual]
+        return next((key for key in keys if key in self.values), keys[0])
+
+    def integer(self, field: str) -> int | None:
+        """A size; None where the config says null, or where it says nothing and its class has no default."""
+        key = self.key(field)
+        if not key:
+            return None
+        value = self.values[key] if key in self.values else self.family.defaults.get(field)
+        if value is None:
+            return None
+        lowest, highest = int(field not in _MAY_BE_ZERO), self._highest(field)
+        if type(value) is not int or not lowest <= value <= highest:
+            raise BadInput(
+                f"{self.name}: {key} is {_short(value)}, but a whole number from {lowest} to {highest:,} is expected. "
+                "Correct it in the config."
+            )
+        return value
+
+    def required(self, field: str) -> int:
+        """A size that the model cannot be without."""
+        value = self.integer(field)
+        if value is None:
+            raise BadInput(
+                f"{self.name}: {self.key(field)} is missing, and without it the model's shape is not known. Add it to "
+                "the config."
+            )
+        return value
+
+    def flag(self, field: str) -> bool:
+        key = self.key(field)
+        value = self.values.get(key)
+        if value is None:
+            return bool(self.family.defaults.get(field, False))
+        if not isinstance(value, bool):
+            raise BadInput(f"{self.name}: {key} is {_short(value)}, but true or false is expected.")
+        return value
+
+    def indices(self, key: str) -> Sequence[int]:
+        """A list of layer numbers; empty where there is none."""
+        value = self.values.get(key) or []
+        if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
+            raise BadInput(f"{self.name}: {key} is {_short(value)}, but a list of layer numbers is expected.")
+        return value
+
+    def dropout(self) -> bool:
+        """Whether activations are dropped anywhere, so that masks are kept for backward."""
+        given = [(key, self.values[key]) for key in _DROPOUTS if self.values.get(key) is not None]
+        for key, value in given:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                raise BadInput(
+                    f"{self.name}: {key} is {_short(value)}, but a probability from 0 to below 1 is expected."
+                )
+        return any(value for _, value in given) if given else bool(self.family.defaults.get("dropout", 0))
+
+    def windows(self, layers: int) -> list[int | None]:
+        """How many tokens each layer looks back, None for all."""
+        defaults = self.family.defaults
+        window = self.integer("window") if "window" in defaults else None
+        if not window or ("use_window" in defaults and not self.flag("use_window")):
+            return [None] * layers
+        kinds = self.values.get("layer_types")
+        if kinds is not None:
+            return [window if kind == "sliding_attention" else None for kind in self._kinds(kinds, layers)]
+        first = (self.integer("window_from") or 0) if "window_from" in defaults else 0
+        period = self.integer("window_period") or self.family.windowed
+        return [None if n < first or (period and (n + 1) % period == 0) else window for n in range(layers)]
+
+    def _kinds(self, kinds: Any, layers: int) -> Sequence[Any]:
+        if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+            raise BadInput(
+                f"{self.name}: layer_types is {_short(kinds)}, but a list with one entry for each of the {layers} "
+                "layers is expected."
+            )
+        return kinds
+
+    def refused(self, field: str, why: str) -> BadInput:
+        """The error that says why a value cannot be."""
+        key = self.key(field)
+        value = self.values.get(key, self.family.defaults.get(field))
+        return BadInput(f"{self.name}: {key} is {_short(value)}, {why}.")
+
+    def _highest(self, field: str) -> int:
+        return LONGEST if field in ("positions", "window") else LIMITS.get(field, LIMIT)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

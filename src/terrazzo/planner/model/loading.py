@@ -1,0 +1,171 @@
+"""One way in for every description of a model: a name, a config, a module, or a number of parameters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.model.closed_form import closed_form, shape_of_config
+from terrazzo.planner.model.presets import PRESETS
+from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
+
+__all__ = ["model_shape", "preset_name"]
+
+CONFIG_FILE = "config.json"
+MAX_CONFIG_BYTES = 1 << 20
+"""The largest published ones have some 10 kB."""
+
+MAX_PARAMETERS = 10**15
+
+ModelSpec = str | Path | nn.Module | int | float | Mapping[str, Any]
+
+_ACCEPTED = (
+    "Give a preset, the path of a config.json or of a folder that holds one, a config as a mapping, a torch module, or "
+    "a number of parameters such as 70e9"
+)
+
+
+def model_shape(spec: ModelSpec) -> ModelShape:
+    """The tensors of the model that `spec` describes, grouped into the units in which the engine would shard it.
+
+    Args:
+        spec: the name of a preset (`llama3-8b`; case, `_` and `-` do not matter); the path of a config.json, or of a
+            folder with one; the contents of one; a module, best under `torch.device("meta")`; or a bare number of
+            parameters, of which only model states can be said.
+
+    Raises:
+        BadInput: `spec` names nothing, or describes a model that cannot be. No code of a model is ever run, nothing is
+            downloaded, and no weights are read.
+    """
+    if isinstance(spec, nn.Module):
+        from terrazzo.planner.model.modules import shape_of_module
+
+        return shape_of_module(spec)
+    if isinstance(spec, int | float) and not isinstance(spec, bool):
+        return _bare(spec)
+    if isinstance(spec, Mapping):
+        return _shape_of(spec, str(spec.get("model_type", "config")))
+    if isinstance(spec, Path):
+        return _from_file(spec)
+    if isinstance(spec, str):
+        return _named(spec)
+    raise BadInput(f"model is of type {type(spec).__name__}. {_ACCEPTED}.")
+
+
+def _bare(numel: float) -> ModelShape:
+    if not (1 <= numel <= MAX_PARAMETERS and numel == int(numel)):
+        raise BadInput(
+            f"The number of parameters is {numel!r}; a whole number from 1 to {MAX_PARAMETERS:.0e} is expected."
+        )
+    tensor = TensorShape("parameters", (int(numel),))
+    return ModelShape(f"{_short_count(numel)} parameters", (UnitShape("", (tensor,)),), aligned=False)
+
+
+def _short_count(numel: float) -> str:
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if numel >= scale:
+            return f"{numel / scale:.4g}{letter}"
+    return f"{int(numel)}"
+
+
+def _named(text: str) -> ModelShape:
+    name = preset_name(text)
+    if name is not None:
+        return _preset(name)
+    if "/" in text or text.endswith(".json") or _exists(text):
+        return _from_file(Path(text))
+    raise BadInput(
+        f"model {_short(text)} is neither a preset nor a file here.{_hint(text)} {_ACCEPTED}. "
+        f"Presets: {', '.join(PRESETS)}."
+    )
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except OSError:  # a name that no file can have
+        return False
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")
+
+
+def _hint(text: str) -> str:
+    """The nearest preset; of a name such as `mistralai/Mistral-7B`, by its last part."""
+    return did_you_mean(text.rpartition("/")[2].lower()[:100], PRESETS)
+
+
+def preset_name(text: str) -> str | None:
+    """The preset that `text` spells, whatever its case and separators."""
+    return _spellings().get(_plain(text))
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    return {_plain(name): name for name in PRESETS}
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s_-]+", "", text.lower())
+
+
+@cache
+def _preset(name: str) -> ModelShape:
+    return shape_of_config(PRESETS[name], name)
+
+
+def _shape_of(values: Mapping[str, Any], name: str) -> ModelShape:
+    if closed_form(values) is not None:
+        return shape_of_config(values, name)
+    from terrazzo.planner.model.transformers import shape_of_built
+
+    return shape_of_built(values, name)
+
+
+def _from_file(path: Path) -> ModelShape:
+    file = path / CONFIG_FILE if _exists(str(path)) and path.is_dir() else path
+    name = file.parent.name if file.name == CONFIG_FILE else file.stem
+    return _shape_of(_read(file), name or CONFIG_FILE)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, and nothing that is not one."""
+    if not _is_file(file):
+        given = file.parent if file.name == CONFIG_FILE else file
+        raise BadInput(
+            f"There is no model config at {_short(str(file))}.{_hint(str(given))} {_ACCEPTED}; models are never "
+            "downloaded."
+        )
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise BadInput(f"{str(file)!r} has more than {MAX_CONFIG_BYTES} bytes, so it is no model config.")
+        values = json.loads(content)
+    except OSError as error:
+        raise BadInput(f"{str(file)!r} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"{str(file)!r} is not valid JSON ({error}). Copy or save the model's config again.") from error
+    if not isinstance(values, dict):
+        raise BadInput(
+            f"{str(file)!r} holds a JSON {type(values).__name__}, but a model config is an object with a model_type."
+        )
+    return values
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it can be read to an end: a pipe or a device cannot."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

@@ -1,0 +1,142 @@
+"""The program that builds a model of `transformers` from a config, on the meta device and within bounds.
+
+It reads a JSON object from its input, and writes the model's shape as another one, or why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.model.modules import shape_of_module
+from terrazzo.planner.model.shapes import ModelShape
+
+__all__ = ["answer"]
+
+MAX_REGISTRATIONS = 100_000
+"""Modules and parameters: far above every model there is."""
+MAX_BYTES = 2 << 30
+"""Memory beyond what torch and `transformers` take; `MAX_REGISTRATIONS` take 0.7 GB of it."""
+
+
+def main() -> None:
+    """From standard input to standard output."""
+    request = json.load(sys.stdin)
+    with redirect_stdout(sys.stderr):
+        import_module("transformers")  # first: its own size has no part in the limit
+        _limit_memory()
+        found = answer(request)
+    json.dump(found, sys.stdout)
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `ModelShape`, or under `error` why there are none.
+
+    Args:
+        request: a `name` for messages, the `model_type`, and the other `values` of the config.
+    """
+    name = request["name"]
+    try:
+        return asdict(_built_shape(request["model_type"], request["values"], name))
+    except MemoryError:
+        error = (
+            f"{name}: transformers takes more than {MAX_BYTES >> 30} GiB of memory to build this model, even without "
+            "its weights; no real one needs as much. Correct the config."
+        )
+    except BadInput as refusal:
+        error = str(refusal)
+    return {"error": error}
+
+
+def _limit_memory() -> None:
+    """From here on, allocations beyond `MAX_BYTES` fail. Linux alone keeps to it."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    except OSError:
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = pages * resource.getpagesize() + MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
+def _built_shape(model_type: str, values: Mapping[str, Any], name: str) -> ModelShape:
+    import transformers
+
+    config = _config(transformers, model_type, values, name)
+    try:
+        with torch.device("meta"), _bounded(name):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except (BadInput, MemoryError):
+        raise
+    except Exception as error:
+        raise _refused(name, model_type, error) from error
+    return shape_of_module(model, name)
+
+
+def _config(transformers: Any, model_type: str, values: Mapping[str, Any], name: str) -> Any:
+    known: Mapping[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    if model_type not in known:
+        raise BadInput(
+            f"{name}: model_type is {model_type!r}, which transformers {transformers.__version__} does not know."
+            f"{did_you_mean(model_type, known)} Correct it, or install a transformers that has it."
+        )
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **values)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _refused(name, model_type, error) from error
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BadInput(
+            f"{name}: model_type {model_type!r} has no causal language model in transformers "
+            f"{transformers.__version__}. Give a decoder such as 'llama', 'qwen3' or 'gpt2'."
+        )
+    return config
+
+
+def _refused(name: str, model_type: str, error: Exception) -> BadInput:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return BadInput(
+        f"{name}: transformers cannot build a {model_type!r} from this config ({reason}). Correct the config."
+    )
+
+
+@contextmanager
+def _bounded(name: str) -> Iterator[None]:
+    """Stops the construction of a model that registers more modules and parameters than any real one."""
+    count = 0
+
+    def registered(_owner: nn.Module, _key: str, _value: object) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_REGISTRATIONS:
+            raise BadInput(
+                f"{name}: the config describes a model of more than {MAX_REGISTRATIONS:,} modules and parameters. "
+                "Lower its number of layers or experts."
+            )
+
+    hooks = [
+        torch_module.register_module_module_registration_hook(registered),
+        torch_module.register_module_parameter_registration_hook(registered),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+if __name__ == "__main__":
+    main()

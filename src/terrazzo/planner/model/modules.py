@@ -1,0 +1,198 @@
+"""The shape of a model that exists as modules, on any device: the engine's own units, and roles guessed from types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from terrazzo.engine.bucket import Member
+from terrazzo.engine.partition import UnitSpec, find_units, partition
+from terrazzo.errors import BadInput
+from terrazzo.planner.model.closed_form import closed_form, layers_of_config, merged
+from terrazzo.planner.model.shapes import BlockShape, ModelShape, Role, Split, TensorShape, UnitShape
+
+__all__ = ["shape_of_module"]
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "heads"),
+    "kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "active": ("num_experts_per_tok", "moe_topk", "top_k"),
+    "shared_ffn": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts"),
+    "window": ("sliding_window",),
+    "vocab": ("vocab_size",),
+    "positions": ("max_position_embeddings", "max_sequence_length", "n_positions", "max_seq_len", "block_size"),
+}
+"""Under which names configs of models without a closed form keep a size."""
+
+_ROWS = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "wo", "w2", "fc2", "fc_out", "output", "down")
+"""Module names of matrices that bring split activations back to the residual stream."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def shape_of_module(model: nn.Module, name: str | None = None) -> ModelShape:
+    """The units that the engine would find in `model`, with every parameter once, frozen ones marked.
+
+    What a block computes is known from the model's config where it has one in terms known here, else it stays None.
+
+    Raises:
+        BadInput: the model has no parameters.
+    """
+    specs = partition(model, find_units(model, None)[0])
+    if not specs:
+        raise BadInput(f"The model {type(model).__name__} has no parameters, so there is nothing to plan.")
+    guide = _Guide(model, specs)
+    root = [spec for spec in specs if not spec.name]
+    blocks = [spec for spec in specs if spec.name]
+    tensors = tuple(guide.tensor(member, "") for spec in root for member in spec.members)
+    units = (UnitShape("", tensors), *merged(guide.layers(blocks)))
+    return ModelShape(name or type(model).__name__, units, guide.vocab, guide.tied, guide.positions)
+
+
+class _Guide:
+    """What a model's config and modules say of its tensors' roles."""
+
+    def __init__(self, model: nn.Module, specs: Sequence[UnitSpec]) -> None:
+        members = [member for spec in specs for member in spec.members]
+        config = getattr(model, "config", None)
+        self.known = _known_layers(config)
+        self.config = getattr(config, "text_config", None) or config
+        self.vocab = _attribute(self.config, "vocab") or _largest_embedding(members)
+        self.positions = _attribute(self.config, "positions") or None
+        self.experts = _attribute(self.config, "experts") or _stacked(members)
+        self.head = _head(members, self.vocab)
+        self.tied = self.head is None and (_tied(members, self.vocab) or _says_tied(self.config))
+
+    def layers(self, specs: Sequence[UnitSpec]) -> list[UnitShape]:
+        """The blocks in order, each with what it computes."""
+        known = self.known if len(self.known) == len(specs) else []
+        units = []
+        for index, spec in enumerate(specs):
+            declared = {tensor.name: tensor for tensor in known[index].tensors} if known else {}
+            tensors = tuple(self.tensor(member, spec.name, declared) for member in spec.members)
+            block = known[index].block if known else self._block(spec.module, tensors)
+            units.append(UnitShape(spec.name, tensors, block=block))
+        return units
+
+    def tensor(self, member: Member, unit: str, declared: Mapping[str, TensorShape] | None = None) -> TensorShape:
+        """One parameter; a closed form's word on its role goes before a guess."""
+        name = member.name[len(unit) + 1 :] if unit else member.name
+        shape = tuple(member.parameter.shape)
+        same = (declared or {}).get(name)
+        if same is not None and same.shape == shape:
+            return TensorShape(name, shape, same.role, same.split, member.trainable)
+        role = self._role(member, shape)
+        of_head = any(_is_head(module, self.vocab) for module, _ in member.holders)
+        split = "vocab" if of_head else _split(name, role, bool(unit))
+        return TensorShape(name, shape, role, split, member.trainable)
+
+    def _role(self, member: Member, shape: tuple[int, ...]) -> Role:
+        if len(shape) >= 2 and _embeds(member) and shape[0] == self.vocab:
+            return "embedding"
+        if member is self.head:
+            return "head"
+        if ".experts." in member.name or (len(shape) == 3 and not _convolves(member)):
+            return "expert"
+        if len(shape) < 2 or _embeds(member):
+            return "vector"
+        gates = any(part in member.name for part in ("router", "gate.", "gate_"))
+        return "router" if self.experts and gates and shape[0] == self.experts else "matrix"
+
+    def _block(self, module: nn.Module, tensors: Sequence[TensorShape]) -> BlockShape | None:
+        """Of a model without a closed form, from its config's usual names."""
+        config = self.config
+        hidden, heads = _attribute(config, "hidden"), _attribute(config, "heads")
+        wide = any(hidden in tensor.shape for tensor in tensors if tensor.role in ("matrix", "expert"))
+        if not hidden or not heads or not wide:
+            return None
+        norms = [type(part).__name__ for part in module.modules() if "Norm" in type(part).__name__]
+        kv_heads = _attribute(config, "kv_heads") or heads
+        routed = any(tensor.role == "expert" for tensor in tensors)
+        ffn = _attribute(config, "expert_ffn" if routed else "ffn") or 4 * hidden
+        shared = _attribute(config, "shared_ffn") or _attribute(config, "shared_experts") * ffn
+        return BlockShape(
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=_attribute(config, "head_dim") or max(hidden // heads, 1),
+            ffn=ffn,
+            gated=any("gate_proj" in tensor.name or "gate_up" in tensor.name for tensor in tensors),
+            experts=self.experts if routed else 0,
+            active_experts=min(_attribute(config, "active") or self.experts, self.experts) if routed else 0,
+            shared_ffn=shared if routed else 0,
+            norm="layer" if any("LayerNorm" in norm for norm in norms) else "rms",
+            norms=len(norms),
+            window=_attribute(config, "window") or None,
+            torch_norm=any(isinstance(part, nn.RMSNorm) for part in module.modules()),
+        )
+
+
+def _known_layers(config: Any) -> list[UnitShape]:
+    """The layers that the config of a family with a closed form describes; empty for any other."""
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(getattr(config, "__dict__", {}))
+    if closed_form(values) is None:
+        return []
+    try:
+        return layers_of_config(values, type(config).__name__)
+    except BadInput:
+        return []
+
+
+def _attribute(config: Any, size: str) -> int:
+    found = (getattr(config, name, None) for name in _NAMES[size])
+    return next((value for value in found if type(value) is int and value > 0), 0)
+
+
+def _embeds(member: Member) -> bool:
+    return any(isinstance(module, nn.Embedding) for module, _ in member.holders)
+
+
+def _convolves(member: Member) -> bool:
+    return any(isinstance(module, _CONVOLUTIONS) for module, _ in member.holders)
+
+
+def _is_head(module: nn.Module, vocab: int) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features == vocab
+
+
+def _head(members: Sequence[Member], vocab: int) -> Member | None:
+    """The last matrix that gives one number per token of the vocabulary and embeds none."""
+    heads = [m for m in members if not _embeds(m) and any(_is_head(holder, vocab) for holder, _ in m.holders)]
+    return next((member for member in reversed(heads) if member.parameter.dim() == 2), None)
+
+
+def _tied(members: Sequence[Member], vocab: int) -> bool:
+    return any(_is_head(module, vocab) for member in members if _embeds(member) for module, _ in member.holders)
+
+
+def _says_tied(config: Any) -> bool:
+    return any(getattr(config, name, None) is True for name in ("tie_word_embeddings", "tie_embeddings"))
+
+
+def _largest_embedding(members: Sequence[Member]) -> int:
+    return max((member.parameter.shape[0] for member in members if _embeds(member)), default=0)
+
+
+def _stacked(members: Sequence[Member]) -> int:
+    """How many experts stand in one tensor."""
+    stacks = (m.parameter.shape[0] for m in members if m.parameter.dim() == 3 and not _convolves(m))
+    return max(stacks, default=0)
+
+
+def _split(name: str, role: Role, in_block: bool) -> Split:
+    """How tensor parallelism usually cuts a tensor with such a name."""
+    if role in ("embedding", "head"):
+        return "vocab"
+    *_, module, leaf = ("", *name.split("."))
+    back = module in _ROWS or leaf in _ROWS
+    if not in_block or role == "router" or "norm" in module or (back and role == "vector"):
+        return "none"
+    return "row" if back else "column"

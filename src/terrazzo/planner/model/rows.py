@@ -1,0 +1,150 @@
+"""The words in which a model family is declared: rows of tensors whose dimensions are named sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from terrazzo.planner.model.shapes import Role, Split
+
+__all__ = [
+    "Family",
+    "Row",
+    "Rows",
+    "attention",
+    "embedding",
+    "experts",
+    "fused_attention",
+    "linear",
+    "mlp",
+    "norms",
+    "positions",
+    "router",
+    "swiglu",
+    "transposed",
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor whose dimensions are named sizes. `when` is a flag that it needs, or with `not ` one that it bars."""
+
+    name: str
+    shape: tuple[str, ...]
+    role: Role
+    split: Split = "none"
+    when: str = ""
+
+
+Rows = tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        blocks: name of the module list that holds the blocks.
+        root: what stands before and after the blocks; the head is added where it is not tied.
+        attention, mlp, norms: tensors of a block. `sparse` takes the place of `mlp` in a layer with routed experts.
+        head: the module name of the output head.
+        keys: the config's key for a size, where it is not the usual one of `fields.KEYS`; empty: it has none.
+        defaults: what the config class assumes for a missing key. A size without one must be given.
+        gated, norm, torch_norm: see `BlockShape`. `bare_norms`: norms of a block that have no tensors.
+        windowed: every n-th layer sees the whole sequence and the others a window; 0: all see a window.
+        assumes: keys whose other values add or drop tensors which these rows do not describe.
+    """
+
+    blocks: str
+    root: Rows
+    attention: Rows
+    mlp: Rows
+    norms: Rows
+    sparse: Rows = ()
+    head: str = "lm_head"
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, int | float | bool | None] = field(default_factory=dict)
+    gated: bool = True
+    norm: Literal["rms", "layer"] = "rms"
+    bare_norms: int = 0
+    torch_norm: bool = False
+    windowed: int = 0
+    assumes: Mapping[str, object] = field(default_factory=dict)
+
+
+def linear(name: str, out: str, into: str, split: Split, bias: str | bool = False) -> Rows:
+    """A matrix `[out, into]`, and its bias when the flag `bias` is set. A bias is cut where the output is."""
+    weight = Row(f"{name}.weight", (out, into), "matrix", split)
+    if bias is False:
+        return (weight,)
+    cut: Split = "column" if split == "column" else "none"
+    return weight, Row(f"{name}.bias", (out,), "vector", cut, "" if bias is True else bias)
+
+
+def transposed(rows: Rows) -> Rows:
+    """GPT-2 keeps its matrices as `[into, out]`."""
+    return tuple(Row(r.name, tuple(reversed(r.shape)), r.role, r.split, r.when) for r in rows)
+
+
+def norms(*names: str, size: str = "hidden", bias: str | bool = False, split: Split = "none", when: str = "") -> Rows:
+    """The weights of normalisation layers, and their biases."""
+    rows: Rows = ()
+    for name in names:
+        rows += (Row(f"{name}.weight", (size,), "vector", split, when),)
+        if bias is not False:
+            rows += (Row(f"{name}.bias", (size,), "vector", split, when if bias is True else bias),)
+    return rows
+
+
+def embedding(name: str) -> Rows:
+    """The matrix that tokens are looked up in."""
+    return (Row(f"{name}.weight", ("vocab", "hidden"), "embedding", "vocab"),)
+
+
+def positions(name: str, size: str = "positions") -> Rows:
+    """Learned positions are added to a token, never multiplied with it."""
+    return (Row(f"{name}.weight", (size, "hidden"), "vector"),)
+
+
+def experts(name: str, transposed: bool = False) -> Rows:
+    """All routed experts of a layer in two stacks."""
+    shapes: tuple[tuple[str, ...], ...] = (("experts", "expert_gate_up", "hidden"), ("experts", "hidden", "expert_ffn"))
+    if transposed:
+        shapes = (("experts", "hidden", "expert_gate_up"), ("experts", "expert_ffn", "hidden"))
+    up, down = shapes
+    return Row(f"{name}.gate_up_proj", up, "expert", "column"), Row(f"{name}.down_proj", down, "expert", "row")
+
+
+def router(name: str) -> Rows:
+    """The matrix that scores a layer's experts."""
+    return (Row(f"{name}.weight", ("experts", "hidden"), "router"),)
+
+
+def attention(qkv_bias: str | bool = False, out_bias: str | bool = False, module: str = "self_attn") -> Rows:
+    """Four matrices of grouped-query attention under Llama's names."""
+    return (
+        *linear(f"{module}.q_proj", "q", "hidden", "column", qkv_bias),
+        *linear(f"{module}.k_proj", "kv", "hidden", "column", qkv_bias),
+        *linear(f"{module}.v_proj", "kv", "hidden", "column", qkv_bias),
+        *linear(f"{module}.o_proj", "hidden", "q", "row", out_bias),
+    )
+
+
+def swiglu(bias: str | bool = False, module: str = "mlp", width: str = "ffn") -> Rows:
+    """A gated MLP (arXiv 2002.05202) under Llama's names."""
+    return (
+        *linear(f"{module}.gate_proj", width, "hidden", "column", bias),
+        *linear(f"{module}.up_proj", width, "hidden", "column", bias),
+        *linear(f"{module}.down_proj", "hidden", width, "row", bias),
+    )
+
+
+def mlp(up: str, down: str, bias: str | bool = True) -> Rows:
+    """A plain MLP of two matrices."""
+    return linear(up, "ffn", "hidden", "column", bias) + linear(down, "hidden", "ffn", "row", bias)
+
+
+def fused_attention(qkv: str, out: str, bias: str | bool = True) -> Rows:
+    """Attention whose queries, keys and values come from one matrix."""
+    return linear(qkv, "qkv", "hidden", "column", bias) + linear(out, "hidden", "q", "row", bias)

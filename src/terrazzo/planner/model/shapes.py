@@ -1,0 +1,175 @@
+"""What the planner knows of a model: its tensors, grouped into sharding units, and what a block does with a token.
+
+Shapes only: no weights, no device, no framework. Everything else in this package is arithmetic on these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+__all__ = ["BlockShape", "ModelShape", "Role", "Split", "TensorShape", "UnitShape"]
+
+Role = Literal["matrix", "vector", "embedding", "head", "expert", "router"]
+"""What a tensor does: `matrix` multiplies every token; `embedding` is looked up (a tied one is also the `head`, see
+`ModelShape.tied`); `head` gives the logits; `expert` holds all routed experts of a layer, of which a token meets
+`active_experts / experts`; `router` chooses among them; `vector` is a norm or bias."""
+
+Split = Literal["column", "row", "vocab", "none"]
+"""How tensor parallelism cuts it. Vectors of split outputs are `column`; norms are `none`."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """One parameter. `name` is relative to its unit."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role = "matrix"
+    split: Split = "none"
+    trainable: bool = True
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What one transformer block computes, as far as activations and FLOPs depend on it.
+
+    Attributes:
+        hidden: width of the residual stream.
+        heads, kv_heads: query heads, and key-value heads that they share.
+        head_dim: channels of a query or key head; `value_dim` of a value head.
+        ffn: inner width of the dense MLP, or of one routed expert. `gated`: SwiGLU and its like, three matrices.
+        experts, active_experts: routed experts, and how many a token meets; 0 for a dense MLP.
+        shared_ffn: inner width of the experts that every token meets.
+        norm: `rms` or `layer`. `norms` counts full-width ones in a block.
+        dropout: whether masks are kept (two per block, one of attention).
+        window: tokens that attention looks back, None for all.
+        latent: channels of the compressed keys and values and of the compressed queries (MLA), 0 without; `kv_latent`
+            of the keys and values alone.
+        torch_norm: norms are torch's own modules, one kernel on CUDA, instead of explicit fp32 arithmetic.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool = True
+    value_dim: int = 0
+    experts: int = 0
+    active_experts: int = 0
+    shared_ffn: int = 0
+    norm: Literal["rms", "layer"] = "rms"
+    norms: int = 2
+    dropout: bool = False
+    window: int | None = None
+    latent: int = 0
+    kv_latent: int = 0
+    torch_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """`count` equal units in a row. The root unit holds what belongs to no block, and has no `block`."""
+
+    name: str
+    tensors: tuple[TensorShape, ...]
+    count: int = 1
+    block: BlockShape | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: units are looked up for every estimate."""
+        return hash((self.name, self.tensors, self.count, self.block))
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of one of them."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model. `units[0]` is the root; the others follow in the order in which they run.
+
+    Attributes:
+        vocab: size of the vocabulary; 0 for a bare number of parameters, of which only states can be said.
+        tied: the head is the embedding matrix, which then is one tensor of role `embedding`.
+        positions: longest sequence, None where nothing limits it.
+        aligned: tensors are padded as the engine pads them; a bare number of parameters is not.
+    """
+
+    name: str
+    units: tuple[UnitShape, ...]
+    vocab: int = 0
+    tied: bool = False
+    positions: int | None = None
+    aligned: bool = True
+
+    @property
+    def root(self) -> UnitShape:
+        return self.units[0]
+
+    @property
+    def blocks(self) -> tuple[UnitShape, ...]:
+        """The repeated units."""
+        return self.units[1:]
+
+    @property
+    def layers(self) -> int:
+        return sum(unit.count for unit in self.blocks)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream; 0 for a bare number of parameters."""
+        return next((unit.block.hidden for unit in self.blocks if unit.block), 0)
+
+    @cached_property
+    def numel(self) -> int:
+        """All parameters, each once."""
+        return sum(unit.count * unit.numel for unit in self.units)
+
+    @cached_property
+    def trainable_numel(self) -> int:
+        return sum(count * tensor.numel for count, tensor, _ in self.tensors() if tensor.trainable)
+
+    @cached_property
+    def active_numel(self) -> int:
+        """Parameters that one token meets: routed experts count by their active share."""
+        return sum(round(count * tensor.numel * active_share(tensor, block)) for count, tensor, block in self.tensors())
+
+    @cached_property
+    def matmul_numel(self) -> int:
+        """Elements of all matrices that a token is multiplied with: the head, but not a mere look-up."""
+        total = 0
+        for count, tensor, block in self.tensors():
+            if tensor.role in ("matrix", "head", "expert", "router") or (tensor.role == "embedding" and self.tied):
+                total += round(count * tensor.numel * active_share(tensor, block))
+        return total
+
+    def tensors(self) -> Iterator[tuple[int, TensorShape, BlockShape | None]]:
+        """Every tensor with how often it occurs and the block it belongs to."""
+        for unit in self.units:
+            for tensor in unit.tensors:
+                yield unit.count, tensor, unit.block
+
+
+def active_share(tensor: TensorShape, block: BlockShape | None) -> float:
+    """The share of a tensor that one token meets."""
+    if tensor.role != "expert" or block is None or not block.experts:
+        return 1.0
+    return block.active_experts / block.experts

@@ -1,0 +1,1 @@
+"""What the planner found, for people and for programs: text, pictures, JSON, and the formula behind a term."""

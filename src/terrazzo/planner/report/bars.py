@@ -1,0 +1,137 @@
+"""What a picture of memory shows, before it is drawn: a bar for each strategy, cut into kinds of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from terrazzo.planner.estimate import Estimate, Memory
+from terrazzo.planner.report.words import Unit, count_text, mesh_text, precision_name, units
+
+__all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of memory: its colour in pictures, its letter where there are no colours.
+
+    A term is of the first kind of which a word is in its name.
+    """
+
+    name: str
+    colour: str
+    letter: str
+    words: tuple[str, ...] = ()
+
+
+OVERHEAD = Kind("allocator, context, libraries", "#a9adb5", "x", ("workspace",))
+OTHER = Kind("other", "#6d6f76", "o")
+KINDS = (
+    Kind(
+        "gathered weights, buffers",
+        "#3f8f6b",
+        "t",
+        ("transient", "gathered", "unreduced", "receive", "staging", "buffer"),
+    ),
+    Kind("optimizer", "#8fb8de", "s", ("moment", "master", "optimizer")),
+    Kind("gradients", "#4a86c5", "g", ("gradient",)),
+    Kind("weights", "#1f4e82", "w", ("weight",)),
+    Kind("logits and loss", "#f2c572", "l", ("logit", "loss")),
+    Kind("activations", "#dd8a2e", "a", ("activation", "working")),
+    OTHER,
+    OVERHEAD,
+)
+"""In the order in which names are matched."""
+
+NEAR, CUT = 2.0, 2.0
+"""A capacity is shown up to twice the longest bar, and bars are cut at twice the capacity."""
+
+ORDER = ("weights", "gradients", "optimizer", *(kind.name for kind in (KINDS[0], KINDS[5], KINDS[4], OTHER, OVERHEAD)))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One strategy.
+
+    Attributes:
+        parts: bytes by name of a kind, from the left.
+        upper: bytes, None if there is no bound.
+        chosen: it is the plan that the report is about.
+    """
+
+    label: str
+    parts: Mapping[str, float]
+    upper: float | None = None
+    chosen: bool = False
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Bars against the memory of a device, in bytes; None where it is not known."""
+
+    title: str
+    subtitle: str
+    bars: tuple[Bar, ...]
+    capacity: float | None = None
+    measures: str = "expected on the device of the fullest rank"
+
+    @property
+    def limit(self) -> float:
+        """Where the scale ends, bytes: at the capacity or the longest bar, as far as short ones stay readable."""
+        longest = max(bar.upper or bar.total for bar in self.bars)
+        if self.capacity is None or self.capacity > NEAR * longest:
+            return longest
+        return min(max(longest, self.capacity), CUT * self.capacity)
+
+    @property
+    def unit(self) -> Unit:
+        return units(self.limit)[0]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Those that occur, in the order of the bars' parts."""
+        seen = {name for bar in self.bars for name, value in bar.parts.items() if value > 0}
+        known = {kind.name: kind for kind in KINDS}
+        return [known[name] for name in ORDER if name in seen]
+
+
+def chart_of(estimates: Sequence[Estimate], chosen: Estimate) -> Chart:
+    """A bar for each estimate; all are of one model on one cluster."""
+    setup = chosen.setup
+    return Chart(
+        title=f"{setup.model.name} on {setup.cluster.count} × {setup.cluster.device.name}",
+        subtitle=(
+            f"{count_text(setup.model.numel)} parameters, {setup.micro_batch} × {setup.sequence:,} tokens on each rank"
+            f", {precision_name(setup)}, checkpointing {setup.checkpointing}, {mesh_text(setup.mesh)}"
+        ),
+        bars=tuple(_bar(estimate, chosen) for estimate in estimates),
+        capacity=chosen.memory.capacity_bytes,
+    )
+
+
+def _bar(estimate: Estimate, chosen: Estimate) -> Bar:
+    memory = estimate.memory
+    return Bar(
+        label=estimate.setup.plan.name,
+        parts=_parts(memory),
+        upper=memory.upper_bytes,
+        chosen=estimate.setup == chosen.setup,
+    )
+
+
+def _parts(memory: Memory) -> dict[str, float]:
+    parts = dict.fromkeys(ORDER, 0.0)
+    for term in memory.terms:
+        parts[kind_of(term.name).name] += term.value
+    parts[OVERHEAD.name] += max(0.0, memory.device_bytes - memory.expected_bytes)
+    return {name: value for name, value in parts.items() if value > 0}
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of a term."""
+    lower = name.lower()
+    return next((kind for kind in KINDS if any(word in lower for word in kind.words)), OTHER)

@@ -1,0 +1,168 @@
+"""Estimates in the models of the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from terrazzo.planner.estimate import Estimate, Memory, Time, Traffic
+from terrazzo.planner.formulas import Term
+from terrazzo.planner.gate.stack import Finding
+from terrazzo.planner.report.schema import (
+    CollectiveReport,
+    FindingReport,
+    FrontierRow,
+    MemoryReport,
+    Report,
+    RoomReport,
+    SetupReport,
+    TermReport,
+    TimeReport,
+    TrafficReport,
+)
+from terrazzo.planner.report.words import GIB, checkpointing_text, mesh_sizes, precision_name
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["frontier_row", "report_of"]
+
+GB = 1e9
+
+
+def report_of(estimate: Estimate, found: Iterable[Finding] = ()) -> Report:
+    """The whole of one plan."""
+    memory = estimate.memory
+    return Report(
+        setup=_setup(estimate.setup),
+        memory=_memory(memory),
+        fits=memory.fits,
+        fits_surely=memory.fits_surely,
+        limiting_rank=memory.limiting_rank,
+        time=_time(estimate.time) if estimate.time else None,
+        no_time=estimate.no_time,
+        traffic=_traffic(estimate.traffic),
+        warnings=estimate.warnings,
+        findings=tuple(
+            FindingReport(
+                rule=each.rule,
+                severity=each.severity,
+                reason=each.reason,
+                alternative=each.alternative,
+                source=each.source,
+            )
+            for each in found
+        ),
+    )
+
+
+def frontier_row(estimate: Estimate) -> FrontierRow:
+    """One plan in short."""
+    setup, memory, time = estimate.setup, estimate.memory, estimate.time
+    return FrontierRow(
+        strategy=setup.plan.name,
+        mesh=mesh_sizes(setup.mesh),
+        gpus=setup.cluster.count,
+        activation_checkpointing=checkpointing_text(setup),
+        micro_batch=setup.micro_batch,
+        micro_batches=setup.micro_batches,
+        expected_gib=memory.expected_bytes / GIB,
+        device_gib=memory.device_bytes / GIB,
+        upper_gib=memory.upper_bytes / GIB,
+        fits=memory.fits,
+        fits_surely=memory.fits_surely,
+        step_s=time.step_s if time else None,
+        tokens_per_s_per_gpu=time.tokens_per_s_per_gpu if time else None,
+        mfu=time.mfu if time else None,
+        bound_by=time.bound_by if time else None,
+    )
+
+
+def _setup(setup: Setup) -> SetupReport:
+    return SetupReport(
+        model=setup.model.name,
+        parameters=setup.model.numel,
+        active_parameters=setup.model.active_numel,
+        gpu=setup.cluster.device.name,
+        gpus=setup.cluster.count,
+        nodes=setup.cluster.nodes,
+        strategy=setup.plan.name,
+        plan={state: str(place) for state, place in setup.plan.places().items()},
+        mesh=mesh_sizes(setup.mesh),
+        sequence=setup.sequence,
+        micro_batch=setup.micro_batch,
+        micro_batches=setup.micro_batches,
+        global_batch=setup.global_batch,
+        precision=precision_name(setup),
+        optimizer=setup.optimizer.name,
+        activation_checkpointing=checkpointing_text(setup),
+        compile=setup.compile,
+        attention=setup.attention,
+        loss=setup.loss,
+    )
+
+
+def _memory(memory: Memory) -> MemoryReport:
+    return MemoryReport(
+        expected_gib=memory.expected_bytes / GIB,
+        expected_gb=memory.expected_bytes / GB,
+        upper_gib=memory.upper_bytes / GIB,
+        upper_gb=memory.upper_bytes / GB,
+        reserved_gib=memory.reserved_bytes / GIB,
+        device_gib=memory.device_bytes / GIB,
+        capacity_gib=None if memory.capacity_bytes is None else memory.capacity_bytes / GIB,
+        terms={term.name: term.value / GIB for term in memory.terms},
+        breakdown=_terms(memory.terms),
+        per_stage_gib=tuple(value / GIB for value in memory.per_stage),
+        host=_terms(memory.host),
+        disk=_terms(memory.disk),
+        disk_writes=_terms(memory.disk_writes),
+        hosts=tuple(
+            RoomReport(
+                name=room.name,
+                expected_gib=room.expected / GIB,
+                upper_gib=room.upper / GIB,
+                capacity_gib=None if room.capacity is None else room.capacity / GIB,
+            )
+            for room in memory.rooms
+            if room.name != "device"
+        ),
+    )
+
+
+def _traffic(traffic: Traffic) -> TrafficReport:
+    return TrafficReport(
+        total_gb=traffic.total_bytes / GB,
+        collectives=tuple(
+            CollectiveReport(name=term.name, gb=term.value / GB, formula=term.formula, inputs=dict(term.inputs))
+            for term in traffic.collectives
+        ),
+        links_gb={link: value / GB for link, value in traffic.links.items()},
+    )
+
+
+def _time(time: Time) -> TimeReport:
+    return TimeReport(
+        step_s=time.step_s,
+        tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
+        mfu=time.mfu,
+        bound_by=time.bound_by,
+        hidden_s=time.hidden_s,
+        calibrated=time.calibrated,
+        rates_measured=time.rates_measured,
+        band=time.band,
+        cost_per_million_tokens=time.cost_per_million_tokens,
+        terms={term.name: term.value for term in time.terms},
+        breakdown=_terms(time.terms),
+    )
+
+
+def _terms(terms: Iterable[Term]) -> tuple[TermReport, ...]:
+    return tuple(
+        TermReport(
+            name=term.name,
+            value=term.value,
+            upper=term.upper,
+            unit=term.unit,
+            formula=term.formula,
+            inputs=dict(term.inputs),
+        )
+        for term in terms
+    )

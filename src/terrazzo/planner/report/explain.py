@@ -1,0 +1,89 @@
+"""What is behind a term: its formula, the numbers put in, and where the formula is from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.formulas import FORMULAS, Term
+from terrazzo.planner.report.blocks import Block, Line
+from terrazzo.planner.report.schema import ExplainedReport, ExplainedTerm
+from terrazzo.planner.report.words import GIB, LABELS, seconds_text
+
+__all__ = ["explain", "explained"]
+
+
+def explained(estimate: Estimate, wanted: str) -> ExplainedReport:
+    """Every term of that name or formula.
+
+    Args:
+        wanted: name of a term (`gathered`, `gathered weights`), key of a formula (`memory.gathered`), or its last part.
+
+    Errors: `BadInput` with all names where nothing is called so.
+    """
+    terms = list(_terms(estimate))
+    found = [(part, term) for part, term in terms if wanted.lower() in _names(term)]
+    if not found:
+        names = list(dict.fromkeys(term.name for _, term in terms))
+        raise BadInput(f"This plan has no term {wanted!r}.{did_you_mean(wanted, names)} Terms: {', '.join(names)}.")
+    return ExplainedReport(terms=tuple(_explained(part, term) for part, term in found))
+
+
+def explain(found: ExplainedReport) -> list[Block]:
+    """The same for people."""
+    return [block for term in found.terms for block in _blocks(term)]
+
+
+def _terms(estimate: Estimate) -> Iterator[tuple[str, Term]]:
+    parts = {
+        "memory": estimate.memory.terms,
+        "host memory": estimate.memory.host,
+        "disk": estimate.memory.disk,
+        "disk writes": estimate.memory.disk_writes,
+        "traffic": estimate.traffic.collectives,
+        "time": estimate.time.terms if estimate.time else (),
+    }
+    return ((part, term) for part, terms in parts.items() for term in terms)
+
+
+def _names(term: Term) -> tuple[str, ...]:
+    label = LABELS.get(term.name, term.name)
+    return label.lower(), term.name.lower(), term.formula.lower(), term.formula.lower().rpartition(".")[2]
+
+
+def _explained(part: str, term: Term) -> ExplainedTerm:
+    formula = FORMULAS[term.formula]
+    return ExplainedTerm(
+        part=part,
+        name=term.name,
+        value=term.value,
+        upper=term.upper,
+        unit=term.unit,
+        formula=term.formula,
+        inputs=dict(term.inputs),
+        text=formula.text,
+        source=formula.source,
+    )
+
+
+def _blocks(term: ExplainedTerm) -> Iterator[Block]:
+    yield Line(f"{term.name} ({term.part})", "bold")
+    yield Line(f"  {term.formula} = {term.text}")
+    width = max((len(name) for name in term.inputs), default=0)
+    for name, value in term.inputs.items():
+        yield Line(f"    {name:<{width}} = {_number(value)}")
+    yield Line(f"  expected: {_amount(term.value, term.unit)}")
+    if term.upper != term.value:
+        yield Line(f"  at most: {_amount(term.upper, term.unit)}")
+    yield Line(f"  source: {term.source}\n")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.6g}"
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{value:.6g} s = {seconds_text(value)}"
+    return f"{value:,.0f} bytes = {value / GIB:,.3f} GiB = {value / 1e9:,.3f} GB"

@@ -1,0 +1,160 @@
+"""An estimate as lines and tables: the verdict first, then memory, traffic and time, each term with its share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from terrazzo.planner.estimate import Estimate, Memory, Time, Traffic
+from terrazzo.planner.formulas import Term
+from terrazzo.planner.gate.stack import Finding
+from terrazzo.planner.report.blocks import Block, Column, Line, Table
+from terrazzo.planner.report.words import (
+    GIB,
+    LABELS,
+    Unit,
+    bytes_text,
+    room_text,
+    seconds_text,
+    setup_text,
+    units,
+    verdict,
+)
+
+__all__ = ["detail"]
+
+
+HOSTS = {"host": "memory", "disk": "disks"}
+SEVERITIES = {"refuse": "known not to work", "planned": "not runnable yet", "warn": "works badly"}
+
+
+def detail(estimate: Estimate, found: Sequence[Finding] = ()) -> list[Block]:
+    """One plan, whole, and what the gate found against it."""
+    memory = estimate.memory
+    blocks: list[Block] = [
+        Line(verdict(memory), _verdict_style(memory)),
+        Line(setup_text(estimate.setup)),
+        *_time_lines(estimate),
+    ]
+    blocks += [Line(f"{SEVERITIES[finding.severity]}: {finding}", "yellow") for finding in found]
+    blocks += [Line(f"note: {warning}", "yellow") for warning in estimate.warnings if warning not in map(str, found)]
+    blocks += [
+        _memory_table(memory),
+        *_fullest(memory),
+        *_elsewhere("host memory", memory.host),
+        *_elsewhere("disk", memory.disk),
+        *_hosts(memory),
+    ]
+    blocks += _traffic(estimate.traffic)
+    return blocks + (_time(estimate.time) if estimate.time else [])
+
+
+def _verdict_style(memory: Memory) -> str:
+    if memory.fits is False:
+        return "bold red"
+    return "bold green" if memory.fits_surely else "bold yellow"
+
+
+def _time_lines(estimate: Estimate) -> list[Block]:
+    time = estimate.time
+    if time is None:
+        return [Line(estimate.no_time, "yellow")] if estimate.no_time else []
+    parts = [f"{seconds_text(time.step_s)} per step", f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"]
+    parts.append("MFU n/a" if time.mfu is None else f"MFU {time.mfu:.1%}")
+    parts.append(f"bound by {time.bound_by}")
+    if time.cost_per_million_tokens is not None:
+        parts.append(f"{time.cost_per_million_tokens:,.3g} per million tokens")
+    trust = "rates measured on this device" if time.rates_measured else "not calibrated"
+    trust = "calibrated on this device" if time.calibrated else trust
+    return [Line(f"{', '.join(parts)} ({trust}{f', ±{time.band:.0%}' if time.band else ''})")]
+
+
+def _memory_table(memory: Memory) -> Table:
+    """Expected bytes of each term, and what comes on top of their sum."""
+    big, small = units(memory.expected_bytes)
+    columns = (
+        Column("memory of the fullest rank"),
+        Column(big.name, "right"),
+        Column(small.name, "right", 5),
+        Column("share", "right", 6),
+        Column("formula", keep=1),
+    )
+    rows = _term_rows(memory.terms, big, small)
+    sums = {
+        "allocated by tensors": memory.expected_bytes,
+        "reserved by the allocator": memory.reserved_bytes,
+        "on the device in all": memory.device_bytes,
+        "upper bound of it": memory.upper_bytes,
+    }
+    rows += [(name, big.of(value), small.of(value), "", "") for name, value in sums.items()]
+    return Table(columns, tuple(rows), totals=len(sums))
+
+
+def _fullest(memory: Memory) -> list[Block]:
+    """Which rank it is, and what the other pipeline stages hold."""
+    lines = [Line(f"fullest: {memory.limiting_rank}")]
+    if len(memory.per_stage) > 1:
+        stages = ", ".join(f"{value / GIB:,.1f}" for value in memory.per_stage)
+        lines.append(Line(f"GiB by stage: {stages}"))
+    return list(lines)
+
+
+def _elsewhere(where: str, terms: Sequence[Term]) -> list[Block]:
+    """A table of what is kept in host memory or on disk, if anything is."""
+    if not terms:
+        return []
+    big, small = units(sum(term.value for term in terms))
+    columns = (Column(f"{where} of one rank"), Column(big.name, "right"), Column(small.name, "right", 5))
+    rows = tuple((*_amounts(term, big, small), term.formula) for term in terms)
+    return [Table((*columns, Column("formula", keep=1)), rows)]
+
+
+def _hosts(memory: Memory) -> list[Block]:
+    """What the ranks of a host keep there together, of what there is, and what they wear off its disks."""
+    lines = [Line(f"{HOSTS[room.name]} of one host: {room_text(room)}") for room in memory.rooms if room.name in HOSTS]
+    if written := memory.ranks_per_host * sum(term.value for term in memory.disk_writes):
+        lines.append(Line(f"written to them in a step: {bytes_text(written)}"))
+    return list(lines)
+
+
+def _traffic(traffic: Traffic) -> list[Block]:
+    if not traffic.collectives:
+        return [Line("no traffic: nothing is sent")]
+    big, small = units(traffic.total_bytes)
+    columns = (
+        Column("sent by one rank in a step"),
+        Column(big.name, "right", 5),
+        Column(small.name, "right"),
+        Column("share", "right", 6),
+        Column("formula", keep=1),
+    )
+    rows = _term_rows(traffic.collectives, big, small)
+    rows.append(("in all", big.of(traffic.total_bytes), small.of(traffic.total_bytes), "", ""))
+    links = ", ".join(f"{link} {small.of(value)} {small.name}" for link, value in traffic.links.items() if value)
+    return [Table(columns, tuple(rows), totals=1), *([Line(f"by link: {links}")] if links else [])]
+
+
+def _time(time: Time) -> list[Block]:
+    columns = (Column("time of a step"), Column("", "right"), Column("share", "right", 6), Column("formula", keep=1))
+    rows = [
+        (term.name, seconds_text(term.value), _share(term.value, time.step_s), term.formula)
+        for term in time.terms
+        if term.value
+    ]
+    rows.append(("in all", seconds_text(time.step_s), "", ""))
+    hidden = f"hidden behind it: {seconds_text(time.hidden_s)} of communication"
+    return [Table(columns, tuple(rows), totals=1), *([Line(hidden)] if time.hidden_s else [])]
+
+
+def _term_rows(terms: Sequence[Term], big: Unit, small: Unit) -> list[tuple[str, ...]]:
+    """Those of which two digits show anything."""
+    total = sum(term.value for term in terms)
+    shown = [term for term in terms if term.value >= 0.005 * big.size]
+    return [(*_amounts(term, big, small), _share(term.value, total), term.formula) for term in shown]
+
+
+def _amounts(term: Term, big: Unit, small: Unit) -> tuple[str, str, str]:
+    return LABELS.get(term.name, term.name), big.of(term.value), small.of(term.value)
+
+
+def _share(value: float, total: float) -> str:
+    return f"{value / total:.1%}" if total else ""

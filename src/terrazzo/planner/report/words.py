@@ -1,0 +1,148 @@
+"""How plans, meshes and amounts are called in every report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.planner.estimate import Memory, Room
+from terrazzo.planner.setup.recipes import RECIPES
+from terrazzo.planner.setup.setup import Mesh, Setup
+
+__all__ = [
+    "GIB",
+    "LABELS",
+    "Unit",
+    "bytes_text",
+    "checkpointing_text",
+    "count_text",
+    "mesh_sizes",
+    "mesh_text",
+    "precision_name",
+    "room_text",
+    "seconds_text",
+    "setup_text",
+    "units",
+    "verdict",
+]
+
+GIB = 2.0**30
+
+LABELS = {
+    "master": "master weights",
+    "moments": "optimizer moments",
+    "gathered": "gathered weights",
+    "unreduced": "unreduced gradients",
+    "receive": "receive buffers",
+    "transient": "gathered weights and buffers",
+    "working": "working memory of a block",
+    "logits": "logits and loss",
+}
+"""Terms of memory, where their own name is too short for a reader."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit of bytes."""
+
+    name: str
+    size: float
+
+    def of(self, value: float, digits: int = 2) -> str:
+        return f"{value / self.size:,.{digits}f}"
+
+
+def units(total: float) -> tuple[Unit, Unit]:
+    """A binary and a decimal unit that suit amounts of up to `total` bytes."""
+    if total < GIB:
+        return Unit("MiB", 2.0**20), Unit("MB", 1e6)
+    return Unit("GiB", GIB), Unit("GB", 1e9)
+
+
+def bytes_text(value: float) -> str:
+    """`61.2 GiB`, or MiB below one."""
+    unit, _ = units(value)
+    return f"{unit.of(value, 1)} {unit.name}"
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+def mesh_sizes(mesh: Mesh) -> dict[str, int]:
+    """By axis, outermost first."""
+    return {axis: getattr(mesh, axis) for axis in AXES}
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """Axes of more than one rank, outermost first: `dp_shard 8 · tp 4`."""
+    return " · ".join(f"{axis} {size}" for axis, size in mesh_sizes(mesh).items() if size > 1) or "one rank"
+
+
+def precision_name(setup: Setup) -> str:
+    """The name that `--precision` knows it by."""
+    recipe = (setup.precision, setup.matmul)
+    return next((name for name, known in RECIPES.items() if known == recipe), "custom")
+
+
+def checkpointing_text(setup: Setup) -> str:
+    """`full`, or `full, 1 in 2`."""
+    return setup.checkpointing if setup.every == 1 else f"{setup.checkpointing}, 1 in {setup.every}"
+
+
+def count_text(value: float) -> str:
+    """Three digits and a unit: `70.6 B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:g}"
+
+
+def seconds_text(value: float) -> str:
+    """`1.23 s`, `45.6 ms`, `789 µs`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:,.3g} {unit}" if value < 1000 * size else f"{value / size:,.0f} {unit}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def setup_text(setup: Setup) -> str:
+    """All that was chosen, in two lines."""
+    device, count = setup.cluster.device, setup.cluster.count
+    batch = f"{setup.micro_batch} × {setup.micro_batches} sequences of {setup.sequence:,} tokens on each data rank"
+    options = [precision_name(setup), setup.optimizer.name, f"checkpointing {checkpointing_text(setup)}"]
+    options += ["compiled"] if setup.compile else []
+    options += ["attention math"] if setup.attention == "math" else []
+    options += [f"{setup.loss} loss"] if setup.loss != "full" else []
+    return (
+        f"{setup.model.name}, {count_text(setup.model.numel)} parameters, {count} × {device.name}, "
+        f"{setup.plan.name} on {mesh_text(setup.mesh)}\n"
+        f"{batch}, {setup.global_batch:,} in a step; {', '.join(options)}"
+    )
+
+
+def verdict(memory: Memory) -> str:
+    """Whether it fits, in one line, with the numbers that say so."""
+    upper = f"upper {bytes_text(memory.upper_bytes)}"
+    full = [room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity]
+    if memory.capacity_bytes is None:
+        expected = f"{bytes_text(memory.device_bytes)} expected ({upper})"
+        numbers = f"{expected}; how much a device has is not known (--memory-gb)"
+        return f"does not fit: {_too_much(full)}; {numbers}" if full else numbers
+    numbers = f"{bytes_text(memory.device_bytes)} of {bytes_text(memory.capacity_bytes)} expected ({upper})"
+    if full:
+        return f"does not fit: {numbers}, {_too_much(full)}"
+    return f"fits: {numbers}" if memory.fits_surely else f"fits, but not surely: {numbers}"
+
+
+PLACES = {"device": "", "host": " for the memory of a host", "disk": " for the disks of a host"}
+
+
+def room_text(room: Room) -> str:
+    """`154.2 GiB of 10.0 GiB`, or without a capacity the bytes alone."""
+    of = "" if room.capacity is None else f" of {bytes_text(room.capacity)}"
+    return f"{bytes_text(room.expected)}{of}"
+
+
+def _too_much(rooms: list[Room]) -> str:
+    """By how much each place is overrun."""
+    excess = [(room, bytes_text(room.expected - (room.capacity or 0))) for room in rooms]
+    return ", ".join(f"{amount} too much{PLACES[room.name]}" for room, amount in excess)

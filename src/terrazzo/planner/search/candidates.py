@@ -1,0 +1,108 @@
+"""What a search tries: meshes, strategies, activation checkpointing and micro-batches that a request leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from terrazzo.engine import Plan
+from terrazzo.planner.setup.request import Request, build_cluster, shape_of
+
+__all__ = [
+    "CHECKPOINTING",
+    "DATA_PARALLEL",
+    "MICRO_BATCHES",
+    "OFFLOADED",
+    "meshes",
+    "model_parallel",
+    "modes_and_sizes",
+    "strategies",
+]
+
+DATA_PARALLEL = (
+    "zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz",
+)  # fmt: skip
+BESIDE_MODEL_PARALLEL = ("zero1", "zero3", "hybrid_shard")
+"""Under tensor or pipeline parallelism: the distributed optimizer, and full sharding within and without groups."""
+
+OFFLOADED = ("zero2@cpu", "zero3@cpu", "zero3@cpu-all", "zero3@nvme", "zero3@nvme-all")
+CHECKPOINTING = ("none", "selective", "full")
+"""In order of the time they cost."""
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Sequences per micro-batch, as far as they fit. Beside model parallelism, which has other ways to fill a device, the
+first three are enough."""
+
+LONG_SEQUENCE = 16_384
+"""Tokens from which on context parallelism is tried."""
+
+MOST_STAGES, MOST_CONTEXT, MOST_EXPERT = 32, 8, 64
+SPARE = 4
+"""Tensor times pipeline ranks go up to so many times what is needed to hold weights and gradients; more only adds
+communication and bubbles."""
+
+WHOLE_BYTES = 6
+"""Per parameter, of bf16 weights and fp32 gradients, which zero1 keeps whole."""
+
+
+def meshes(request: Request) -> Iterator[Request]:
+    """The request with the sizes of tensor, pipeline, context and expert parallelism fixed."""
+    if not request.parallel:
+        yield request
+        return
+    assert isinstance(request.gpus, int)
+    model, domain = shape_of(request.model), max(build_cluster(request).device.scaleup_domain, 1)
+    blocks = [unit.block for unit in model.blocks if unit.block]
+    heads = min((block.kv_heads for block in blocks), default=1)
+    experts = max((block.experts for block in blocks), default=0)
+    most, given = _most_model_ranks(request, domain), (request.tp or 1) * (request.pp or 1)
+    for tp in _sizes(request.tp, min(heads, domain)):
+        for pp in _sizes(request.pp, min(model.layers, MOST_STAGES)):
+            if tp * pp > max(most, given):
+                continue
+            for cp in _sizes(request.cp, MOST_CONTEXT if (request.sequence or 0) >= LONG_SEQUENCE else 1):
+                for ep in _expert_sizes(request.ep, experts, domain):
+                    if request.gpus % (tp * pp * cp) == 0 and request.gpus // (tp * pp) % ep == 0:
+                        yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep)
+
+
+def strategies(request: Request) -> tuple[str | Plan, ...]:
+    """The strategies to try on one mesh."""
+    if request.strategy is not None:
+        return (request.strategy,)
+    return BESIDE_MODEL_PARALLEL if model_parallel(request) else DATA_PARALLEL
+
+
+def model_parallel(request: Request) -> bool:
+    """Whether its mesh has more than data axes."""
+    return any((getattr(request, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
+
+
+def modes_and_sizes(request: Request) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The checkpointing modes and micro-batches to try under one strategy."""
+    modes = (request.checkpointing,) if request.checkpointing else CHECKPOINTING
+    if request.micro_batch:
+        return modes, (request.micro_batch,)
+    return modes, MICRO_BATCHES[:3] if model_parallel(request) else MICRO_BATCHES
+
+
+def _most_model_ranks(request: Request, domain: int) -> int:
+    memory = build_cluster(request).device.memory_bytes
+    if memory is None:
+        return MOST_STAGES * domain
+    needed = WHOLE_BYTES * shape_of(request.model).numel / memory
+    least = next(size for power in range(64) if (size := 1 << power) >= needed)
+    return max(domain, SPARE * least)
+
+
+def _sizes(given: int | None, largest: int) -> tuple[int, ...]:
+    if given is not None:
+        return (given,)
+    return tuple(1 << power for power in range(max(largest, 1).bit_length()))
+
+
+def _expert_sizes(given: int | None, experts: int, domain: int) -> tuple[int, ...]:
+    """None, as many as fast links join, and many."""
+    if given is not None:
+        return (given,)
+    return tuple(sorted({1, *(size for size in (domain, MOST_EXPERT) if experts and experts % size == 0)}))

@@ -1,0 +1,160 @@
+"""From a setup to the configuration that `terrazzo train` runs as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from terrazzo.engine import PLANS, PRECISIONS, Precision
+from terrazzo.errors import BadInput
+from terrazzo.planner.gate.gate import findings
+from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.request import Model
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["TrainFiles", "train_config"]
+
+OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+    "adamw": {"name": "AdamW"},
+    "adam": {"name": "Adam"},
+    "nadam": {"name": "NAdam"},
+    "radam": {"name": "RAdam"},
+    "adamax": {"name": "Adamax"},
+    "adagrad": {"name": "Adagrad"},
+    "rmsprop": {"name": "RMSprop"},
+    "momentum": {"name": "SGD", "options": {"momentum": 0.9}},
+    "sgd": {"name": "SGD"},
+}
+"""The torch.optim class of each optimizer."""
+
+TOKENIZER_FILE = "tokenizer.json"
+_DTYPES = ("weight", "compute", "reduce", "accumulate", "master", "moments")
+
+
+@dataclass(frozen=True)
+class TrainFiles:
+    """A train configuration as nested dicts and, where a preset was named, the config.json for its `model.path`."""
+
+    config: dict[str, Any]
+    model_config: dict[str, Any] | None = None
+
+
+def train_config(setup: Setup, model: Model, model_folder: str | Path = "model") -> TrainFiles:
+    """The sections of `terrazzo train` that a setup decides; the others keep their defaults.
+
+    Args:
+        model: what the setup's shape was made from.
+        model_folder: where the caller will write `model_config` as config.json, if there is one.
+
+    Errors: `BadInput` where this version cannot run the setup, or cannot build the model.
+    """
+    _check_runnable(setup)
+    section, model_config = _model(setup.model, model, str(model_folder))
+    train: dict[str, Any] = {"activation_checkpointing": _checkpointing(setup)}
+    if setup.compile:
+        train["compile"] = True
+    config = {
+        "model": section,
+        "plan": _plan(setup),
+        "precision": _precision(setup.precision),
+        "batch": {
+            "global_batch": setup.global_batch,
+            "micro_batch": setup.micro_batch,
+            "sequence_length": setup.sequence,
+        },
+        "optimizer": OPTIMIZERS[setup.optimizer.name],
+        "train": train,
+    }
+    if "path" in section and (Path(section["path"]) / TOKENIZER_FILE).is_file():
+        config["data"] = {"tokenizer": section["path"]}
+    if setup.cluster.nodes == 1 or setup.cluster.device.kind == "cpu":  # a CPU host runs as many ranks as asked
+        config["launch"] = {"ranks": setup.cluster.count}
+    return TrainFiles(config, model_config)
+
+
+def _check_runnable(setup: Setup) -> None:
+    if blocking := [found for found in findings(setup) if found.severity != "warn"]:
+        raise BadInput(f"This plan is planned, not runnable yet: {' '.join(map(str, blocking))}")
+    if not setup.model.layers:
+        raise BadInput(
+            f"There is nothing to train in {setup.model.name}. Name a preset, or the folder of a config.json."
+        )
+    if setup.micro_batches > 1 and setup.accumulate_locally == bool(setup.plan.grad.axes):
+        way = "reduces every micro-batch" if setup.plan.grad.axes else "adds up micro-batches on each rank"
+        raise BadInput(f"`terrazzo train` {way} under {setup.plan.name}. Leave the accumulation at its default.")
+
+
+def _model(shape: ModelShape, model: Model, folder: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The `model` section, and the config.json to write for it."""
+    from terrazzo.planner.model.loading import preset_name
+    from terrazzo.planner.model.presets import PRESETS
+
+    if isinstance(model, Mapping):
+        return {"kind": "huggingface", "path": folder}, dict(model)
+    if isinstance(model, str) and (name := preset_name(model)) is not None:
+        return {"kind": "huggingface", "path": folder}, dict(PRESETS[name])
+    if isinstance(model, str | Path):
+        path = Path(model)
+        return {"kind": "huggingface", "path": str(path if path.is_dir() else path.parent)}, None
+    if isinstance(model, ModelShape | nn.Module) and (section := _decoder(shape)) is not None:
+        return section, None
+    raise BadInput(
+        f"`terrazzo train` cannot build {shape.name} from its shape alone. Save its config.json in a folder and plan "
+        "for that folder, or shard it in a loop of your own with tz.shard."
+    )
+
+
+def _decoder(shape: ModelShape) -> dict[str, Any] | None:
+    """The built-in decoder with the same tensors, None where it would have others."""
+    if len(shape.blocks) != 1 or (block := shape.blocks[0].block) is None:
+        return None
+    dim, kv_dim, ffn = block.hidden, block.kv_heads * block.head_dim, block.ffn
+    tensors = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim), (ffn, dim), (ffn, dim), (dim, ffn), (dim,), (dim,)]
+    root = [(shape.vocab, dim), (dim,)] + ([] if shape.tied else [(shape.vocab, dim)])
+    if sorted(tensors) != sorted(t.shape for t in shape.blocks[0].tensors) or block.experts or block.window:
+        return None
+    if sorted(root) != sorted(t.shape for t in shape.root.tensors) or block.head_dim * block.heads != dim:
+        return None
+    return {
+        "kind": "decoder",
+        "vocab_size": shape.vocab,
+        "dim": dim,
+        "layers": shape.layers,
+        "heads": block.heads,
+        "kv_heads": block.kv_heads,
+        "ffn_dim": ffn,
+        "tie_embeddings": shape.tied,
+    }
+
+
+def _plan(setup: Setup) -> dict[str, Any]:
+    plan, mesh = setup.plan, setup.mesh
+    if plan.name in PLANS:
+        section: dict[str, Any] = {"name": plan.name}
+    else:
+        section = {state: str(place) for state, place in plan.places().items()}
+    if mesh.dp_replicate > 1:
+        section["mesh"] = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
+    if setup.prefetch != 1:
+        section["prefetch"] = setup.prefetch
+    return section
+
+
+def _precision(precision: Precision) -> dict[str, Any]:
+    for name, known in PRECISIONS.items():
+        if known == precision:
+            return {"name": name}
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+    base = "fp16" if precision.loss_scaling else "fp32"
+    dtypes = {field: names[str(getattr(precision, field)).removeprefix("torch.")] for field in _DTYPES}
+    return {"name": base} | dtypes
+
+
+def _checkpointing(setup: Setup) -> str:
+    if setup.checkpointing == "full" and setup.every > 1:
+        return f"every_{setup.every}"
+    return setup.checkpointing

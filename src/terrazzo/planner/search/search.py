@@ -1,0 +1,286 @@
+"""Every sensible way of running a model on some number of devices: what fits is ranked, what does not says why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from terrazzo.engine import Plan
+from terrazzo.errors import BadInput
+from terrazzo.planner.estimate import Estimate, Memory, printed
+from terrazzo.planner.gate.gate import findings
+from terrazzo.planner.machine.calibration import Calibration
+from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.memory.tiers import on_device
+from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, strategies
+from terrazzo.planner.setup.checks import check
+from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.step import time_of
+from terrazzo.planner.traffic.volumes import traffic_of
+
+__all__ = ["Frontier", "Refusal", "search", "spread"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Candidates of one strategy on one number of devices that cannot be, with the reason of the one that came nearest.
+
+    Attributes:
+        reason: a sentence.
+        candidates: how many there are.
+        needed_bytes: what the one that came nearest is expected to take on the device; None where memory, be it the
+            device's, the host's or a disk, is not the reason.
+        setup, memory: of that one; None likewise.
+    """
+
+    strategy: str
+    gpus: int
+    reason: str
+    candidates: int
+    needed_bytes: float | None = None
+    setup: Setup | None = None
+    memory: Memory | None = None
+
+    @property
+    def overrun(self) -> float:
+        """How many times too much it takes, where it takes most; infinite where memory is not the reason."""
+        return (self.memory and self.memory.overrun) or math.inf
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What a search found.
+
+    Attributes:
+        ranked: what fits, best first, as `request.rank` says; what fits surely comes before what is expected to.
+        pareto: those of them that no other beats in both memory and tokens per second, by memory.
+        considered: candidates in all.
+    """
+
+    request: Request
+    ranked: tuple[Estimate, ...]
+    pareto: tuple[Estimate, ...]
+    refused: tuple[Refusal, ...]
+    considered: int
+
+    @property
+    def best(self) -> Estimate | None:
+        """What to run; None where nothing fits."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def nearest(self) -> Refusal | None:
+        """Of what was refused for its memory, what lacks the smallest share; None where memory refused nothing."""
+        return min((one for one in self.refused if one.setup), key=lambda one: one.overrun, default=None)
+
+    def __str__(self) -> str:
+        """The report that `terrazzo plan` prints."""
+        return printed(self)
+
+
+def search(request: Request, calibration: Calibration | None = None) -> Frontier:
+    """Compare all plans, meshes, checkpointing modes and micro-batches that a request leaves open.
+
+    Without `request.parallel` only the data axes are tried, which is what the engine runs; without `request.offload`
+    only strategies that keep all states on the device.
+
+    Errors: `BadInput` where the request itself is impossible; a choice that is impossible is refused instead.
+    """
+    request = replace(request, model=shape_of(request.model), gpu=build_cluster(request, 1).device)
+    counts = counts_of(request, build_cluster(request, 1).device.per_node)
+    if not isinstance(request.gpus, int):
+        counts = spread(counts)
+    found = _Found(request, calibration)
+    for count in counts:
+        found.try_all(tuple(meshes(replace(request, gpus=count))))
+    if not found.considered:
+        check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
+    ranked = tuple(sorted(found.fitting, key=_rank(request)))
+    return Frontier(request, ranked, _pareto(ranked), found.refused(), found.considered)
+
+
+def spread(counts: Sequence[int]) -> tuple[int, ...]:
+    """Of many numbers of devices those that are a power of two, or three times one, and the ends."""
+    return tuple(count for count in counts if count in (counts[0], counts[-1]) or _is_round(count))
+
+
+def _is_round(count: int) -> bool:
+    odd = count
+    while odd % 2 == 0:
+        odd //= 2
+    return odd in (1, 3)
+
+
+class _Found:
+    """Collects estimates that fit, and why the others do not."""
+
+    def __init__(self, request: Request, calibration: Calibration | None) -> None:
+        self.request, self.calibration = request, calibration
+        self.fitting: list[Estimate] = []
+        self.refusals: dict[tuple[str, int], Refusal] = {}
+        self.considered = 0
+
+    def refused(self) -> tuple[Refusal, ...]:
+        """The strategies of which nothing fits."""
+        fitting = {(found.setup.plan.name, found.setup.cluster.count) for found in self.fitting}
+        refused = [refusal for key, refusal in self.refusals.items() if key not in fitting]
+        return tuple(sorted(refused, key=lambda refusal: (refusal.gpus, refusal.needed_bytes or 0)))
+
+    def try_all(self, choices: tuple[Request, ...]) -> None:
+        """All strategies on all meshes; those with offload, which are slower, only where nothing else surely fits."""
+        before = len(self.fitting)
+        for choice in choices:
+            for strategy in strategies(choice):
+                self.try_strategy(replace(choice, strategy=strategy))
+        if not self.request.offload or self.request.strategy is not None:
+            return
+        if not any(found.memory.fits_surely is not False for found in self.fitting[before:]):
+            for choice, strategy in product(choices, OFFLOADED):
+                self.try_strategy(replace(choice, strategy=strategy))
+
+    def try_strategy(self, choice: Request) -> None:
+        """One strategy on one mesh with every checkpointing mode and micro-batch."""
+        modes, sizes = modes_and_sizes(choice)
+        untried = len(modes) * len(sizes)
+        try:
+            setup = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[0]))
+            check(setup)
+        except BadInput as error:
+            return self._refuse(choice, str(error), untried)
+        if reason := _refused_by_gate(setup):
+            return self._refuse(choice, reason, untried)
+        if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
+            reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
+            leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
+            return self._refuse(choice, reason, untried, leanest)
+        largest = 0
+        for mode in modes:
+            useful = tuple(size for size in sizes if size == sizes[0] or size > largest)
+            before = len(self.fitting)
+            largest = max(largest, self._grow(replace(choice, checkpointing=mode), useful))
+            if model_parallel(choice) and any(found.memory.fits_surely for found in self.fitting[before:]):
+                return None  # recomputing more makes room that more ranks have made already
+        return None
+
+    def _grow(self, choice: Request, sizes: tuple[int, ...]) -> int:
+        """Larger and larger micro-batches, as long as they fit and help; the largest that fitted, or 0."""
+        largest, rate = 0, 0.0
+        for size in sizes:
+            self.considered += 1
+            try:
+                setup = build_setup(replace(choice, micro_batch=size))
+            except BadInput as error:
+                self._refuse(choice, str(error), 0)
+                continue
+            memory = memory_of(setup)
+            if reason := _too_large(setup, memory):
+                if not largest:
+                    self._refuse(choice, reason, 0, setup, memory)
+                break
+            found = self._estimate(setup, memory)
+            self.fitting.append(found)
+            largest = size
+            if _tokens_per_s(found) < rate:
+                break
+            rate = _tokens_per_s(found)
+        return largest
+
+    def _estimate(self, setup: Setup, memory: Memory) -> Estimate:
+        traffic = traffic_of(setup)
+        time = time_of(setup, traffic, self.calibration)
+        warnings = tuple(str(finding) for finding in findings(setup))
+        if isinstance(time, str):
+            return Estimate(setup, memory, traffic, None, time, warnings)
+        return Estimate(setup, memory, traffic, time, "", warnings)
+
+    def _refuse(
+        self, choice: Request, reason: str, candidates: int, setup: Setup | None = None, memory: Memory | None = None
+    ) -> None:
+        """Count `candidates` that were not tried one by one (0: one that was), and keep the nearest miss.
+
+        Args:
+            setup: what its memory is too large for; memory: of it, computed here if not given.
+        """
+        self.considered += candidates
+        if setup is not None and memory is None:
+            memory = memory_of(setup)
+        needed_bytes = None if memory is None else memory.device_bytes
+        assert isinstance(choice.gpus, int)
+        strategy = choice.strategy.name if isinstance(choice.strategy, Plan) else choice.strategy or "zero3"
+        known = self.refusals.get((strategy, choice.gpus))
+        refusal = Refusal(strategy, choice.gpus, reason, max(candidates, 1), needed_bytes, setup, memory)
+        if known is not None:
+            nearest = min(known, refusal, key=lambda one: one.overrun)
+            refusal = replace(nearest, candidates=known.candidates + refusal.candidates)
+        self.refusals[strategy, choice.gpus] = refusal
+
+
+def _refused_by_gate(setup: Setup) -> str:
+    return next((str(found) for found in findings(setup) if found.severity == "refuse"), "")
+
+
+def _states_bytes(setup: Setup) -> float:
+    """Of the fullest pipeline stage, what is on the device."""
+    stages = {0, setup.mesh.pp - 1}
+    return max(sum(term.value for term in on_device(setup, state_terms(setup, stage))) for stage in stages)
+
+
+def _too_large(setup: Setup, memory: Memory) -> str:
+    """Why a setup does not fit on the device, its host or its disks; empty where it does."""
+    if memory.fits is not False:
+        return ""
+    full = next(room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity)
+    numbers = f"{_gib(full.expected)} of {_gib(full.capacity or 0)} GiB"
+    if full.name != "device":
+        place = {"host": "host memory", "disk": "disks"}[full.name]
+        return f"the {place} of each host would hold {numbers}."
+    largest, mode = max(memory.terms, key=lambda term: term.value), setup.checkpointing
+    with_mode = "" if mode == "none" else f" and {mode} activation checkpointing"
+    return (
+        f"with micro-batch {setup.micro_batch}{with_mode}, {numbers} are expected, of which {_gib(largest.value)} "
+        f"{largest.name}."
+    )
+
+
+def _gib(value: float) -> str:
+    gib = value / 2**30
+    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}"
+
+
+# -- order -----------------------------------------------------------------------------------------------------
+
+
+def _rank(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
+    """The key to sort by: what surely fits comes first. Where no time is known, the fewest bytes per token win."""
+
+    def key(found: Estimate) -> tuple[float, ...]:
+        count, memory = found.setup.cluster.count, found.memory.expected_bytes
+        unsure = float(found.memory.fits_surely is False)
+        if found.time is None:
+            tokens = found.setup.global_batch * found.setup.sequence or 1
+            return (unsure, found.traffic.total_bytes * count / tokens, memory)
+        per_gpu = found.time.tokens_per_s_per_gpu
+        if request.rank == "gpus":
+            return (unsure, count, -per_gpu, memory)
+        if request.rank == "cost":
+            return (unsure, -per_gpu, count, memory)
+        return (unsure, -per_gpu * count, memory)
+
+    return key
+
+
+def _pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
+    """What no other beats in both expected memory and tokens per second, by memory."""
+    kept: list[Estimate] = []
+    for found in sorted(ranked, key=lambda found: (found.memory.expected_bytes, -_tokens_per_s(found))):
+        if not kept or _tokens_per_s(found) > _tokens_per_s(kept[-1]):
+            kept.append(found)
+    return tuple(kept)
+
+
+def _tokens_per_s(found: Estimate) -> float:
+    return found.time.tokens_per_s_per_gpu * found.setup.cluster.count if found.time else 0.0

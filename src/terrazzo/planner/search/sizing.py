@@ -1,0 +1,126 @@
+"""How many devices a model needs: the floor that its states set, and the first number on which it really runs."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.machine.calibration import Calibration
+from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.search.search import Frontier, search, spread
+from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
+
+__all__ = ["Sizing", "floor_gpus", "min_gpus"]
+
+IN_TURN = 16
+"""Numbers of devices that are tried one after the other before larger and larger steps are taken."""
+
+
+def floor_gpus(state_bytes: float, capacity_bytes: float, other_bytes: float = 0.0) -> int:
+    """Fewest devices whose memory, less what states do not explain, holds the states: ceil(S / (C - other)).
+
+    Args:
+        other_bytes: activations, gathered weights, buffers and libraries, on each device.
+    """
+    room = capacity_bytes - other_bytes
+    if room <= 0:
+        raise BadInput(
+            f"{other_bytes / 1e9:.1f} GB of activations and buffers leave no room for states in "
+            f"{capacity_bytes / 1e9:.1f} GB, on any number of GPUs. Use a smaller micro-batch, checkpointing, or more "
+            "memory."
+        )
+    return math.ceil(state_bytes / room)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The answer to "how many GPUs".
+
+    Attributes:
+        floor: devices that hold the model states alone; state_bytes: all of them together.
+        steps: what was found on each number of devices that was tried, in order.
+        gpus: the first number on which a plan surely fits; None where none of those allowed does.
+        expected: the first number on which one is expected to fit.
+    """
+
+    floor: int
+    state_bytes: float
+    steps: tuple[Frontier, ...]
+    gpus: int | None
+    expected: int | None
+
+    @property
+    def answer(self) -> Frontier | None:
+        """What was found on `gpus` devices."""
+        return next((step for step in self.steps if step.request.gpus == self.gpus), None)
+
+    def __str__(self) -> str:
+        alone = f"{self.floor} is only the floor for model states"
+        if self.gpus is None:
+            return f"{alone}; no number of GPUs that was tried runs."
+        sooner = "" if self.expected == self.gpus else f" ({self.expected} may, with little room)"
+        return f"{alone}; {self.gpus} is the first that runs{sooner}."
+
+
+def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing:
+    """The fewest devices, in whole hosts, on which some plan within the request surely fits.
+
+    Searches upwards from the floor; `request.gpus` may bound it by a range. Beyond the first `IN_TURN` numbers of
+    devices it goes by halves, as if what fits on some fitted on more. Every number is tried with the least memory that
+    the request allows, and only the answer with all that it leaves open.
+
+    Errors: `BadInput` for an impossible request, and for a device whose memory is not known.
+    """
+    cluster = build_cluster(request, 1)
+    device = cluster.device
+    request = replace(request, model=shape_of(request.model), gpu=device)
+    if device.memory_bytes is None:
+        raise BadInput(f"The memory of {device.name} is not known. Give it (--memory-gb).")
+    states = _state_bytes(request)
+    floor = floor_gpus(states, device.memory_bytes)
+    lowest = floor if request.strategy is None and not request.offload else 1
+    counts = [count for count in counts_of(request, device.per_node) if count >= lowest]
+    tried: dict[int, Frontier] = {}
+
+    leanest = replace(request, checkpointing=request.checkpointing or "full", micro_batch=request.micro_batch or 1)
+
+    def runs(count: int) -> bool:
+        tried[count] = search(replace(leanest, gpus=count), calibration)
+        return any(found.memory.fits_surely for found in tried[count].ranked)
+
+    gpus = _first(counts, runs)
+    if tried:
+        shown = gpus or max(tried)
+        tried[shown] = search(replace(request, gpus=shown), calibration)
+    steps = tuple(tried[count] for count in sorted(tried))
+    expected = next((count for count in sorted(tried) if tried[count].ranked), None)
+    return Sizing(floor, states, steps, gpus, expected)
+
+
+def _first(counts: Sequence[int], runs: Callable[[int], bool]) -> int | None:
+    """The first of ascending `counts` that runs: in turn, then among round ones by halves, then between two of them."""
+    few, more = counts[:IN_TURN], counts[IN_TURN:]
+    first = next((count for count in few if runs(count)), None)
+    if first is not None or not more:
+        return first
+    larger = spread(more)
+    if not any(runs(count) for count in larger[-2:]):  # the last one may be a number that no mesh divides
+        return None
+    position = bisect_left(larger[:-1], True, key=runs)
+    start = more.index(larger[position - 1]) + 1 if position else 0
+    between = more[start : more.index(larger[position])]
+    return (*between, larger[position])[bisect_left(between, True, key=runs)]
+
+
+def _state_bytes(request: Request) -> float:
+    """Of the whole model, each state split over all of `_MANY` ranks and none held twice."""
+    alone = replace(request, gpus=_MANY, strategy="zero3", tp=None, pp=None, cp=None, ep=None, dp_replicate=None)
+    setup = build_setup(replace(alone, global_batch=None))
+    return _MANY * sum(term.value for term in state_terms(setup, 0))
+
+
+_MANY = 8
+"""Ranks enough for weights to be derived from the split master weights, and few enough for padding not to count."""

@@ -1,0 +1,92 @@
+"""What a request may hold: the kind and range of every field, whoever filled it in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
+
+from terrazzo.engine import Plan
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.setup import Attention, Loss, Pipeline, Ranking
+
+__all__ = ["checked"]
+
+COUNTS = (
+    "sequence", "micro_batch", "global_batch", "micro_batches", "tp", "pp", "cp", "ep", "dp_replicate", "per_node",
+    "virtual_stages", "prefetch",
+)  # fmt: skip
+AMOUNTS = ("memory_bytes", "host_memory_bytes", "disk_bytes", "disk_bandwidth", "price_per_hour")
+LEAST = {"prefetch": 0, "price_per_hour": 0, "memory_bytes": 1, "host_memory_bytes": 1, "disk_bytes": 1}
+FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally")
+NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer")
+CHOICES: Mapping[str, Any] = {"attention": Attention, "loss": Loss, "pipeline": Pipeline, "rank": Ranking}
+"""Fields by what they hold: whole numbers, numbers, how small these may be if not only above 0, yes or no, names, and
+one of a few words."""
+
+OTHER_KINDS: Mapping[str, type] = {"strategy": Plan, "gpu": Device}
+"""What a name may be given as, too."""
+
+
+def checked(fields: Mapping[str, Any], optional: Collection[str]) -> dict[str, Any]:
+    """The fields of a request, with whole numbers made of whole floats and of digits.
+
+    Args:
+        optional: those that None leaves open.
+
+    Errors: `BadInput` for a number that is none or out of range, another kind of value, an empty or unknown name, and
+    options that exclude each other.
+    """
+    found = {
+        name: None if value is None and name in optional else _checked(name, value) for name, value in fields.items()
+    }
+    if found["global_batch"] is not None and found["micro_batches"] is not None:
+        raise BadInput(
+            f"Both a global batch of {found['global_batch']} and {found['micro_batches']} micro-batches were given; "
+            "each follows from the other. Give one of them."
+        )
+    return found
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "gpus":
+        return _read_gpus(value)
+    if name in COUNTS or name in AMOUNTS:
+        check_number(name, value, whole=name in COUNTS, least=LEAST.get(name))
+        return int(value) if name in COUNTS else value
+    if name in FLAGS and not isinstance(value, bool):
+        raise BadInput(f"{name} is {value!r}; give True or False.")
+    if name in NAMES:
+        _check_name(name, value)
+    if name in CHOICES:
+        _check_choice(name, value, get_args(CHOICES[name]))
+    return value
+
+
+def _check_name(name: str, value: object) -> None:
+    if name in OTHER_KINDS and isinstance(value, OTHER_KINDS[name]):
+        return
+    if not isinstance(value, str):
+        kinds = f"a name or a {OTHER_KINDS[name].__name__}" if name in OTHER_KINDS else "a name"
+        raise BadInput(f"{name} is {value!r}; give {kinds}.")
+    if not value.strip():
+        raise BadInput(f"{name} is empty; give a name, or leave it out.")
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = did_you_mean(str(value), known)
+        raise BadInput(f"{name} is {value!r}; it is one of {', '.join(known)}.{near}")
+
+
+def _read_gpus(gpus: Any) -> int | str:
+    """A number, also where it is written as text; a range as it is."""
+    if gpus == "":
+        raise BadInput("gpus is empty; give a number such as 64, or a range such as 8..1024.")
+    if isinstance(gpus, str) and not re.fullmatch(r"-?[0-9]{1,18}", gpus):
+        return gpus
+    number = int(gpus) if isinstance(gpus, str) else gpus
+    check_number("gpus", number, whole=True)
+    return int(number)

@@ -1,0 +1,166 @@
+"""What cannot be, whatever the hardware: refused with the arithmetic, before anything is estimated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+from terrazzo.engine import Place, Plan
+from terrazzo.errors import BadInput
+from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.setup import Mesh, Setup
+
+__all__ = ["check", "check_number"]
+
+MOST = 10**18
+"""The largest number that can stand anywhere, far above all that there is."""
+
+
+def check_number(name: str, value: float, *, whole: bool = False, least: float | None = None) -> None:
+    """Errors: `BadInput` for what is no finite number, not above 0 (or below `least`), above `MOST`, or not `whole`."""
+    if isinstance(value, int) and abs(value) > MOST:
+        raise BadInput(f"{name} is a number of {value.bit_length()} bits; give one of at most {MOST:.0e}.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadInput(f"{name} is {value!r}; give a finite number.")
+    if value > MOST:
+        raise BadInput(f"{name} is {value:g}; give one of at most {MOST:.0e}.")
+    if value < least if least is not None else value <= 0:
+        bound = f"{least:g} or more" if least is not None else "a number above 0"
+        raise BadInput(f"{name} is {value}; give {bound}.")
+    if whole and value != int(value):
+        raise BadInput(f"{name} is {value}; give a whole number.")
+
+
+def check(setup: Setup) -> None:
+    """Errors: `BadInput` for a setup that cannot be, with the numbers and the edit that fixes it."""
+    _check_sizes(setup)
+    _check_world(setup)
+    _check_plan(setup)
+    if setup.model.layers:
+        _check_sequence(setup)
+        _check_blocks(setup.model, setup.mesh)
+        _check_pipeline(setup)
+        _check_experts(setup.model, setup.mesh)
+
+
+def _check_sizes(setup: Setup) -> None:
+    for axis in fields(Mesh):
+        check_number(axis.name, getattr(setup.mesh, axis.name), whole=True)
+    check_number("params", setup.model.numel)
+    check_number("gpus", setup.cluster.count, whole=True)
+    for name in ("micro_batch", "micro_batches", "every", "virtual_stages"):
+        check_number(name, getattr(setup, name), whole=True)
+    check_number("prefetch", setup.prefetch, whole=True, least=0)
+
+
+def _check_world(setup: Setup) -> None:
+    mesh, count = setup.mesh, setup.cluster.count
+    if mesh.world_size != count:
+        raise BadInput(
+            f"pp {mesh.pp} × dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard} × cp {mesh.cp} × tp {mesh.tp} "
+            f"= {mesh.world_size} ranks, but there are {count} GPUs. Their product must be the number of GPUs."
+        )
+
+
+def _check_plan(setup: Setup) -> None:
+    plan, mesh = setup.plan, setup.mesh
+    both = mesh.dp_replicate > 1 and mesh.dp_shard > 1
+    axes = {axis for place in plan.places().values() for axis in place.axes}
+    if axes & {"S", "R", "dp_replicate"} and not both:
+        raise BadInput(
+            f"{plan.name} needs two or more shard groups of two or more GPUs, but {mesh.data_ranks} data ranks form "
+            f"{mesh.dp_replicate} group(s) of {mesh.dp_shard} (dp_replicate × dp_shard). Use zero3, which is the same "
+            "with one group, or more GPUs, or another dp_replicate."
+        )
+    placed = {state: Place(place.axes) for state, place in plan.places().items()}
+    for state, place in plan.places().items():
+        if place.tier not in ("device", "cpu", "nvme"):
+            raise BadInput(f"{plan.name} places {state} on {place.tier!r}; tiers are device, cpu and nvme.")
+    Plan(**placed, name=plan.name.partition("@")[0]).resolve(list(mesh.sizes()) or ["dp_shard"])
+
+
+def _check_sequence(setup: Setup) -> None:
+    sequence, positions, cp = setup.sequence, setup.model.positions, setup.mesh.cp
+    check_number("sequence", sequence, whole=True)
+    if positions is not None and sequence > positions and _learned_positions(setup.model):
+        raise BadInput(
+            f"A sequence of {sequence} tokens is longer than the {positions} positions that {setup.model.name} has "
+            f"vectors for. Use a sequence of at most {positions}."
+        )
+    if cp > 1 and sequence % (2 * cp):
+        raise BadInput(
+            f"A sequence of {sequence} tokens does not divide into 2 × cp {cp} = {2 * cp} equal parts, two for each "
+            f"rank, which balances causal attention. Use {sequence // (2 * cp) * (2 * cp) or 2 * cp} tokens."
+        )
+
+
+def _learned_positions(model: ModelShape) -> bool:
+    """Whether positions are a table of vectors; rotary ones go on beyond those that a config names."""
+    shapes = [tensor.shape for tensor in model.root.tensors if tensor.role not in ("embedding", "head")]
+    return any(len(shape) == 2 and shape[0] >= (model.positions or 0) and shape[1] == model.hidden for shape in shapes)
+
+
+def _check_blocks(model: ModelShape, mesh: Mesh) -> None:
+    """Tensor parallelism gives each rank whole heads and an equal part of the inner width.
+
+    A single key-value head (multi-query attention, arXiv 1911.02150) is not divided but held by every rank.
+    """
+    if mesh.tp == 1:
+        return
+    for unit in model.blocks:
+        if unit.block is None:
+            continue
+        sizes = {"heads": unit.block.heads, "kv_heads": unit.block.kv_heads, "ffn": unit.block.ffn}
+        for name, size in sizes.items():
+            if size % mesh.tp and not (name == "kv_heads" and size == 1):
+                raise BadInput(_indivisible(model.name, name, size, mesh.tp))
+
+
+def _indivisible(model: str, name: str, size: int, tp: int) -> str:
+    fits = [divisor for divisor in range(1, min(tp, size + 1)) if size % divisor == 0]
+    return (
+        f"{name} {size} of {model} do not divide by tp {tp}: {size} / {tp} = {size / tp:.4g}. "
+        f"Use a tp that divides {size}, such as {fits[-1] if fits else 1}."
+    )
+
+
+def _check_pipeline(setup: Setup) -> None:
+    model, mesh, virtual = setup.model, setup.mesh, setup.virtual_stages
+    if mesh.pp > model.layers:
+        raise BadInput(
+            f"{model.name} has {model.layers} layers, too few for pp {mesh.pp} stages: each needs one at least. Use a "
+            f"pp of at most {model.layers}."
+        )
+    if virtual == 1:
+        return
+    if mesh.pp == 1:
+        raise BadInput(f"virtual_stages {virtual} interleave the chunks of a pipeline, but pp is 1. Leave it out.")
+    if mesh.pp * virtual > model.layers:
+        raise BadInput(
+            f"{model.layers} layers are too few for pp {mesh.pp} × virtual_stages {virtual} = {mesh.pp * virtual} "
+            f"chunks. Use at most {model.layers // mesh.pp} virtual stages."
+        )
+    if setup.micro_batches < mesh.pp:
+        raise BadInput(
+            f"{setup.micro_batches} micro-batches are too few for the interleaved schedule of pp {mesh.pp}, which runs "
+            f"{mesh.pp} through one chunk after the other (arXiv 2104.04473). Use {mesh.pp} or more."
+        )
+
+
+def _check_experts(model: ModelShape, mesh: Mesh) -> None:
+    if mesh.ep == 1:
+        return
+    experts = max((unit.block.experts for unit in model.blocks if unit.block), default=0)
+    ranks = mesh.data_ranks * mesh.cp
+    if not experts:
+        raise BadInput(f"ep {mesh.ep} spreads routed experts, but {model.name} has none. Leave ep out.")
+    if experts % mesh.ep:
+        raise BadInput(
+            f"{experts} experts of {model.name} do not divide by ep {mesh.ep}: {experts / mesh.ep:.4g} on each rank. "
+            f"Use an ep that divides {experts}."
+        )
+    if ranks % mesh.ep:
+        raise BadInput(
+            f"ep {mesh.ep} takes its ranks from the data ranks and does not divide them: dp_replicate "
+            f"{mesh.dp_replicate} × dp_shard {mesh.dp_shard} × cp {mesh.cp} = {ranks}. Use an ep that divides {ranks}."
+        )

@@ -1,0 +1,130 @@
+"""The names that a user chooses by: strategies with their offload, precisions, optimizers, activation checkpointing."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import torch
+
+from terrazzo.engine import PLANS, PRECISIONS, Place, Plan, Precision
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.setup.setup import Checkpointing, OptimizerRecipe
+
+__all__ = [
+    "CHECKPOINTING",
+    "OFFLOADS",
+    "OPTIMIZERS",
+    "RECIPES",
+    "STRATEGIES",
+    "checkpointing",
+    "optimizer",
+    "precision",
+    "strategy",
+]
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+
+RECIPES: dict[str, tuple[Precision, str]] = {
+    "fp32": (PRECISIONS["fp32"], "fp32"),
+    "bf16": (PRECISIONS["bf16"], "bf16"),
+    "bf16-pure": (PRECISIONS["bf16-pure"], "bf16"),
+    "fp16": (PRECISIONS["fp16"], "fp16"),
+    "fp8": (PRECISIONS["bf16"], "fp8"),
+    "fsdp2": (Precision(weight=_FP32, compute=_BF16, reduce=_FP32), "bf16"),
+    "zero": (Precision(_BF16, _BF16, _BF16, _BF16, _FP32, _FP32), "bf16"),
+}
+"""Dtypes of all states, and the format of matrix products. `fp8` keeps the states of `bf16`; `fsdp2` shards fp32
+weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
+1910.02054)."""
+
+PRECISION_SYNONYMS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "amp-bf16": "bf16", "amp-fp16": "fp16"}
+"""As torch and other trainers spell them."""
+
+OPTIMIZERS = {
+    "adamw": OptimizerRecipe("adamw", 2),
+    "adam": OptimizerRecipe("adam", 2),
+    "nadam": OptimizerRecipe("nadam", 2),
+    "radam": OptimizerRecipe("radam", 2),
+    "adamax": OptimizerRecipe("adamax", 2),
+    "adagrad": OptimizerRecipe("adagrad", 1),
+    "rmsprop": OptimizerRecipe("rmsprop", 1),
+    "momentum": OptimizerRecipe("momentum", 1, fixed_bytes=0),
+    "sgd": OptimizerRecipe("sgd", 0, fixed_bytes=0),
+    "lion": OptimizerRecipe("lion", 1, fixed_bytes=0),
+    "adafactor": OptimizerRecipe("adafactor", 0),
+    "muon": OptimizerRecipe("muon", 1),
+    "adamw-8bit": OptimizerRecipe("adamw-8bit", 2, 1 + 4 / 256),
+    "adamw-4bit": OptimizerRecipe("adamw-4bit", 2, 0.5 + 4 / 128),
+}
+"""Tensors per element beside the master weight. Adafactor's rows and columns are too small to count; quantised moments
+carry one fp32 scale per block of 256 (8 bits) or 128 (4 bits), as torchao's do (pytorch/ao torchao/optim). Those that
+keep no step count have no `fixed_bytes`."""
+
+OFFLOADS: dict[str, dict[str, str]] = {
+    "cpu": {"grad": "cpu", "optim": "cpu"},
+    "cpu-all": {"weight": "cpu", "grad": "cpu", "optim": "cpu"},
+    "nvme": {"grad": "cpu", "optim": "nvme"},
+    "nvme-all": {"weight": "nvme", "grad": "cpu", "optim": "nvme"},
+}
+"""Tiers by state: ZeRO-Offload (arXiv 2101.06840), FSDP's CPU offload, and ZeRO-Infinity (arXiv 2104.07857) with the
+optimizer alone or the weights too on disk."""
+
+_SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
+STRATEGIES = (*PLANS, *_SYNONYMS)
+"""Names of plans that `strategy` knows, each of which may be followed by `@` and one of `OFFLOADS`."""
+
+CHECKPOINTING = ("none", "selective", "full", "every_N")
+
+
+def strategy(name: str) -> Plan:
+    """The plan of `zero3`, `hybrid_shard`, `zero2@cpu`, ... Errors: `BadInput` with the nearest name."""
+    base, at, tiers = name.strip().lower().replace("-", "_").partition("@")
+    base, tiers = _SYNONYMS.get(base, base), tiers.replace("_", "-")
+    if base not in PLANS:
+        raise BadInput(
+            f"There is no strategy {base!r}.{did_you_mean(base, STRATEGIES)} Strategies are {', '.join(STRATEGIES)}."
+        )
+    plan = Plan.named(base)
+    if not at:
+        return plan
+    if tiers not in OFFLOADS:
+        raise BadInput(
+            f"There is no offload {tiers!r} in strategy {name!r}.{did_you_mean(tiers, OFFLOADS)} "
+            f"Offloads are {', '.join(OFFLOADS)}, such as {base}@cpu."
+        )
+    placed = {state: Place(place.axes, OFFLOADS[tiers].get(state, "device")) for state, place in plan.places().items()}
+    return Plan(**placed, name=f"{base}@{tiers}")
+
+
+def precision(name: str) -> tuple[Precision, str]:
+    """Dtypes, and the format of matrix products, of that name. Errors: `BadInput` with the nearest name."""
+    key = name.strip().lower().replace("_", "-")
+    key = PRECISION_SYNONYMS.get(key, key)
+    if key not in RECIPES:
+        near = did_you_mean(key, (*RECIPES, *PRECISION_SYNONYMS))
+        synonyms = ", ".join(f"{synonym} = {known}" for synonym, known in PRECISION_SYNONYMS.items())
+        raise BadInput(f"There is no precision {name!r}.{near} Precisions are {', '.join(RECIPES)}; {synonyms}.")
+    return RECIPES[key]
+
+
+def optimizer(name: str) -> OptimizerRecipe:
+    """What the optimizer of that name keeps. Errors: `BadInput` with the nearest name."""
+    key = name.lower().replace("_", "-")
+    if key not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise BadInput(f"There is no optimizer {name!r}.{did_you_mean(key, OPTIMIZERS)} Optimizers are {known}.")
+    return OPTIMIZERS[key]
+
+
+def checkpointing(name: str) -> tuple[Checkpointing, int]:
+    """Mode and `every` of `none`, `selective`, `full` or `every_N`. Errors: `BadInput` with the nearest name."""
+    if match := re.fullmatch(r"every_([1-9][0-9]{0,8})", name):
+        return "full", int(match[1])
+    for mode in get_args(Checkpointing):
+        if name == mode:
+            return mode, 1
+    raise BadInput(
+        f"There is no activation checkpointing {name!r}.{did_you_mean(name, CHECKPOINTING)} "
+        "Use none, selective, full, or every_N for one block in N, such as every_2."
+    )

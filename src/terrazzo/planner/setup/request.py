@@ -1,0 +1,313 @@
+"""What a user asks for, as plainly as on a command line, and the setup that it means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from terrazzo.engine import Plan
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.machine import devices as hardware
+from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup import recipes
+from terrazzo.planner.setup.arguments import checked
+from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.setup import Attention, Loss, Mesh, Pipeline, Ranking, Setup
+
+__all__ = ["Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
+
+Model = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
+
+GPU = "h100-sxm"
+SEQUENCE = 4096
+MICRO_BATCHES_PER_STAGE = 8
+"""Defaults. With 8 micro-batches per pipeline stage the bubble is below 1/8 of the step."""
+
+LARGEST, LIMIT = 1024, 1_000_000
+"""Devices that are tried when a request names no number, and the most that it may name."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """None leaves a choice open: `build_setup` then takes the default, `search` tries what makes sense.
+
+    Attributes:
+        model: preset, path of a config.json or its folder, module, mapping, number of parameters, or shape.
+        gpus: devices in all; for `search` and sizing also a range such as `"8..1024"`; None for any number.
+        gpu: name of the device, by default `h100-sxm`.
+        strategy: plan, such as `zero3`, `hybrid_shard` or `zero2@cpu`; by default `zero3`.
+        sequence: tokens per sequence, by default the model's positions but at most 4,096.
+        micro_batch: sequences per forward pass and data rank, by default 1.
+        global_batch: sequences per optimizer step; micro_batches: forward passes per step and data rank. At most one of
+            them; by default one micro-batch, or 8 per pipeline stage.
+        loss: `full`, `fused` or `chunked`, by default `full`, and `fused` under tensor or pipeline parallelism.
+        checkpointing: of activations: `none` (default), `selective`, `full`, `every_N`.
+        precision, optimizer: names in `recipes`, by default `bf16` and `adamw`.
+        dp_replicate: groups of the hybrid strategies; by default one shard group per host.
+        memory_bytes, per_node: in place of the device's own.
+        price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
+        parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
+        rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
+
+    Errors: `BadInput` for what a field cannot hold, and for options that exclude each other.
+    """
+
+    model: Model
+    gpus: int | str | None = None
+    gpu: str | Device | None = None
+    strategy: str | Plan | None = None
+    sequence: int | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    micro_batches: int | None = None
+    checkpointing: str | None = None
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    dp_replicate: int | None = None
+    virtual_stages: int = 1
+    pipeline: Pipeline = "1f1b"
+    sequence_parallel: bool = True
+    compile: bool = False
+    attention: Attention = "flash"
+    loss: Loss | None = None
+    prefetch: int = 1
+    accumulate_locally: bool | None = None
+    memory_bytes: float | None = None
+    per_node: int | None = None
+    price_per_hour: float | None = None
+    host_memory_bytes: float | None = None
+    disk_bytes: float | None = None
+    disk_bandwidth: float | None = None
+    parallel: bool = False
+    offload: bool = False
+    rank: Ranking = "throughput"
+
+    def __post_init__(self) -> None:
+        optional = [field.name for field in fields(self) if field.default is None]
+        for name, value in checked(vars(self), optional).items():
+            object.__setattr__(self, name, value)
+
+
+def build_setup(request: Request) -> Setup:
+    """The setup that a request means, with every default filled in; `checks.check` says whether it can be.
+
+    Errors: `BadInput` for unknown names, and for ranks or batches that do not factor.
+    """
+    model, cluster = shape_of(request.model), build_cluster(request)
+    plan = _plan(request)
+    mesh = _mesh(request, cluster, plan)
+    precision, matmul = recipes.precision(request.precision)
+    mode, every = recipes.checkpointing(request.checkpointing or "none")
+    micro_batch, model_parallel = request.micro_batch or 1, mesh.tp * mesh.pp > 1
+    return Setup(
+        model=model,
+        cluster=cluster,
+        plan=plan,
+        mesh=mesh,
+        sequence=_sequence(request, model),
+        micro_batch=micro_batch,
+        micro_batches=_micro_batches(request, mesh, micro_batch),
+        precision=precision,
+        matmul=matmul,
+        optimizer=recipes.optimizer(request.optimizer),
+        checkpointing=mode,
+        every=every,
+        compile=request.compile,
+        attention=request.attention,
+        loss=request.loss or ("fused" if model_parallel else "full"),
+        prefetch=request.prefetch,
+        accumulate_locally=not plan.grad.axes if request.accumulate_locally is None else request.accumulate_locally,
+        sequence_parallel=request.sequence_parallel,
+        virtual_stages=request.virtual_stages,
+        pipeline=request.pipeline,
+        whole_gradients=model_parallel,
+        fused_update=model_parallel,
+    )
+
+
+def _plan(request: Request) -> Plan:
+    if isinstance(request.strategy, Plan):
+        return request.strategy
+    return recipes.strategy("zero3" if request.strategy is None else request.strategy)
+
+
+def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
+    """What was assumed because the request left it open, one sentence each."""
+    notes = []
+    if request.gpu is None and setup.model.layers:
+        notes.append(f"No GPU was named: {setup.cluster.device.name} is assumed (--gpu).")
+    if request.gpus is None:
+        notes.append(f"No number of GPUs was given: {setup.cluster.count} is assumed (--gpus).")
+    if request.sequence is None and setup.model.layers:
+        notes.append(f"No sequence length was given: {setup.sequence} tokens are assumed (--seq).")
+    if request.micro_batches is None and request.global_batch is None and setup.mesh.pp > 1:
+        notes.append(
+            f"No batch was given: {setup.micro_batches} micro-batches per step, {MICRO_BATCHES_PER_STAGE} for each of "
+            f"{setup.mesh.pp} pipeline stages, are assumed (--global-batch)."
+        )
+    if setup.model.layers and setup.mesh.tp * setup.mesh.pp > 1:
+        fused = " and a fused loss" if request.loss is None else ""
+        notes.append(
+            f"Under tensor or pipeline parallelism memory is counted as Megatron-core takes it: buffers of whole "
+            f"gradients that stay allocated, a fused optimizer update{fused}."
+        )
+    return tuple(notes)
+
+
+def shape_of(model: Model) -> ModelShape:
+    """The shape behind a request's `model`. Errors: `BadInput` where there is none."""
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, (int, float)):
+        check_number("params", model)
+    from terrazzo.planner.model.loading import model_shape
+
+    return model_shape(model)
+
+
+def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
+    """The numbers of devices that a request allows: one, or in a range every whole number of hosts.
+
+    Below one host, powers of two. Errors: `BadInput` for what is neither a number nor a range.
+    """
+    if isinstance(request.gpus, int):
+        return (_range(str(request.gpus))[0],)
+    first, last = _range(request.gpus or f"1..{LARGEST}")
+    small = [2**power for power in range(per_node.bit_length()) if 2**power < per_node]
+    whole = range(per_node, last + 1, per_node)
+    counts = tuple(count for count in (*small, *whole) if first <= count <= last)
+    return counts or (first,)
+
+
+def build_cluster(request: Request, count: int | None = None) -> Cluster:
+    """The devices of a request, `count` of them, by default as many as it names or 1."""
+    device = _device(request)
+    if count is None:
+        first = replace(request, gpus=_least(request)) if request.gpus is None else request
+        count = counts_of(first, device.per_node)[0]
+    return Cluster(
+        device=device,
+        count=count,
+        price_per_hour=request.price_per_hour,
+        host_memory_bytes=None if request.host_memory_bytes is None else int(request.host_memory_bytes),
+        disk_bytes=None if request.disk_bytes is None else int(request.disk_bytes),
+        disk_bandwidth=request.disk_bandwidth,
+    )
+
+
+def _least(request: Request) -> int:
+    """Devices that the given axes need."""
+    axes = (request.tp, request.pp, request.cp, request.dp_replicate)
+    return max(math.prod(size or 1 for size in axes), request.ep or 1)
+
+
+def _device(request: Request) -> Device:
+    name = GPU if request.gpu is None else request.gpu
+    device = name if isinstance(name, Device) else _named_device(name, request.memory_bytes)
+    if request.memory_bytes is not None:
+        device = replace(device, memory_bytes=int(request.memory_bytes))
+    if request.per_node is not None:
+        device = replace(device, per_node=request.per_node)
+    return device
+
+
+def _named_device(name: str, memory_bytes: float | None) -> Device:
+    """From the table; `cpu` or `here` is this machine. With its memory given a device may be one that nobody knows."""
+    if name.lower() in ("cpu", "here"):
+        return hardware.this_machine().device
+    near = did_you_mean(name, [known.name for known in hardware.devices()])
+    try:
+        return hardware.device(name)
+    except BadInput:
+        if memory_bytes is None or near:
+            raise
+        return Device(name)
+
+
+def _range(text: str) -> tuple[int, int]:
+    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
+    first, dots, last = text.partition("..")
+    try:
+        low, high = int(first), int(last) if dots else int(first)
+    except ValueError:
+        raise BadInput(f"gpus is {shown}; give a number such as 64, or a range such as 8..1024.") from None
+    check_number("gpus", low, whole=True)
+    if high < low:
+        raise BadInput(f"gpus is {shown}, a range that ends before it begins; write {high}..{low}.")
+    if high > LIMIT:
+        raise BadInput(f"gpus is {shown}; at most {LIMIT:,} can be planned for.")
+    return low, high
+
+
+def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
+    """Sizes of all axes. What is left of the devices after tp, pp and cp is data parallel."""
+    tp, pp, cp, ep = (getattr(request, axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
+    model_ranks = tp * pp * cp
+    if cluster.count % model_ranks:
+        raise BadInput(
+            f"{cluster.count} GPUs are not a multiple of tp {tp} × pp {pp} × cp {cp} = {model_ranks}: "
+            f"{cluster.count} / {model_ranks} = {cluster.count / model_ranks:.4g} data ranks. Use "
+            f"{-(-cluster.count // model_ranks) * model_ranks} GPUs, or axes whose product divides {cluster.count}."
+        )
+    data_ranks = cluster.count // model_ranks
+    replicas = request.dp_replicate
+    if replicas is None:
+        replicas = _replicas(data_ranks, tp * cp, cluster.device) if _needs_groups(plan) else 1
+    if data_ranks % replicas:
+        raise BadInput(
+            f"{data_ranks} data ranks cannot form {replicas} equal groups (dp_replicate): {data_ranks} / {replicas} = "
+            f"{data_ranks / replicas:.4g}. Use a divisor of {data_ranks}."
+        )
+    return Mesh(pp=pp, dp_replicate=replicas, dp_shard=data_ranks // replicas, cp=cp, tp=tp, ep=ep)
+
+
+def _needs_groups(plan: Plan) -> bool:
+    return any("R" in place.axes or "S" in place.axes for place in plan.places().values())
+
+
+def _replicas(data_ranks: int, ranks_beside: int, device: Device) -> int:
+    """One shard group per host: the fewest groups whose `dp_shard` ranks, with tp and cp beside, stay on a host."""
+    largest = max(1, device.per_node // ranks_beside)
+    return data_ranks // math.gcd(data_ranks, largest)
+
+
+def _sequence(request: Request, model: ModelShape) -> int:
+    if request.sequence is not None:
+        return request.sequence
+    return min(model.positions or SEQUENCE, SEQUENCE) if model.layers else 0
+
+
+def _micro_batches(request: Request, mesh: Mesh, micro_batch: int) -> int:
+    if request.global_batch is None:
+        default = MICRO_BATCHES_PER_STAGE * mesh.pp if mesh.pp > 1 else 1
+        return request.micro_batches or default
+    at_once = micro_batch * mesh.data_ranks
+    if request.global_batch % at_once:
+        raise BadInput(_batch_arithmetic(request.global_batch, micro_batch, mesh.data_ranks))
+    return request.global_batch // at_once
+
+
+def _batch_arithmetic(global_batch: int, micro_batch: int, data_ranks: int) -> str:
+    at_once = micro_batch * data_ranks
+    if data_ranks > global_batch:
+        return (
+            f"There are more data ranks than the batch has sequences: {data_ranks} data ranks, but a global batch of "
+            f"{global_batch}. Use a global batch of {at_once} or more, fewer GPUs, or more tp, pp or cp."
+        )
+    below = global_batch // at_once * at_once
+    options = " or ".join(str(size) for size in (below, below + at_once) if size)
+    return (
+        f"A global batch of {global_batch} does not divide: micro-batch {micro_batch} × {data_ranks} data ranks = "
+        f"{at_once} sequences at once, and {global_batch} / {at_once} = {global_batch / at_once:.4g} micro-batches. "
+        f"Use a global batch of {options}, or another micro-batch or number of GPUs."
+    )

@@ -1,0 +1,117 @@
+"""One way of running a model: everything that a user chooses, and the arithmetic that refuses what cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from terrazzo.engine import Plan, Precision
+from terrazzo.planner.machine.devices import Cluster
+from terrazzo.planner.model.shapes import ModelShape
+
+__all__ = ["Mesh", "OptimizerRecipe", "Setup"]
+
+Checkpointing = Literal["none", "selective", "full"]
+Attention = Literal["flash", "math"]
+Loss = Literal["full", "fused", "chunked"]
+Pipeline = Literal["1f1b", "gpipe"]
+Ranking = Literal["throughput", "gpus", "cost"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh axes. `ep` divides the data ranks and adds none of its own."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that are given different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def sizes(self) -> dict[str, int]:
+        """Of the data axes, innermost first, as the engine's plans name them; those of one rank are left out."""
+        data = {"dp_shard": self.dp_shard, "cp": self.cp, "dp_replicate": self.dp_replicate}
+        return {axis: size for axis, size in data.items() if size > 1}
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """What an optimizer keeps per trainable element, beside the master weight.
+
+    Attributes:
+        moments: tensors as large as the weights: 2 for Adam, 1 for momentum, Lion, RMSprop, 0 for plain SGD.
+        moment_bytes: per element of each, None for what the precision says; about 1 with 8-bit states.
+        fixed_bytes: per run of parameters that share settings: the step count.
+    """
+
+    name: str = "adamw"
+    moments: int = 2
+    moment_bytes: float | None = None
+    fixed_bytes: int = 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model on a cluster under one plan.
+
+    Attributes:
+        sequence: tokens per sequence. `micro_batch`: sequences per forward pass of one data rank.
+        micro_batches: forward passes per optimizer step and data rank.
+        precision: dtypes of the states; `matmul` is the format that matrix products run in (`bf16`, `fp8`, ...).
+        checkpointing: of activations: `full` keeps a block's input alone; `selective` also the results of its matrix
+            products and of attention, under `math` attention all but the scores. With `every` n > 1, one block in n.
+        attention: `flash`, or `math` that keeps the [sequence, sequence] scores.
+        loss: `full` as torch's cross_entropy in fp32; `fused` keeps the logits and one fp32 copy, as Megatron's or a
+            compiled one; `chunked` never holds all logits at once.
+        accumulate_locally: micro-batches before the last send nothing, and whole gradients are kept.
+        sequence_parallel: tensor-parallel ranks also split what lies between their matrices.
+        virtual_stages: model chunks per pipeline rank (interleaved schedule).
+        whole_gradients: buffers of whole gradients stay allocated from step to step (NVIDIA/Megatron-LM
+            param_and_grad_buffer.py). fused_update: the optimizer updates without memory of its own (NVIDIA/apex
+            FusedAdam).
+        coalesced: a unit's tensors travel as one message, as here and in FSDP; not so in DeepSpeed's ZeRO-3 of 2021.
+    """
+
+    model: ModelShape
+    cluster: Cluster
+    plan: Plan
+    mesh: Mesh = Mesh()
+    sequence: int = 0
+    micro_batch: int = 1
+    micro_batches: int = 1
+    precision: Precision = field(default_factory=Precision)
+    matmul: str = "fp32"
+    optimizer: OptimizerRecipe = OptimizerRecipe()
+    checkpointing: Checkpointing = "none"
+    every: int = 1
+    compile: bool = False
+    attention: Attention = "flash"
+    loss: Loss = "full"
+    prefetch: int = 1
+    accumulate_locally: bool = False
+    sequence_parallel: bool = True
+    virtual_stages: int = 1
+    pipeline: Pipeline = "1f1b"
+    coalesced: bool = True
+    whole_gradients: bool = False
+    fused_update: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch on one data rank, before context parallelism cuts the sequence."""
+        return self.sequence * self.micro_batch
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.micro_batch * self.micro_batches * self.mesh.data_ranks

@@ -1,0 +1,1 @@
+"""The seconds of a step, and what bounds it."""

@@ -1,0 +1,366 @@
+"""Floating-point operations of a model, and how long a device needs for them.
+
+A block's time is that of its matrix products, its attention and its memory-bound operations, each at the rate that
+devices reach at such work, and never less than the host needs to launch them. Constants are few; each says what it
+stands for and where it is from. Those without another source were set on the MPT runs of MosaicML (A100, H100) and on
+vTrain's single-node runs of small GPTs (A100).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, active_share
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = [
+    "Seconds",
+    "attention_rate",
+    "attention_work",
+    "block_seconds",
+    "flops_per_token",
+    "head_seconds",
+    "launch_seconds",
+    "matmul_rate",
+    "memory_rate",
+    "optimizer_bytes",
+    "sixteen_bits",
+    "step_flops",
+    "sustained_rate",
+]
+
+MEASURED_SHARE = 0.80
+"""Of a dense peak, the largest rate of a matrix product, where it was not measured: 0.87 on A100, 0.80 on H100, 0.78 on
+B200 (stas00/ml-engineering, MAMF)."""
+
+SUSTAINED_SHARE = 0.88
+"""Of that largest rate, what large products reach throughout a training step on an A100."""
+
+SUSTAINED_POWER = 0.3
+"""Devices with fewer watts for each FLOP/s than an A100 lower their clocks under load: the power of that ratio which
+the sustained rate follows."""
+
+A100_WATTS_PER_FLOPS = 400 / 271.2e12
+
+FLASH_SHARE = 0.50
+"""Of the sustained matrix rate, what fused attention reaches at 128 channels per head, forward and backward together:
+119 TFLOP/s on A100 and 300 on H100. FlashAttention-2 reaches 1.5 and 1.15 times that on long sequences (arXiv
+2307.08691, section 4.1), its predecessor, with which the MPT models ran, two thirds."""
+
+DEPTH = 128
+"""Filling and draining the pipeline of a product costs as much as so many more elements of its inner dimension."""
+
+HALF_WAVE = 108 * 128 * 128 / 2
+"""Elements of a product's result by which the last round of tiles leaves a device empty, on average: half of what 108
+multiprocessors work on at once in tiles of 128 x 128."""
+
+MEMORY_SHARE = 0.85
+"""Of the memory's bandwidth, what elementwise kernels reach."""
+
+LAUNCH_S = 2.8e-3
+"""Host time for launching one eager block's kernels, forward and backward: the floor of vTrain's small models, whatever
+their micro-batch and tensor parallelism."""
+
+COMPILED_LAUNCH = 0.4
+"""Of it, for a compiled block, which has fewer kernels."""
+
+TENSOR_LAUNCH = 1.2
+"""Times it, for a tensor-parallel block, which has collectives among its kernels (the same runs)."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one block or the head, for one micro-batch on one rank.
+
+    Attributes:
+        matmul, attention, memory: forward and backward.
+        recompute: what activation checkpointing repeats.
+        launch: in which the device waits for the host to launch kernels.
+        forward_share: of attention, what forward takes.
+    """
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    recompute: float = 0.0
+    launch: float = 0.0
+    forward_share: float = 1 / 3
+
+    @property
+    def forward(self) -> float:
+        return (self.matmul + self.memory + self.launch) / 3 + self.attention * self.forward_share
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory + self.recompute + self.launch
+
+    @property
+    def backward(self) -> float:
+        return self.total - self.forward
+
+    def at(self, pace: float) -> Seconds:
+        """Of a device that needs `pace` times as long."""
+        if pace == 1:
+            return self
+        parts = {part: pace * getattr(self, part) for part in ("matmul", "attention", "memory", "recompute", "launch")}
+        return replace(self, **parts)
+
+
+FORWARD_ATTENTION = 2 / 7
+"""Of fused attention's work: two products forward, five backward with the scores once more (arXiv 2205.14135)."""
+
+
+# -- counting --------------------------------------------------------------------------------------------------
+
+
+def flops_per_token(setup: Setup) -> float:
+    """Of forward and backward, recomputation not counted, attention as if no token were masked.
+
+    6 per matrix element that a token meets and 12 * heads * head_dim * sequence per layer (PaLM, arXiv 2204.02311,
+    appendix B), with the window in place of the sequence where a layer looks no further back.
+    """
+    return 6 * setup.model.matmul_numel + sum(
+        unit.count * 6 * unit.block.heads * (unit.block.head_dim + unit.block.value_dim) * _attended(setup, unit.block)
+        for unit in setup.model.blocks
+        if unit.block
+    )
+
+
+def step_flops(setup: Setup) -> float:
+    """Of one rank in one step, recomputation included: what the device really executes, attention counted in full."""
+    repeated = 0.0
+    if setup.checkpointing != "none":
+        forward = flops_per_token(setup) / 3 - 2 * setup.model.vocab * setup.model.hidden
+        repeated = forward / setup.every * (1.0 if setup.checkpointing == "full" else 0.5)
+    tokens = setup.tokens * setup.micro_batches * setup.mesh.data_ranks / setup.mesh.world_size
+    return (flops_per_token(setup) + repeated) * tokens
+
+
+def _attended(setup: Setup, block: BlockShape) -> int:
+    return min(setup.sequence, block.window or setup.sequence)
+
+
+# -- rates -----------------------------------------------------------------------------------------------------
+
+
+def matmul_rate(device: Device, matmul: str) -> float | None:
+    """Largest rate of matrix products in a format, FLOP/s; None where the device's peak in it is not known.
+
+    Where it was not measured, the same share of the peak as in bf16, or else the usual one.
+    """
+    if matmul in device.matmul_flops:
+        return device.matmul_flops[matmul]
+    peak, bf16 = device.peak_flops.get(matmul), device.matmul_flops.get("bf16")
+    if peak is None:
+        return None
+    return peak * (bf16 / device.peak_flops["bf16"] if bf16 and "bf16" in device.peak_flops else MEASURED_SHARE)
+
+
+def sustained_rate(device: Device, matmul: str) -> float | None:
+    """What large matrix products reach throughout a step, FLOP/s.
+
+    Power is compared in 16 bits: a narrower format needs less of it for each operation, and is as fast as that allows.
+    """
+    rate, wide = matmul_rate(device, matmul), matmul_rate(device, sixteen_bits(matmul))
+    if rate is None:
+        return None
+    power = 1.0 if wide is None or device.watts is None else device.watts / wide / A100_WATTS_PER_FLOPS
+    return rate * SUSTAINED_SHARE * min(1.0, float(power**SUSTAINED_POWER))
+
+
+def sixteen_bits(matmul: str) -> str:
+    """The format of what is not computed in a narrower one: attention, the head."""
+    return "bf16" if matmul in ("fp8", "fp4") else matmul
+
+
+def memory_rate(device: Device) -> float:
+    """What elementwise kernels read and write, B/s. The device's bandwidth must be known."""
+    assert device.memory_bandwidth is not None
+    return device.memory_bandwidth * MEMORY_SHARE
+
+
+# -- a block ---------------------------------------------------------------------------------------------------
+
+
+def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
+    """One block and one micro-batch, forward and backward. The device's rates must be known."""
+    block, device = unit.block, setup.cluster.device
+    assert block is not None
+    matmul = _matmul_s(setup, unit, block)
+    attention = _attention_s(setup, block)
+    memory = _memory_bytes(setup, unit, block) / memory_rate(device)
+    share = FORWARD_ATTENTION if setup.attention == "flash" else 1 / 3
+    recompute = _recompute_s(setup, Seconds(matmul, attention, memory, forward_share=share))
+    launch = launch_seconds(setup) * (4 / 3 if recompute else 1)
+    gaps = _gaps(launch, matmul + attention + memory + recompute)
+    return Seconds(matmul, attention, memory, recompute, gaps, share)
+
+
+def launch_seconds(setup: Setup) -> float:
+    """Host time for one block, forward and backward."""
+    return LAUNCH_S * (COMPILED_LAUNCH if setup.compile else 1) * (TENSOR_LAUNCH if setup.mesh.tp > 1 else 1)
+
+
+def _gaps(launch: float, busy: float) -> float:
+    """Time in which the device waits for the host.
+
+    All of what launching exceeds the device's work by, and some where it does not: kernels shorter than their launch
+    leave gaps between longer ones. In quadrature, which vTrain's runs between both regimes follow.
+    """
+    return math.hypot(launch, busy) - busy
+
+
+def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
+    rate = sustained_rate(setup.cluster.device, setup.matmul)
+    assert rate is not None
+    mesh = setup.mesh
+    return _matmul_work(unit.tensors, block, setup.tokens / mesh.cp, mesh.tp, mesh.ep) / rate
+
+
+@lru_cache(maxsize=4096)
+def _matmul_work(tensors: tuple[TensorShape, ...], block: BlockShape, tokens: float, tp: int, ep: int) -> float:
+    """FLOPs of all products of a block on one rank, and what is lost to their shapes counted as FLOPs."""
+    work = 0.0
+    for tensor in tensors:
+        if tensor.role in ("matrix", "router"):
+            work += _products(tensor, block.hidden, tokens, tp)
+        elif tensor.role == "expert":
+            met = tokens * active_share(tensor, block) * ep  # by each of this rank's experts, from all expert ranks
+            work += _products(tensor, block.hidden, met, tp, ep)
+    return work
+
+
+def _products(tensor: TensorShape, hidden: int, tokens: float, tp: int, ep: int = 1) -> float:
+    """Forward, input gradient and weight gradient of one matrix, or of a stack of experts in grouped products."""
+    out, inner = map(float, _out_and_in(tensor, hidden))
+    stack = tensor.numel / (out * inner) / ep
+    out, inner = out / (tp if tensor.split == "column" else 1), inner / (tp if tensor.split == "row" else 1)
+    work = _product(stack, tokens, out, inner) + _product(stack, tokens, inner, out)
+    return work + (_product(stack, out, inner, tokens) if tensor.trainable else 0.0)
+
+
+def _out_and_in(tensor: TensorShape, hidden: int) -> tuple[int, int]:
+    """Outputs and inputs of a matrix. Most are stored [out, in]; GPT-2's and some experts' [in, out].
+
+    Between the residual stream and what tensor parallelism splits, the side that is not `hidden` is the split one.
+    """
+    out, inner = tensor.shape[-2:]
+    split = {"column": out, "row": inner}.get(tensor.split)
+    return (inner, out) if split == hidden and out != inner else (out, inner)
+
+
+def _product(stack: float, rows: float, columns: float, depth: float) -> float:
+    return 2 * (stack * rows * columns + HALF_WAVE) * (depth + DEPTH)
+
+
+def _attention_s(setup: Setup, block: BlockShape) -> float:
+    """Scores and their products with values. Fused attention skips what is masked and never writes the scores."""
+    flops, score_bytes = attention_work(setup, block)
+    return flops / attention_rate(setup, block) + score_bytes / memory_rate(setup.cluster.device)
+
+
+def attention_rate(setup: Setup, block: BlockShape) -> float:
+    """FLOP/s: narrow heads fill the matrix units less well."""
+    rate = sustained_rate(setup.cluster.device, sixteen_bits(setup.matmul))
+    assert rate is not None
+    return rate * FLASH_SHARE * 1.25 * block.head_dim / (block.head_dim + 32)
+
+
+def attention_work(setup: Setup, block: BlockShape) -> tuple[float, float]:
+    """FLOPs of one block and micro-batch on one rank, forward and backward, and bytes of scores read and written."""
+    attended, tokens = _attended(setup, block), setup.tokens / setup.mesh.cp
+    forward = 2 * tokens * attended * block.heads * (block.head_dim + block.value_dim) / setup.mesh.tp
+    if setup.attention == "math":
+        return 3 * forward, tokens * attended * block.heads / setup.mesh.tp * SCORE_BYTES
+    unmasked = 1 - attended / setup.sequence / 2
+    return forward * unmasked / FORWARD_ATTENTION, 0.0
+
+
+SCORE_BYTES = 28
+"""Read and written per score, forward and backward, by a fused softmax with dropout in 16 bits between two products."""
+
+
+def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
+    """Read and written in one micro-batch by what is no matrix product, forward and backward."""
+    tokens, per_token = setup.tokens / setup.mesh.cp, 3 * _elements(setup, block) * setup.precision.compute.itemsize
+    held, width = _matrix_sums(unit.tensors, setup.mesh.tp, setup.mesh.ep)
+    weights = held * (setup.precision.compute.itemsize + setup.precision.accumulate.itemsize)
+    if setup.matmul == "fp8":
+        per_token += width * CAST_BYTES
+        weights += 2 * held * CAST_BYTES
+    return tokens * per_token + weights
+
+
+CAST_BYTES = 4
+"""Read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
+
+
+def _elements(setup: Setup, block: BlockShape) -> float:
+    """Read and written per token in forward by norms, residuals, activations, rotary embeddings and dropout."""
+    tp, eager = setup.mesh.tp, not setup.compile
+    wide = block.norms * (2 if block.norm == "layer" or not eager else 10) + 2 * (3 if eager else 1.5)
+    wide += 2 * 2.5 if block.dropout else 0
+    inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
+    inner *= (5 if eager else 3) if block.gated else 2
+    rotated = (block.heads + block.kv_heads) * block.head_dim * (4 if eager else 2) if block.gated else 0
+    return wide * block.hidden / (tp if setup.sequence_parallel else 1) + (inner + rotated) / tp
+
+
+@lru_cache(maxsize=4096)
+def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int) -> tuple[float, float]:
+    """Trainable elements of one rank's matrices; and inputs and output gradients of all of them, per token."""
+    held = width = 0.0
+    for tensor in tensors:
+        if tensor.role in ("matrix", "router", "expert"):
+            parts = (tp if tensor.split != "none" else 1) * (ep if tensor.role == "expert" else 1)
+            held += tensor.numel / parts if tensor.trainable else 0.0
+            width += (tensor.shape[-1] + tensor.shape[-2]) / (tp if tensor.split != "none" else 1)
+    return held, width
+
+
+def _recompute_s(setup: Setup, cost: Seconds) -> float:
+    """A whole forward, or what selective checkpointing repeats.
+
+    That is attention where its scores are kept (arXiv 2205.05198), else what lies between the products and every second
+    product (torchtitan).
+    """
+    if setup.checkpointing == "none":
+        return 0.0
+    if setup.checkpointing == "full":
+        return cost.forward / setup.every
+    if setup.attention == "math":
+        return cost.attention / 3 / setup.every
+    return (cost.matmul / 2 + cost.memory) / 3 / setup.every
+
+
+# -- the head and the optimizer --------------------------------------------------------------------------------
+
+
+def head_seconds(setup: Setup) -> Seconds:
+    """Embedding, logits and loss of one micro-batch."""
+    model, device = setup.model, setup.cluster.device
+    rate = sustained_rate(device, sixteen_bits(setup.matmul))
+    assert rate is not None
+    logits = setup.tokens / setup.mesh.cp * model.vocab / setup.mesh.tp
+    each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile else 1)
+    matmul, memory = 6 * logits * model.hidden / rate, logits * each / memory_rate(device)
+    return Seconds(matmul=matmul, memory=memory, launch=_gaps(launch_seconds(setup), matmul + memory))
+
+
+LOGIT_BYTES = 36
+"""Read and written per logit by an eager loss, forward and backward: a copy in fp32, its log-softmax, its gradient and
+the cast back."""
+
+COMPILED_LOGITS = 0.5
+"""Of it, with a compiled loss."""
+
+
+def optimizer_bytes(setup: Setup, owned_numel: float) -> float:
+    """Reading the gradient twice (its norm, the update), reading and writing master and moments, writing the weight."""
+    precision, recipe = setup.precision, setup.optimizer
+    moments = recipe.moments * (recipe.moment_bytes or precision.moments.itemsize)
+    both_ways = 2 * (precision.accumulate.itemsize + precision.master.itemsize + moments)
+    return owned_numel * (both_ways + precision.weight.itemsize)

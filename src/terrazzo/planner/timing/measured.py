@@ -1,0 +1,120 @@
+"""What a measurement on a device changes in the time of a step, and how one is fitted to steps that were timed.
+
+Where the device's figures are known, a measurement corrects them: computation takes `pace` times as long, collectives
+what their bandwidth says if it was measured, and a step has a constant more. Everything else (bubble, overlap, copies
+to host and disk) follows from that as without it. Where no figures are known, a rate and that constant must do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from terrazzo.planner.estimate import Traffic
+from terrazzo.planner.formulas import Term
+from terrazzo.planner.machine.calibration import Calibration
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.timing.compute import step_flops
+from terrazzo.planner.timing.stage import PCIE_COPY_SHARE, Stage, slowest_stage
+
+__all__ = ["computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_stage", "measured_terms"]
+
+COMPUTATION = ("time.matmul", "time.attention", "time.memory", "time.recompute", "time.launch")
+
+FASTEST, SLOWEST = 0.05, 1000.0
+"""Paces between which one is sought."""
+
+
+def computation_s(setup: Setup) -> float:
+    """Seconds of a step in which the device computes, by its figures."""
+    return sum(term.value for term in slowest_stage(setup).terms() if term.formula in COMPUTATION)
+
+
+def measured_stage(setup: Setup, record: Calibration) -> Stage:
+    """The slowest stage, at the pace that was measured."""
+    pace = record.pace or step_flops(setup) / record.flops_per_s / computation_s(setup)
+    return slowest_stage(setup, pace, waits=record.bandwidth is None)
+
+
+def measured_terms(stage: Stage, traffic: Traffic, record: Calibration) -> list[Term]:
+    """Those of a `measured_stage`, and what was measured as a whole."""
+    return [*stage.terms(), *_waits(traffic, record), *_overhead(record)]
+
+
+def line_terms(setup: Setup, traffic: Traffic, record: Calibration) -> list[Term]:
+    """Of a device without known figures: FLOPs at the measured rate, and copies to host and disk at their links'."""
+    flops, copied = step_flops(setup), copied_bytes(setup, traffic)
+    busy = flops / record.flops_per_s
+    terms = [Term("computation", busy, busy, "time.measured", {"flops": flops, "flops_per_s": record.flops_per_s}, "s")]
+    terms += [*_overhead(record), *_waits(traffic, record)]
+    schedule = {"pp": setup.mesh.pp, "micro_batches": setup.micro_batches, "virtual_stages": setup.virtual_stages}
+    if idle := busy * bubble(**schedule):
+        inputs = {"busy_s": busy, "missing": -setup.micro_batches % setup.mesh.pp, **schedule}
+        terms.append(Term("pipeline bubble", idle, idle, "time.bubble", inputs, "s"))
+    if copied:
+        sharing = min(setup.cluster.device.per_node, setup.mesh.world_size)
+        pcie_s = copied.get("pcie", 0.0) / ((setup.cluster.device.pcie_bandwidth or 1.0) * PCIE_COPY_SHARE)
+        disk_s = copied.get("disk", 0.0) * sharing / (setup.cluster.disk_bandwidth or 1.0)
+        spent = {"pcie_s": pcie_s, "disk_s": disk_s}
+        terms.append(Term("copies to host and disk", pcie_s + disk_s, pcie_s + disk_s, "time.offload", spent, "s"))
+    return terms
+
+
+def copied_bytes(setup: Setup, traffic: Traffic) -> dict[str, float]:
+    """Bytes of copies to and from host and disk by link; on a CPU there is no way to the host."""
+    copied: dict[str, float] = {}
+    for term in traffic.collectives:
+        if term.formula == "traffic.offload":
+            for name, sent in term.inputs.items():
+                link = name.removesuffix("_bytes")
+                copied[link] = copied.get(link, 0.0) + sent
+    here = ("disk",) if setup.cluster.device.kind == "cpu" else ("pcie", "disk")
+    return {link: sent for link, sent in copied.items() if sent and link in here}
+
+
+def _waits(traffic: Traffic, record: Calibration) -> list[Term]:
+    sent = sum(term.value for term in traffic.collectives if term.formula != "traffic.offload")
+    if not record.bandwidth or not sent:
+        return []
+    waited, inputs = sent / record.bandwidth, {"bytes": sent, "bandwidth": record.bandwidth}
+    return [Term("communication", waited, waited, "time.waited", inputs, "s")]
+
+
+def _overhead(record: Calibration) -> list[Term]:
+    constant = record.overhead_s
+    return [Term("overhead", constant, constant, "time.overhead", {"overhead_s": constant}, "s")] if constant else []
+
+
+# -- fitting ---------------------------------------------------------------------------------------------------
+
+
+def fitted_pace(setups: Sequence[Setup], seconds: Sequence[float], waits: bool) -> tuple[float, float]:
+    """Pace and constant of steps that were timed.
+
+    By the difference between the first and the last, or, where it does not tell, by the first alone, with no constant.
+
+    Args:
+        setups: of one model and plan, the last with less work.
+        waits: whether the seconds hold those of waiting for collectives.
+    """
+
+    def expected(setup: Setup, pace: float) -> float:
+        return sum(term.value for term in slowest_stage(setup, pace, waits).terms())
+
+    first, last = setups[0], setups[-1]
+    less = seconds[0] - seconds[-1]
+    if less > 0:
+        pace = _solved(lambda pace: expected(first, pace) - expected(last, pace), less)
+        constant = seconds[0] - expected(first, pace)
+        if constant >= 0 and SLOWEST > pace > FASTEST:
+            return pace, constant
+    return _solved(lambda pace: expected(first, pace), seconds[0]), 0.0
+
+
+def _solved(rising: Callable[[float], float], wanted: float) -> float:
+    """Where a function of the pace reaches a value, by bisection; an end where it does not."""
+    low, high = FASTEST, SLOWEST
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if rising(middle) < wanted else (low, middle)
+    return high

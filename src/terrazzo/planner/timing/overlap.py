@@ -1,0 +1,101 @@
+"""How much of a unit's communication computation hides.
+
+While a block computes, the next one's weights are gathered and the last one's gradients are reduced. What takes longer
+than the block is exposed, and so are the first gather, the last reduction and all that the root unit moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["CONTENTION", "Exposure", "Row", "block_exposure", "root_exposure"]
+
+CONTENTION = 0.30
+"""Of hidden communication's time, by how much computation beside it takes longer: collectives occupy multiprocessors
+and memory. Set on MosaicML's runs with few tokens per device."""
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Seconds of one step: communication in all, and what of it computation does not hide."""
+
+    total: float
+    exposed: float
+
+    def __add__(self, other: Exposure) -> Exposure:
+        return Exposure(self.total + other.total, self.exposed + other.exposed)
+
+    @property
+    def hidden(self) -> float:
+        return self.total - self.exposed
+
+
+def root_exposure(moves: Mapping[str, float], repeats: Mapping[str, int]) -> Exposure:
+    """Of the root unit: nothing runs while its weights come, nor while its gradients go.
+
+    Args:
+        moves: seconds of its moves by `when`, each time.
+        repeats: how often each happens in a step.
+    """
+    total = sum(seconds * repeats[when] for when, seconds in moves.items())
+    return Exposure(total, total)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Equal blocks in a row.
+
+    Attributes:
+        forward_s, backward_s: of one block and micro-batch, with the communication of other axes that it waits for.
+        moves: see `root_exposure`.
+    """
+
+    count: int
+    forward_s: float
+    backward_s: float
+    moves: Mapping[str, float]
+
+
+def block_exposure(rows: Sequence[Row], repeats: Mapping[str, int], prefetch: int) -> Exposure:
+    """Of all blocks of a stage.
+
+    Args:
+        repeats: see `root_exposure`.
+        prefetch: blocks that are gathered ahead; 0 hides no gather.
+    """
+    silent = repeats["backward"] - repeats["reduce"] - repeats["last"]
+    passes = ((repeats["reduce"], "reduce"), (repeats["last"], "last"), (silent, ""))
+    exposed = repeats["forward"] * _exposed([_Pass.forward(row) for row in rows], prefetch)
+    exposed += sum(times * _exposed([_Pass.backward(row, when) for row in rows], prefetch) for times, when in passes)
+    exposed += repeats["update"] * sum(row.count * row.moves.get("update", 0.0) for row in rows)
+    total = sum(row.count * seconds * repeats[when] for row in rows for when, seconds in row.moves.items())
+    return Exposure(total, exposed)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What each block of a row gathers, reduces and computes in one pass, seconds."""
+
+    count: int
+    gather: float
+    reduction: float
+    computation: float
+
+    @classmethod
+    def forward(cls, row: Row) -> _Pass:
+        return cls(row.count, row.moves.get("forward", 0.0), 0.0, row.forward_s)
+
+    @classmethod
+    def backward(cls, row: Row, reduction: str) -> _Pass:
+        return cls(row.count, row.moves.get("backward", 0.0), row.moves.get(reduction, 0.0), row.backward_s)
+
+
+def _exposed(rows: Sequence[_Pass], prefetch: int) -> float:
+    """In one pass: what exceeds computation, and what one block at the end has no computation beside it for."""
+    exposed = 0.0
+    for index, row in enumerate(rows):
+        beside = row.reduction + (row.gather if prefetch else 0.0)
+        exposed += row.count * (max(0.0, beside - row.computation) + (0.0 if prefetch else row.gather))
+        exposed += min(beside, row.computation) if index == 0 else 0.0
+    return exposed

@@ -1,0 +1,249 @@
+"""One pipeline stage's rank in one step: the seconds of its blocks, of its communication and of its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from terrazzo.planner.formulas import Term
+from terrazzo.planner.machine.links import Move, Network
+from terrazzo.planner.memory.stages import stage_units
+from terrazzo.planner.memory.states import rules_of, unit_states
+from terrazzo.planner.model.shapes import UnitShape
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.timing.compute import (
+    Seconds,
+    attention_rate,
+    attention_work,
+    block_seconds,
+    head_seconds,
+    launch_seconds,
+    memory_rate,
+    optimizer_bytes,
+    sustained_rate,
+)
+from terrazzo.planner.timing.overlap import CONTENTION, Exposure, Row, block_exposure, root_exposure
+from terrazzo.planner.traffic.volumes import (
+    model_parallel_moves,
+    offload_moves,
+    pipeline_moves,
+    repetitions,
+    unit_moves,
+)
+
+__all__ = ["PCIE_COPY_SHARE", "Stage", "slowest_stage"]
+
+TENSOR_HIDDEN = 0.5
+"""Of tensor-parallel communication in backward, what the weight gradients' products hide (Megatron-LM's default)."""
+
+PCIE_COPY_SHARE = 0.80
+"""Of a PCIe link's bandwidth, what pinned copies reach: 24.8 of 31.5 GB/s, 55.6 of 63 (forums.developer.nvidia.com,
+thread 352186)."""
+
+HOST_ADAM = 3e9
+"""Elements per second that the CPUs of one host update, all its ranks together: reported are 1.6 to 4 thousand million
+(ZeRO-Offload, arXiv 2101.06840, table 4; deepspeedai/DeepSpeed blogs/deepspeed-zenflow)."""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Equal units in a row, and the seconds of one in one micro-batch.
+
+    Attributes:
+        before, after: of collectives of the other axes that forward and backward wait for.
+    """
+
+    unit: UnitShape
+    count: int
+    seconds: Seconds
+    before: float
+    after: float
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        return self.seconds.forward + self.before, self.seconds.backward + self.after
+
+
+def slowest_stage(setup: Setup, pace: float = 1.0, waits: bool = True) -> Stage:
+    """The stage that all others wait for: the first, with the embedding, or the last, with the head."""
+    stages = [Stage(setup, index, pace, waits) for index in sorted({0, setup.mesh.pp - 1})]
+    return max(stages, key=lambda stage: stage.busy_s)
+
+
+class Stage:
+    """The rank of stage `index`. The device's rates and links must be known.
+
+    Args:
+        pace: by how much longer computation takes here than the device's figures say.
+        waits: whether collectives take time; not, where what they take was measured as a whole.
+    """
+
+    def __init__(self, setup: Setup, index: int, pace: float = 1.0, waits: bool = True) -> None:
+        self._setup, self._pace = setup, pace
+        self._network = Network(setup.cluster.device, free=not waits)
+        self._repeats = repetitions(setup)
+        self._units, root = stage_units(setup, index), setup.model.root
+        self._roots = [unit for unit, _ in self._units if unit.name == root.name]
+        self._head = head_seconds(setup).at(pace) if index == setup.mesh.pp - 1 else Seconds()
+        self._blocks = [self._cost(unit, count) for unit, count in self._units if unit.name != root.name]
+
+    def _cost(self, unit: UnitShape, count: int) -> _Blocks:
+        seconds = block_seconds(self._setup, unit).at(self._pace) if unit.block else Seconds()
+        before, after = self._waits(unit, seconds)
+        return _Blocks(unit, count, seconds, before, after)
+
+    def _waits(self, unit: UnitShape, seconds: Seconds) -> tuple[float, float]:
+        """Exposed communication of tensor, context and expert parallelism, forward and backward."""
+        waits = {"forward": 0.0, "backward": 0.0}
+        attention = seconds.attention * seconds.forward_share
+        for move, formula in model_parallel_moves(self._setup, unit):
+            spent = self._network.move_s(move)
+            if formula == "traffic.tensor" and move.when == "backward":
+                spent *= 1 - TENSOR_HIDDEN
+            elif formula == "traffic.context":
+                spent = max(0.0, spent - (attention if move.when == "forward" else seconds.attention - attention))
+            waits[move.when] += spent
+        return waits["forward"], waits["backward"]
+
+    @cached_property
+    def busy_s(self) -> float:
+        """Of all micro-batches, without idle time, data-parallel communication and the update."""
+        blocks = sum(part.count * sum(part.passes) for part in self._blocks)
+        return self._setup.micro_batches * (blocks + self._head.total + sum(self._root_waits))
+
+    @cached_property
+    def _root_waits(self) -> tuple[float, float]:
+        waits = [self._waits(unit, Seconds()) for unit in self._roots]
+        return sum(before for before, _ in waits), sum(after for _, after in waits)
+
+    @cached_property
+    def exposure(self) -> Exposure:
+        """Data-parallel communication, and copies of weights and gradients from and to the host, of a step."""
+        root = Exposure(0.0, 0.0)
+        for unit in self._roots:
+            root += root_exposure(self._unit_moves(unit, root=True), self._repeats)
+        rows = [Row(part.count, *part.passes, self._unit_moves(part.unit, root=False)) for part in self._blocks]
+        return root + block_exposure(rows, self._repeats, self._setup.prefetch)
+
+    def _unit_moves(self, unit: UnitShape, root: bool) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        for move in unit_moves(self._setup, unit, root):
+            seconds[move.when] = seconds.get(move.when, 0.0) + self._network.move_s(move)
+        for move in offload_moves(self._setup, unit):
+            if move.when != "update":
+                seconds[move.when] = seconds.get(move.when, 0.0) + self._copy_s(move)
+        return seconds
+
+    def _copy_s(self, move: Move) -> float:
+        cluster = self._setup.cluster
+        if move.link == "pcie":
+            assert cluster.device.pcie_bandwidth is not None
+            return move.sent_bytes / (cluster.device.pcie_bandwidth * PCIE_COPY_SHARE)
+        assert cluster.disk_bandwidth is not None
+        return move.sent_bytes * self._ranks_per_host / cluster.disk_bandwidth
+
+    @property
+    def _ranks_per_host(self) -> int:
+        return min(self._setup.cluster.device.per_node, self._setup.mesh.world_size)
+
+    # -- terms -------------------------------------------------------------------------------------------------
+
+    def terms(self) -> list[Term]:
+        """Of the step; they add up to it."""
+        return [term for term in (*self._compute_terms(), *self._wait_terms(), *self._update_terms()) if term.value]
+
+    def _compute_terms(self) -> list[Term]:
+        pace, memory, counts = self._pace, self._sum("memory"), self._counts
+        sustained = sustained_rate(self._setup.cluster.device, self._setup.matmul) or 0.0
+        bandwidth = memory_rate(self._setup.cluster.device)
+        matmul = {"flops": self._sum("matmul") / pace * sustained, "sustained_flops": sustained}
+        moved = {"bytes": memory / pace * bandwidth, "bandwidth": bandwidth}
+        repeated, gaps = self._each("recompute") / pace, self._each("launch") / pace
+        launch = {"gap_s": gaps, "launch_s": launch_seconds(self._setup)}
+        return [
+            _term("matrix products", self._sum("matmul"), "time.matmul", pace=pace, **matmul),
+            _term("attention", self._sum("attention"), "time.attention", pace=pace, **self._attention()),
+            _term("memory-bound operations", memory, "time.memory", pace=pace, **moved),
+            _term("recomputation", self._sum("recompute"), "time.recompute", pace=pace, repeated_s=repeated, **counts),
+            _term("kernel launches", self._sum("launch"), "time.launch", pace=pace, **launch, **counts),
+        ]
+
+    def _attention(self) -> dict[str, float]:
+        flops = score_bytes = multiplied_s = 0.0
+        for part in self._blocks:
+            if part.unit.block is not None:
+                work, scores = attention_work(self._setup, part.unit.block)
+                times = self._setup.micro_batches * part.count
+                flops, score_bytes = flops + times * work, score_bytes + times * scores
+                multiplied_s += times * work / attention_rate(self._setup, part.unit.block)
+        rate, bandwidth = flops / (multiplied_s or 1.0), memory_rate(self._setup.cluster.device)
+        return {"flops": flops, "attention_flops": rate, "score_bytes": score_bytes, "bandwidth": bandwidth}
+
+    def _wait_terms(self) -> list[Term]:
+        setup, send, exposure = self._setup, self._send_s(), self.exposure
+        schedule = {"pp": setup.mesh.pp, "micro_batches": setup.micro_batches, "virtual_stages": setup.virtual_stages}
+        busy, hidden, waits = self.busy_s + send, exposure.hidden, self._blocking_s()
+        idle, counts = busy * bubble(**schedule), self._counts
+        each = waits / setup.micro_batches / counts["layers"] if counts["layers"] else 0.0
+        missing, busy_links = -setup.micro_batches % setup.mesh.pp, exposure.total
+        return [
+            _term("tensor, context and expert communication", waits, "time.tensor", waits_s=each, **counts),
+            _term("data-parallel communication", exposure.exposed, "time.data", total_s=busy_links, hidden_s=hidden),
+            _term("contention", CONTENTION * hidden, "time.contention", contention=CONTENTION, hidden_s=hidden),
+            _term("pipeline communication", send, "time.send", **self._sends()),
+            _term("pipeline bubble", idle, "time.bubble", busy_s=busy, missing=missing, **schedule),
+        ]
+
+    def _sum(self, part: str) -> float:
+        """Seconds of one part of all blocks and the head, in a step."""
+        blocks: float = sum(each.count * getattr(each.seconds, part) for each in self._blocks)
+        head: float = getattr(self._head, part)
+        return self._setup.micro_batches * (blocks + head)
+
+    def _each(self, part: str) -> float:
+        """The same for one block and micro-batch, on average, with its share of the head."""
+        counts = self._counts
+        return self._sum(part) / counts["layers"] / counts["micro_batches"] if counts["layers"] else 0.0
+
+    @property
+    def _counts(self) -> dict[str, float]:
+        return {"micro_batches": self._setup.micro_batches, "layers": sum(part.count for part in self._blocks)}
+
+    def _blocking_s(self) -> float:
+        waits = sum(part.count * (part.before + part.after) for part in self._blocks)
+        return self._setup.micro_batches * (waits + sum(self._root_waits))
+
+    def _send_s(self) -> float:
+        return self._setup.micro_batches * self._sends()["send_s"]
+
+    def _sends(self) -> dict[str, float]:
+        moves = list(pipeline_moves(self._setup))
+        spent, sent = sum(map(self._network.move_s, moves)), sum(move.sent_bytes for move in moves)
+        return {"micro_batches": self._setup.micro_batches, "send_s": spent, "bytes": sent}
+
+    def _update_terms(self) -> list[Term]:
+        owned = self._owned_numel()
+        if self._setup.plan.optim.tier == "device":
+            moved, bandwidth = optimizer_bytes(self._setup, owned), memory_rate(self._setup.cluster.device)
+            return [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
+        elements = owned * self._ranks_per_host
+        copies = {"pcie": 0.0, "disk": 0.0}
+        for unit, count in self._units:
+            for move in offload_moves(self._setup, unit):
+                if move.when == "update":  # the others run beside the computation of other units
+                    copies[move.link] += count * self._copy_s(move)
+        spent = {f"{link}_s": seconds for link, seconds in copies.items()}
+        return [
+            _term("optimizer step on the host", elements / HOST_ADAM, "time.host", elements=elements, rate=HOST_ADAM),
+            _term("copies around the update", sum(copies.values()), "time.offload", **spent),
+        ]
+
+    def _owned_numel(self) -> int:
+        """Trainable elements that this rank updates."""
+        rules = rules_of(self._setup)
+        return sum(count * unit_states(unit, rules).optim_numel for unit, count in self._units)
+
+
+def _term(name: str, value: float, formula: str, **inputs: float) -> Term:
+    return Term(name, value, value, formula, inputs, "s")

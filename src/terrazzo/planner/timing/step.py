@@ -1,0 +1,180 @@
+"""How long one optimizer step takes, and what bounds it.
+
+The step is that of the slowest pipeline stage: what its blocks, and its head, need for all micro-batches, the
+communication that nothing hides, the pipeline's idle time, the optimizer, and copies to host and disk.
+"""
+
+from __future__ import annotations
+
+from terrazzo.planner.estimate import Time, Traffic
+from terrazzo.planner.formulas import FORMULAS, Formula, Term
+from terrazzo.planner.machine.calibration import Calibration
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.compute import flops_per_token, matmul_rate
+from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_stage, measured_terms
+from terrazzo.planner.timing.stage import slowest_stage
+from terrazzo.planner.traffic.volumes import traffic_of
+
+__all__ = ["time_of"]
+
+BAND = 0.20
+"""Relative error that nine of ten published steps stay within, half of them within 0.06
+(benchmarks/planner/results/accuracy.json)."""
+
+CALIBRATED_BAND = 0.05
+"""Aim for a run whose own steps were measured here before."""
+
+FORMULAS |= {
+    "time.matmul": Formula(
+        "pace * flops / sustained_flops; a product of [m, k] and [k, n] counts 2 * (m * n + 0.9e6) * (k + 128), with "
+        "what it loses by its shape; pace is 1 until measured",
+        "largest measured rate (stas00/ml-engineering, MAMF) times what a step keeps up of it; set on MosaicML's runs",
+    ),
+    "time.attention": Formula(
+        "pace * (flops / attention_flops + score_bytes / bandwidth); flops of a layer and micro-batch are 7 * tokens * "
+        "attended * heads * head_dim / tp, masked ones skipped, at 0.5 * 1.25 * head_dim / (head_dim + 32) of the "
+        "sustained rate; unfused 12 * ..., and 28 bytes per score",
+        "two products forward and five backward (FlashAttention-2, arXiv 2307.08691)",
+    ),
+    "time.memory": Formula(
+        "pace * bytes / bandwidth; of norms, residuals, activations, gradients, casts and the loss",
+        "roofline: elementwise kernels reach 85 % of the memory's bandwidth",
+    ),
+    "time.recompute": Formula(
+        "pace * micro_batches * layers * repeated_s; a layer's forward / every (full), or what lies between saved "
+        "products (selective)",
+        "arXiv 1604.06174; arXiv 2205.05198 section 5; torchtitan's per-operation checkpointing",
+    ),
+    "time.launch": Formula(
+        "pace * micro_batches * layers * gap_s; of a layer sqrt(launch_s ^ 2 + busy_s ^ 2) - busy_s",
+        "the host cannot launch kernels faster; set on vTrain's runs of small GPTs",
+    ),
+    "time.tensor": Formula(
+        "micro_batches * layers * waits_s; seconds of a layer's collectives, half of those in backward hidden; of "
+        "context parallelism what attention does not hide",
+        "arXiv 2205.05198 section 4; ring attention, arXiv 2310.01889",
+    ),
+    "time.data": Formula(
+        "total_s - hidden_s; exposed of a block are max(0, gather - forward) and max(0, gather + reduction - backward),"
+        " and the first gather, the last reduction and the root; each bytes / bandwidth + (ranks - 1) * 12 us",
+        "overlap as in the engine's schedule; NCCL's ring algorithms",
+    ),
+    "time.contention": Formula(
+        "contention * hidden_s",
+        "collectives take multiprocessors and memory from what hides them; set on MosaicML's runs",
+    ),
+    "time.send": Formula("micro_batches * send_s; bytes / bandwidth", "arXiv 2104.04473 section 4.1"),
+    "time.bubble": Formula(
+        "busy_s * (pp - 1 + (virtual_stages - 1) * missing) / (virtual_stages * micro_batches); missing are the "
+        "micro-batches that would fill the last group of pp",
+        "arXiv 2104.04473 section 2.2",
+    ),
+    "time.optimizer": Formula("bytes / bandwidth", "elementwise, so bound by the memory"),
+    "time.host": Formula("elements / rate", "ZeRO-Offload, arXiv 2101.06840, table 4; elements of all ranks of a host"),
+    "time.offload": Formula(
+        "pcie_s + disk_s; bytes / bandwidth, of copies that nothing hides", "ZeRO-Infinity, arXiv 2104.07857"
+    ),
+    "time.measured": Formula("flops / flops_per_s", "measured on this device"),
+    "time.waited": Formula("bytes / bandwidth; bytes that collectives send", "measured on this device"),
+    "time.overhead": Formula("overhead_s; of a step, whatever its number of tokens", "measured on this device"),
+}
+
+_BOUNDS = {
+    "time.matmul": "compute",
+    "time.attention": "compute",
+    "time.recompute": "compute",
+    "time.measured": "compute",
+    "time.memory": "memory bandwidth",
+    "time.optimizer": "memory bandwidth",
+    "time.launch": "kernel launches",
+    "time.overhead": "kernel launches",
+    "time.bubble": "pipeline bubble",
+    "time.host": "offload",
+    "time.offload": "offload",
+}
+
+
+def time_of(setup: Setup, traffic: Traffic | None = None, calibration: Calibration | None = None) -> Time | str:
+    """The time of one step, or why nothing can be said of it.
+
+    Args:
+        traffic: that of `traffic_of`, where it is at hand.
+        calibration: a measurement on this device, which corrects the device's figures.
+    """
+    traffic = traffic or traffic_of(setup)
+    if calibration is not None and _no_rates(setup):
+        why = _nothing_to_compute(setup) or _unknown_links(setup, traffic, measured=True)
+        return why or _time(setup, line_terms(setup, traffic, calibration), 0.0, calibration)
+    why = _nothing_to_compute(setup) or _no_rates(setup) or _unknown_links(setup, traffic)
+    if why:
+        return why
+    stage = slowest_stage(setup) if calibration is None else measured_stage(setup, calibration)
+    terms = stage.terms() if calibration is None else measured_terms(stage, traffic, calibration)
+    return _time(setup, terms, stage.exposure.hidden, calibration)
+
+
+def _nothing_to_compute(setup: Setup) -> str:
+    if not setup.sequence or not setup.model.hidden:
+        return "nothing can be said of time: it needs the sequence length and the model's blocks"
+    return ""
+
+
+def _no_rates(setup: Setup) -> str:
+    device = setup.cluster.device
+    if matmul_rate(device, setup.matmul) is None:
+        return f"nothing can be said of time: no peak of {device.name} in {setup.matmul} is known"
+    if device.memory_bandwidth is None:
+        return f"nothing can be said of time: the memory bandwidth of {device.name} is not known"
+    return ""
+
+
+def _unknown_links(setup: Setup, traffic: Traffic, measured: bool = False) -> str:
+    """`measured`: what collectives take is known, so that copies alone need the figures of their links."""
+    device = setup.cluster.device
+    known = {
+        "scaleup": device.scaleup_bandwidth,
+        "internode": device.internode_bandwidth,
+        "pcie": device.pcie_bandwidth,
+        "disk": setup.cluster.disk_bandwidth,
+    }
+    for link in copied_bytes(setup, traffic) if measured else traffic.links:
+        if known[link] is None:
+            return f"nothing can be said of time: the bandwidth of {device.name} {_LINKS[link]} is not known"
+    return ""
+
+
+_LINKS = {
+    "scaleup": "to other devices of its domain",
+    "internode": "to other hosts",
+    "pcie": "over PCIe",
+    "disk": "to the disks of its host",
+}
+
+
+def _time(setup: Setup, terms: list[Term], hidden_s: float, record: Calibration | None) -> Time:
+    calibrated = record is not None and record.measured(setup)
+    step_s = sum(term.value for term in terms)
+    tokens = setup.tokens * setup.micro_batches * setup.mesh.data_ranks / setup.mesh.world_size
+    flops = flops_per_token(setup)
+    peak = setup.cluster.device.peak_flops.get(setup.matmul)
+    price, rate = setup.cluster.price_per_hour, tokens / step_s
+    return Time(
+        terms=tuple(terms),
+        tokens_per_s_per_gpu=rate,
+        mfu=flops * rate / peak if peak else None,
+        bound_by=_bound_by(terms),
+        hidden_s=hidden_s,
+        flops_per_token=flops,
+        calibrated=calibrated,
+        rates_measured=record is not None,
+        band=CALIBRATED_BAND if calibrated else BAND,
+        cost_per_million_tokens=None if price is None else price / 3600 / rate * 1e6,
+    )
+
+
+def _bound_by(terms: list[Term]) -> str:
+    shares: dict[str, float] = {}
+    for term in terms:
+        bound = _BOUNDS.get(term.formula, "communication")
+        shares[bound] = shares.get(bound, 0.0) + term.value
+    return max(shares, key=lambda bound: shares[bound])

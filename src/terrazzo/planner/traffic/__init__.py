@@ -1,0 +1,1 @@
+"""What one rank sends in a step, by collective and by link."""

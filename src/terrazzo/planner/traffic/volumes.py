@@ -1,0 +1,304 @@
+"""What one rank sends in one optimizer step, by collective and by link.
+
+Data-parallel traffic follows the engine move by move: each unit is gathered for forward from the plan's `weight`,
+again for backward from its `between`, reduced to `grad` and `optim`, and brought in line with updated masters. Bytes
+equal the engine's own count. The other axes follow their papers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from terrazzo.planner.estimate import Traffic
+from terrazzo.planner.formulas import FORMULAS, Formula, Term
+from terrazzo.planner.machine.links import Group, Move, Network, group_of
+from terrazzo.planner.memory.stages import stage_units
+from terrazzo.planner.memory.states import Space, rules_of, spaces, unit_states
+from terrazzo.planner.model.shapes import BlockShape, UnitShape
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = [
+    "model_parallel_moves",
+    "offload_moves",
+    "pipeline_moves",
+    "repetitions",
+    "traffic_of",
+    "unit_moves",
+]
+
+FORMULAS |= {
+    "traffic.all_gather": Formula(
+        "sum over units, micro-batches and axes of n ranks: elements * bytes_per_element * (n - 1) / n",
+        "ring all-gather; ZeRO, arXiv 1910.02054 section 7; equals the engine's count",
+    ),
+    "traffic.reduce_scatter": Formula(
+        "sum over units, reductions and axes of n ranks: elements * bytes_per_element * (n - 1) / n",
+        "ring reduce-scatter; ZeRO, arXiv 1910.02054 section 7; equals the engine's count",
+    ),
+    "traffic.all_reduce": Formula(
+        "sum over units and axes of n ranks: 2 * elements * bytes_per_element * (n - 1) / n",
+        "ring all-reduce; equals the engine's count",
+    ),
+    "traffic.tensor": Formula(
+        "4 all-reduces, or pairs of all-gather and reduce-scatter, per block and micro-batch (6 with full activation "
+        "checkpointing): each 2 * tokens * hidden * bytes_per_element * (tp - 1) / tp",
+        "Megatron-LM, arXiv 1909.08053 section 3; sequence parallelism, arXiv 2205.05198 section 4.2",
+    ),
+    "traffic.context": Formula(
+        "per block and micro-batch, keys and values (cp - 1) / cp once forward and twice backward",
+        "ring attention, arXiv 2310.01889",
+    ),
+    "traffic.pipeline": Formula(
+        "boundaries * micro_batches * tokens * hidden * bytes_per_element / tp, activations onward and gradients back",
+        "Megatron-LM, arXiv 2104.04473 sections 2.2 and 4.1",
+    ),
+    "traffic.expert": Formula(
+        "per block and micro-batch, tokens * active_experts * hidden * bytes_per_element * (ep - 1) / ep, for dispatch "
+        "and combine, forward and backward",
+        "GShard, arXiv 2006.16668",
+    ),
+    "traffic.offload": Formula(
+        "elements of this rank's shard * bytes_per_element, for each copy between device, host and disk",
+        "ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857",
+    ),
+}
+
+
+def traffic_of(setup: Setup) -> Traffic:
+    """Traffic of the rank that sends most: on the first or the last pipeline stage."""
+    stages = {0, setup.mesh.pp - 1}
+    per_stage = [_collect(setup, stage) for stage in sorted(stages)]
+    totals = max(per_stage, key=lambda found: sum(sum(links.values()) for _, links in found.values()))
+    terms, by_link = [], dict.fromkeys(("scaleup", "internode", "pcie", "disk"), 0.0)
+    for name, (formula, links) in totals.items():
+        value = sum(links.values())
+        terms.append(Term(name, value, value, formula, {f"{link}_bytes": sent for link, sent in links.items()}))
+        for link, sent in links.items():
+            by_link[link] += sent
+    return Traffic(tuple(terms), {link: sent for link, sent in by_link.items() if sent})
+
+
+Collected = dict[str, tuple[str, dict[str, float]]]
+"""By name: formula, and bytes by link."""
+
+
+def _collect(setup: Setup, stage: int) -> Collected:
+    found: Collected = {}
+
+    def add(move: Move, times: float, formula: str) -> None:
+        links = found.setdefault(f"{move.kind} {move.what}", (formula, {}))[1]
+        links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
+
+    repeats = repetitions(setup)
+    for unit, count in stage_units(setup, stage):
+        for move in unit_moves(setup, unit, root=unit.name == setup.model.root.name):
+            add(move, count * repeats[move.when], f"traffic.{move.kind}")
+        for move in offload_moves(setup, unit):
+            add(move, count * repeats[move.when], "traffic.offload")
+        for move, formula in model_parallel_moves(setup, unit):
+            add(move, count * setup.micro_batches, formula)
+    for move in pipeline_moves(setup):
+        add(move, setup.micro_batches, "traffic.pipeline")
+    return found
+
+
+def repetitions(setup: Setup) -> dict[str, int]:
+    """How often each kind of move happens in a step."""
+    micro_batches = setup.micro_batches
+    local = setup.accumulate_locally or not rules_of(setup).grad
+    return {
+        "forward": micro_batches,
+        "backward": micro_batches,
+        "reduce": 0 if local else micro_batches - 1,
+        "last": 1,
+        "update": 1,
+    }
+
+
+# -- data parallelism ------------------------------------------------------------------------------------------
+
+
+def unit_moves(setup: Setup, unit: UnitShape, root: bool) -> tuple[Move, ...]:
+    """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
+    found: list[Move] = []
+    for space in spaces(unit, rules_of(setup)):
+        found += _SpaceMoves(setup, space, regathered=not root).moves()
+    return tuple(found)
+
+
+class _SpaceMoves:
+    """The collectives of one flat space; see `terrazzo.engine.bucket`, whose rules these are."""
+
+    def __init__(self, setup: Setup, space: Space, regathered: bool) -> None:
+        rules, precision = space.rules, setup.precision
+        self._setup, self._space, self._sizes = setup, space, dict(rules.sizes)
+        self._network = Network(setup.cluster.device)
+        self._messages = 1 if setup.coalesced else len(space.tensors)
+        self._weight = rules.weight
+        self._optim = rules.optim if space.trainable else rules.weight
+        self._between = rules.between if regathered else ()
+        same_place = self._weight == self._optim != () and precision.weight == precision.compute
+        own_master = space.trainable and precision.weight != precision.master and not same_place
+        self._weight_dtype = precision.weight if own_master or not space.trainable else precision.master
+
+    def moves(self) -> Iterator[Move]:
+        precision = self._setup.precision
+        compute = precision.compute.itemsize
+        yield from self._gather(self._weight, (), compute, "weights", "forward")
+        if self._between:
+            yield from self._gather(self._between, (), compute, "weights", "backward")
+        if not self._space.trainable:
+            return
+        wire, grad = precision.reduce.itemsize, self._space.rules.grad
+        if grad:
+            yield from self._scatter((), grad, wire, "reduce")
+        yield from self._scatter((), self._optim, wire, "last")
+        for axis in self._axes():
+            if axis not in self._optim:
+                size = self._size(axis)
+                sent = 2 * (self._whole(self._space.numel(self._optim) * wire / size) * (size - 1))
+                yield self._move("all_reduce", "gradients", "last", sent, axis)
+        yield from self._gather(self._optim, self._weight, self._weight_dtype.itemsize, "updated weights", "update")
+
+    def _gather(
+        self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, what: str, when: str
+    ) -> Iterator[Move]:
+        while len(source) > len(target):
+            axis, wider = source[-1], source[:-1]
+            sent = (self._space.numel(wider) - self._space.numel(source)) * itemsize
+            yield self._move("all_gather", what, when, sent, axis)
+            source = wider
+
+    def _scatter(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, when: str) -> Iterator[Move]:
+        for cut in range(len(source), len(target)):
+            sent = (self._space.numel(target[:cut]) - self._space.numel(target[: cut + 1])) * itemsize
+            yield self._move("reduce_scatter", "gradients", when, sent, target[cut])
+
+    def _move(self, kind: str, what: str, when: str, sent: float, axis: str) -> Move:
+        whole = group_of(self._setup.mesh, axis)
+        group = Group(axis, self._size(axis), whole.stride * (whole.size // self._size(axis)))
+        return Move(kind, what, when, sent, group, self._network.link(group), self._messages)
+
+    def _axes(self) -> Iterator[str]:
+        for axis in self._sizes:
+            if self._size(axis) > 1:
+                yield axis
+
+    def _size(self, axis: str) -> int:
+        """Ranks of an axis; of experts' tensors, what expert parallelism leaves of it, innermost axes taken first."""
+        left = self._space.ep
+        for name, size in self._sizes.items():
+            taken = math.gcd(size, left)
+            if name == axis:
+                return size // taken
+            left //= taken
+        return 1
+
+    def _whole(self, value: float) -> float:
+        return int(value) if self._setup.model.aligned else value
+
+
+# -- the other axes --------------------------------------------------------------------------------------------
+
+
+def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[tuple[Move, str]]:
+    """Tensor, context and expert parallelism in one unit and one micro-batch, each with its formula.
+
+    Moves of forward and backward are told apart by `when`; what activation checkpointing repeats counts as backward.
+    """
+    block = unit.block
+    if setup.mesh.tp > 1:
+        yield from _tensor_moves(setup, block)
+    if block is None:
+        return
+    if setup.mesh.cp > 1:
+        yield from _context_moves(setup, block)
+    if setup.mesh.ep > 1 and block.experts:
+        yield from _expert_moves(setup, block)
+
+
+def activation_bytes(setup: Setup) -> float:
+    """Of the residual stream of one micro-batch on one rank, whole over tensor-parallel ranks: [tokens, hidden]."""
+    return setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
+
+
+def _tensor_moves(setup: Setup, block: BlockShape | None) -> Iterator[tuple[Move, str]]:
+    """All-reduces, or as many pairs of all-gather and reduce-scatter.
+
+    Two a block forward and two backward, two more where forward is repeated; one each way for embedding and head.
+    """
+    group = group_of(setup.mesh, "tp")
+    once = 2 * activation_bytes(setup) * (group.size - 1) / group.size
+    again = 2 / setup.every if setup.checkpointing == "full" and block else 0.0
+    each = 2 if block else 1
+    kind = "all_gather + reduce_scatter" if setup.sequence_parallel else "all_reduce"
+    link = Network(setup.cluster.device).link(group)
+    for when, count in (("forward", each), ("backward", each + again)):
+        messages = round(2 * count) if setup.sequence_parallel else round(count)
+        yield Move(kind, "tensor-parallel activations", when, count * once, group, link, messages), "traffic.tensor"
+
+
+def _context_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Move, str]]:
+    group = group_of(setup.mesh, "cp")
+    heads = max(1.0, block.kv_heads / setup.mesh.tp)
+    channels = block.kv_latent or heads * (block.head_dim + block.value_dim)
+    once = setup.tokens * channels * setup.precision.compute.itemsize * (group.size - 1) / group.size
+    again = 1 / setup.every if setup.checkpointing == "full" else 0.0
+    link = Network(setup.cluster.device).link(group)
+    for when, count in (("forward", 1), ("backward", 2 + again)):
+        yield Move("send", "keys and values", when, count * once, group, link), "traffic.context"
+
+
+def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Move, str]]:
+    group = group_of(setup.mesh, "ep")
+    once = activation_bytes(setup) * block.active_experts * (group.size - 1) / group.size
+    again = 2 / setup.every if setup.checkpointing == "full" else 0.0
+    link = Network(setup.cluster.device).link(group)
+    for when, count in (("forward", 2), ("backward", 2 + again)):
+        yield Move("all_to_all", "expert tokens", when, count * once, group, link, round(count)), "traffic.expert"
+
+
+def pipeline_moves(setup: Setup) -> Iterator[Move]:
+    """What a middle stage sends of each micro-batch: activations onward, their gradients back."""
+    stages = setup.mesh.pp
+    if stages == 1:
+        return
+    group = group_of(setup.mesh, "pp")
+    neighbours = Group("pp", 2, group.stride)
+    once = activation_bytes(setup) / setup.mesh.tp * setup.virtual_stages
+    link = Network(setup.cluster.device).link(neighbours)
+    for when in ("forward", "backward") if stages > 2 or setup.virtual_stages > 1 else ("forward",):
+        yield Move("send", "pipeline activations", when, once, neighbours, link)
+
+
+def offload_moves(setup: Setup, unit: UnitShape) -> Iterator[Move]:
+    """Copies between the device, the host and the disk, of one unit's shard."""
+    rules, precision = rules_of(setup), setup.precision
+    if set(rules.tiers) == {"device"}:
+        return
+    tiers = dict(zip(("weight", "grad", "optim"), rules.tiers, strict=True))
+    held = spaces(unit, rules)
+    weights = sum(space.numel(rules.weight) for space in held) * precision.weight.itemsize
+    owned = unit_states(unit, rules).optim_numel
+    if tiers["weight"] != "device":
+        for when in ("forward", "backward"):
+            yield Move("copy", "weights to the device", when, weights, None, "pcie")
+            if tiers["weight"] == "nvme":
+                yield Move("copy", "weights from disk", when, weights, None, "disk")
+    if tiers["optim"] != "device" or tiers["grad"] != "device":
+        trainable = (space for space in held if space.trainable)
+        gradients = sum(space.numel(rules.grad) for space in trainable) * precision.accumulate.itemsize
+        for when in ("reduce", "last"):
+            yield Move("copy", "gradients to the host", when, gradients, None, "pcie")
+    if tiers["optim"] != "device":
+        updated = owned * precision.weight.itemsize
+        if tiers["weight"] == "device":
+            yield Move("copy", "updated weights to the device", "update", updated, None, "pcie")
+        if tiers["optim"] == "nvme":
+            each = precision.master.itemsize + setup.optimizer.moments * (
+                setup.optimizer.moment_bytes or precision.moments.itemsize
+            )
+            yield Move("copy", "optimizer state from and to disk", "update", 2 * owned * each, None, "disk")
+        if tiers["weight"] == "nvme":
+            yield Move("copy", "updated weights to disk", "update", updated, None, "disk")

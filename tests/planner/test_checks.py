@@ -1,0 +1,257 @@
+"""Impossible input is refused, with the numbers and the edit that fixes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from terrazzo.engine import Plan
+from terrazzo.errors import BadInput
+from terrazzo.planner.api import estimate, plan
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.machine.devices import Cluster
+from terrazzo.planner.setup.checks import check
+from terrazzo.planner.setup.recipes import RECIPES, precision, strategy
+from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.setup import Mesh, Setup
+
+
+def setup_of(model: Any = "llama3-8b", gpus: int | str | None = 16, **options: Any) -> Setup:
+    setup = build_setup(Request(model, gpus, **{"gpu": "h100", **options}))
+    check(setup)
+    return setup
+
+
+def test_a_plain_request_passes_and_its_defaults_are_the_documented_ones() -> None:
+    setup = setup_of()
+    assert (setup.plan, setup.mesh) == (Plan.named("zero3"), Mesh(dp_shard=16))
+    assert (setup.sequence, setup.micro_batch, setup.micro_batches) == (4096, 1, 1)
+    assert (setup.matmul, setup.optimizer.name, setup.checkpointing) == ("bf16", "adamw", "none")
+    assert setup_of("gpt2-1.5b").sequence == 1024
+    assert setup_of(7e9).sequence == 0
+    assert setup_of(pp=2, tp=2).micro_batches == 16
+
+
+def test_axes_multiply_to_the_number_of_gpus() -> None:
+    setup = setup_of(gpus=128, tp=4, pp=2, cp=2)
+    assert setup.mesh == Mesh(pp=2, dp_shard=8, cp=2, tp=4)
+    assert setup.mesh.world_size == 8 * 4 * 2 * 2 == 128
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "mesh"),
+    [
+        (64, {"strategy": "hybrid_shard"}, Mesh(dp_replicate=8, dp_shard=8)),
+        (64, {"strategy": "hybrid_shard", "tp": 2}, Mesh(dp_replicate=8, dp_shard=4, tp=2)),
+        (64, {"strategy": "hybrid_shard", "dp_replicate": 2}, Mesh(dp_replicate=2, dp_shard=32)),
+        (12, {"strategy": "hpz"}, Mesh(dp_replicate=3, dp_shard=4)),
+        (8, {"strategy": "hfsdp", "per_node": 4}, Mesh(dp_replicate=2, dp_shard=4)),
+        (None, {"tp": 8, "pp": 2}, Mesh(pp=2, tp=8)),
+    ],
+)
+def test_a_shard_group_is_a_host_unless_said_otherwise(gpus: int | None, options: dict[str, Any], mesh: Mesh) -> None:
+    assert setup_of(gpus=gpus, **options).mesh == mesh
+
+
+IMPOSSIBLE = [
+    # numbers
+    ({"gpus": 0}, "gpus is 0; give a number above 0"),
+    ({"gpus": -8}, "gpus is -8"),
+    ({"gpus": 2.5}, "gpus is 2.5; give a whole number"),
+    ({"gpus": "eight"}, "give a number such as 64, or a range such as 8..1024"),
+    ({"gpus": "64..8"}, "a range that ends before it begins; write 8..64"),
+    ({"gpus": "1..100000000000"}, "at most 1,000,000 can be planned for"),
+    ({"sequence": "4096"}, "sequence is '4096'; give a finite number"),
+    ({"tp": True}, "tp is True; give a finite number"),
+    ({"sequence": 0}, "sequence is 0"),
+    ({"sequence": -1}, "sequence is -1"),
+    ({"micro_batch": 0}, "micro_batch is 0"),
+    ({"global_batch": math.nan}, "global_batch is nan; give a finite number"),
+    ({"micro_batches": -2}, "micro_batches is -2"),
+    ({"tp": 0}, "tp is 0"),
+    ({"prefetch": -1}, "prefetch is -1; give 0 or more"),
+    ({"memory_bytes": math.inf}, "memory_bytes is inf"),
+    ({"memory_bytes": 0}, "memory_bytes is 0"),
+    ({"price_per_hour": -1.0}, "price_per_hour is -1.0; give 0 or more"),
+    ({"host_memory_bytes": -5}, "host_memory_bytes is -5"),
+    ({"model": -7e9}, "params is -7000000000.0"),
+    ({"model": 0}, "params is 0"),
+    ({"model": math.nan}, "params is nan"),
+    ({"gpus": "9" * 5000}, "give a number such as 64, or a range such as 8..1024"),
+    ({"gpus": 10**400}, "gpus is a number of 1329 bits"),
+    ({"gpus": ""}, "gpus is empty"),
+    ({"gpus": [8]}, "gpus is [8]; give a finite number"),
+    ({"gpus": None, "tp": 10**9}, "at most 1,000,000 can be planned for"),
+    ({"sequence": 10**400}, "sequence is a number of 1329 bits; give one of at most 1e+18"),
+    ({"memory_bytes": 1e300}, "memory_bytes is 1e+300; give one of at most 1e+18"),
+    ({"memory_bytes": 1e-9}, "memory_bytes is 1e-09; give 1 or more"),
+    ({"prefetch": None}, "prefetch is None; give a finite number"),
+    # other kinds
+    ({"compile": "no"}, "compile is 'no'; give True or False"),
+    ({"sequence_parallel": "no"}, "sequence_parallel is 'no'; give True or False"),
+    ({"accumulate_locally": 1}, "accumulate_locally is 1; give True or False"),
+    ({"precision": None}, "precision is None; give a name"),
+    ({"precision": 3}, "precision is 3; give a name"),
+    ({"optimizer": None}, "optimizer is None; give a name"),
+    ({"gpu": 7}, "gpu is 7; give a name or a Device"),
+    ({"strategy": 3}, "strategy is 3; give a name or a Plan"),
+    ({"checkpointing": 5}, "checkpointing is 5; give a name"),
+    ({"attention": None}, "attention is None; it is one of flash, math"),
+    ({"rank": ["gpus"]}, "rank is ['gpus']; it is one of"),
+    ({"model": None}, "model is of type NoneType"),
+    ({"model": ["gpt2"]}, "model is of type list"),
+    # names
+    ({"strategy": ""}, "strategy is empty; give a name, or leave it out"),
+    ({"gpu": " "}, "gpu is empty"),
+    ({"gpu": "", "memory_bytes": 8e10}, "gpu is empty"),
+    ({"checkpointing": ""}, "checkpointing is empty"),
+    ({"precision": ""}, "precision is empty"),
+    ({"optimizer": ""}, "optimizer is empty"),
+    ({"precision": "bfloat61"}, "bfloat16 = bf16"),
+    ({"checkpointing": f"every_{'9' * 5000}"}, "every_N for one block in N"),
+    ({"strategy": "zero4"}, "There is no strategy 'zero4'. Did you mean 'zero3'?"),
+    ({"strategy": "zero3@gpu"}, "There is no offload 'gpu' in strategy 'zero3@gpu'"),
+    ({"strategy": "zero3@nvm"}, "Did you mean 'nvme'?"),
+    ({"precision": "bf61"}, "There is no precision 'bf61'. Did you mean 'bf16'?"),
+    ({"optimizer": "momentun"}, "There is no optimizer 'momentun'. Did you mean 'momentum'?"),
+    ({"checkpointing": "selectiv"}, "Did you mean 'selective'?"),
+    ({"checkpointing": "every_0"}, "every_N for one block in N"),
+    ({"attention": "flesh"}, "attention is 'flesh'; it is one of flash, math. Did you mean 'flash'?"),
+    ({"loss": "half"}, "loss is 'half'"),
+    ({"pipeline": "zigzag"}, "pipeline is 'zigzag'"),
+    ({"rank": "gpu"}, "rank is 'gpu'; it is one of throughput, gpus, cost. Did you mean 'gpus'?"),
+    ({"gpu": "h1000"}, "There is no GPU 'h1000'"),
+    ({"model": "lama3-8b"}, "Did you mean 'llama3-8b'?"),
+    # ranks
+    ({"gpus": 12, "tp": 8}, "12 GPUs are not a multiple of tp 8 × pp 1 × cp 1 = 8: 12 / 8 = 1.5 data ranks. Use 16"),
+    ({"gpus": 16, "tp": 3}, "not a multiple of tp 3"),
+    (
+        {"gpus": 24, "tp": 3},
+        "heads 32 of llama3-8b do not divide by tp 3: 32 / 3 = 10.67. Use a tp that divides 32, suc",
+    ),
+    ({"gpus": 16, "tp": 16}, "kv_heads 8 of llama3-8b do not divide by tp 16"),
+    ({"gpus": 64, "pp": 64}, "has 32 layers, too few for pp 64 stages"),
+    ({"gpus": 16, "dp_replicate": 3}, "16 data ranks cannot form 3 equal groups"),
+    ({"gpus": 8, "strategy": "hybrid_shard"}, "8 data ranks form 1 group(s) of 8"),
+    ({"gpus": 8, "strategy": "hpz", "dp_replicate": 8}, "8 data ranks form 8 group(s) of 1"),
+    ({"ep": 2}, "llama3-8b has none. Leave ep out"),
+    ({"model": "qwen3-30b-a3b", "ep": 3, "gpus": 24}, "128 experts of qwen3-30b-a3b do not divide by ep 3"),
+    ({"model": "qwen3-30b-a3b", "ep": 32, "gpus": 16}, "dp_shard 16 × cp 1 = 16. Use an ep that divides 16"),
+    ({"pp": 2, "virtual_stages": 32}, "pp 2 × virtual_stages 32 = 64 chunks"),
+    ({"virtual_stages": 2}, "but pp is 1"),
+    ({"pp": 4, "virtual_stages": 2, "micro_batches": 3}, "3 micro-batches are too few"),
+    # sequences and batches
+    ({"model": "gpt2-1.5b", "sequence": 2048}, "longer than the 1024 positions that gpt2-1.5b has vectors for"),
+    ({"sequence": 4098, "cp": 2}, "does not divide into 2 × cp 2 = 4 equal parts"),
+    ({"global_batch": 8}, "more data ranks than the batch has sequences: 16 data ranks, but a global batch of 8"),
+    ({"global_batch": 40}, "40 / 16 = 2.5 micro-batches. Use a global batch of 32 or 48"),
+    ({"global_batch": 32, "micro_batches": 2}, "Give one of them"),
+    ({"strategy": Plan("-", "-", "D", "-")}, "must be a prefix"),
+    ({"strategy": Plan("-", "-", "-", "D@tape")}, "tiers are device, cpu and nvme"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=lambda value: str(value)[:60])
+def test_impossible_input_is_refused_with_the_arithmetic(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        setup_of(**options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpus": 24, "tp": 8},
+        {"gpus": 32, "pp": 32},
+        {"strategy": "hybrid_shard"},
+        {"model": "gemma-2b", "tp": 4},  # one key-value head, on every rank
+        {"model": "qwen3-30b-a3b", "ep": 16},
+        {"pp": 4, "virtual_stages": 2, "micro_batches": 8},
+        {"model": "gpt2-1.5b", "sequence": 1024},
+        {"sequence": 131072},  # rotary positions are no table
+        {"sequence": 4100, "cp": 2},
+        {"global_batch": 48},
+        {"strategy": Plan("-", "-", "D", "D")},
+        {"checkpointing": "every_2"},
+    ],
+    ids=str,
+)
+def test_the_neighbours_of_what_is_refused_pass(options: dict[str, Any]) -> None:
+    setup_of(**options)
+
+
+@pytest.mark.parametrize(
+    "name", ["pp", "tp", "dp_replicate", "prefetch", "per_node", "micro_batch", "gpus", "sequence"]
+)
+def test_a_whole_number_may_be_written_as_a_float(name: str) -> None:
+    value = 8 if name in ("gpus", "per_node") else 2
+    options: dict[str, Any] = {"gpus": 16, "strategy": "zero3"}
+    exact, floating = (plan("llama3-8b", **{**options, name: kind(value)}) for kind in (int, float))
+    assert exact == floating
+
+
+def test_the_number_of_gpus_may_be_text() -> None:
+    assert isinstance(plan("llama3-8b", "8", strategy="zero3"), Estimate)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("bfloat16", "bf16"),
+        ("float32", "fp32"),
+        ("float16", "fp16"),
+        ("amp_bf16", "bf16"),
+        ("AMP-FP16", "fp16"),
+        ("BF16_pure", "bf16-pure"),
+    ],
+)
+def test_precisions_are_known_by_other_spellings(spelling: str, name: str) -> None:
+    assert precision(spelling) == RECIPES[name]
+
+
+def test_a_number_of_gpus_that_was_not_given_is_noted() -> None:
+    def notes(**options: Any) -> str:
+        return " ".join(plan("llama3-8b", strategy="zero3", gpu="h100", sequence=512, **options).warnings)
+
+    assert "No number of GPUs was given: 1 is assumed" in notes()
+    assert "No number of GPUs was given: 4 is assumed" in notes(tp=4)
+    assert "No number of GPUs" not in notes(gpus=8)
+
+
+def test_a_setup_built_by_hand_is_checked_too() -> None:
+    setup = setup_of()
+    with pytest.raises(BadInput, match="= 16 ranks, but there are 8 GPUs"):
+        estimate(replace(setup, cluster=Cluster(setup.cluster.device, 8)))
+    with pytest.raises(BadInput, match="micro_batch is 0"):
+        estimate(replace(setup, micro_batch=0))
+
+
+def test_an_unknown_option_of_plan_is_refused_by_name() -> None:
+    with pytest.raises(BadInput, match=r"no option 'sequense'\. Did you mean 'sequence'"):
+        plan("llama3-8b", 8, sequense=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("zero3", "D D D D"),
+        ("FSDP", "D D D D"),
+        ("hsdp", "S S S S"),
+        ("zero2@cpu", "- - D@cpu D@cpu"),
+        ("full-shard@cpu-all", "D@cpu D D@cpu D@cpu"),
+        ("zero3@nvme", "D D D@cpu D@nvme"),
+        ("zero3@nvme_all", "D@nvme D D@cpu D@nvme"),
+    ],
+)
+def test_a_strategy_is_a_plan_and_where_its_states_are_kept(name: str, places: str) -> None:
+    assert " ".join(str(place) for place in strategy(name).places().values()) == places
+
+
+def test_memory_makes_an_unknown_device_usable_but_not_a_misspelt_one() -> None:
+    setup = setup_of(gpu="my accelerator", memory_bytes=64e9)
+    assert (setup.cluster.device.name, setup.cluster.device.memory_bytes) == ("my accelerator", 64_000_000_000)
+    with pytest.raises(BadInput, match="Did you mean"):
+        setup_of(gpu="H100-SXM5-80GBs", memory_bytes=64e9)

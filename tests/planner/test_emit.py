@@ -1,0 +1,186 @@
+"""What is emitted is a configuration that `terrazzo train` loads, means the same setup, and runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from terrazzo.engine import Plan
+from terrazzo.errors import BadInput
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.search.emit import OPTIMIZERS, TrainFiles, train_config
+from terrazzo.planner.setup.recipes import OPTIMIZERS as RECIPES
+from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.train.build import build_plan, build_precision, check_settings, prepare_model
+from terrazzo.train.config import Config
+from terrazzo.train.config_file import load_config
+from terrazzo.train.model import Decoder, DecoderConfig
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def emitted(folder: Path, model: Any = TINY, gpus: int = 8, **options: Any) -> tuple[Config, TrainFiles]:
+    """The configuration as it is read back from a file, beside the model's config.json."""
+    setup = build_setup(Request(model, gpus, **{"gpu": "h100", "sequence": 64, **options}))
+    files = train_config(setup, model, folder)
+    if files.model_config is not None:
+        (folder / "config.json").write_text(json.dumps(files.model_config))
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(files.config))
+    return load_config(path), files
+
+
+def test_every_choice_arrives_in_the_configuration(tmp_path: Path) -> None:
+    config, _ = emitted(
+        tmp_path,
+        gpus=16,
+        strategy="hybrid_shard",
+        micro_batch=2,
+        global_batch=64,
+        checkpointing="every_2",
+        precision="bf16",
+        compile=True,
+        prefetch=2,
+        optimizer="momentum",
+    )
+    assert config.plan.name == "hybrid_shard"
+    assert (config.plan.mesh.dp_replicate, config.plan.mesh.dp_shard, config.plan.prefetch) == (2, 8, 2)
+    assert config.precision.name == "bf16"
+    batch = config.batch
+    assert (batch.global_batch, batch.micro_batch, batch.sequence_length) == (64, 2, 64)
+    assert config.train.activation_checkpointing == "every_2"
+    assert config.train.compile
+    assert (config.optimizer.name, config.optimizer.options) == ("SGD", {"momentum": 0.9})
+    assert config.launch.ranks is None  # two hosts: torchrun or Slurm starts the ranks
+
+
+def test_on_one_host_the_ranks_are_started_too(tmp_path: Path) -> None:
+    assert emitted(tmp_path, gpus=4)[0].launch.ranks == 4
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-pure", "fp16", "fsdp2", "zero"])
+def test_dtypes_are_those_of_the_setup(name: str, tmp_path: Path) -> None:
+    setup = build_setup(Request(TINY, 8, gpu="h100", precision=name))
+    assert build_precision(emitted(tmp_path, precision=name)[0]) == setup.precision
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "ddp", "shard_grad_op", "fsdp"])
+def test_the_plan_is_the_setups(strategy: str, tmp_path: Path) -> None:
+    setup = build_setup(Request(TINY, 8, gpu="h100", strategy=strategy))
+    assert build_plan(emitted(tmp_path, strategy=strategy)[0]) == setup.plan
+
+
+def test_a_plan_of_ones_own_is_emitted_place_by_place(tmp_path: Path) -> None:
+    own = Plan("-", "-", "D", "D")
+    assert build_plan(emitted(tmp_path, strategy=own)[0]) == own
+
+
+@pytest.mark.parametrize("options", [{"attention": "math"}, {"loss": "fused"}, {"loss": "chunked"}], ids=str)
+def test_what_the_trainer_would_do_otherwise_is_not_emitted(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"planned, not runnable yet: `terrazzo train`"):
+        emitted(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_optimizer_is_emitted_as_one_that_the_engine_takes_or_refused(name: str, tmp_path: Path) -> None:
+    if name in OPTIMIZERS:
+        check_settings(emitted(tmp_path, optimizer=name)[0].optimizer)
+    else:
+        with pytest.raises(BadInput, match=name):
+            emitted(tmp_path, optimizer=name)
+
+
+@pytest.mark.parametrize("model", [TINY, "gpt2", "qwen3-0.6b"], ids=["tiny", "gpt2", "qwen3-0.6b"])
+def test_the_model_that_is_trained_has_the_parameters_that_were_planned(model: Any, tmp_path: Path) -> None:
+    config, files = emitted(tmp_path, model)
+    assert files.model_config is not None
+    built = prepare_model(config, vocab_size=0)
+    assert sum(parameter.numel() for parameter in built.parameters()) == model_shape(model).numel
+
+
+def test_a_folder_is_trained_where_it_is_with_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for model in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        config, files = emitted(tmp_path, model)
+        assert files.model_config is None
+        assert config.model.path == tmp_path
+        assert config.data.tokenizer == str(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_built_in_decoder_is_recognised_by_its_tensors(tied: bool, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = Decoder(DecoderConfig(300, 64, 3, 4, 2, 192, 128, tie_embeddings=tied))
+    config, files = emitted(tmp_path, module)
+    assert files.model_config is None
+    model = config.model
+    assert (model.kind, model.vocab_size, model.dim, model.layers) == ("decoder", 300, 64, 3)
+    assert (model.heads, model.kv_heads, model.ffn_dim, model.tie_embeddings) == (4, 2, 192, tied)
+    built = prepare_model(config, vocab_size=0)
+    assert sum(p.numel() for p in built.parameters()) == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 2}, "planned, not runnable yet: Terrazzo has no tensor parallelism yet (tp 2)"),
+        ({"strategy": "zero3@cpu"}, "planned, not runnable yet: Terrazzo keeps every state on the device"),
+        ({"precision": "fp8"}, "no fp8 matrix products"),
+        ({"optimizer": "adafactor"}, "would be wrong on flat shards"),
+        ({"optimizer": "lion"}, "has no lion"),
+        ({"model": 7e9}, "There is nothing to train in 7B parameters"),
+        (
+            {"strategy": "zero2", "accumulate_locally": True, "micro_batches": 2},
+            "reduces every micro-batch under zero2",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_not_emitted(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        emitted(tmp_path, **{"model": TINY, **options})
+    assert message in str(caught.value)
+
+
+def test_a_module_that_is_no_decoder_is_not_emitted(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    with pytest.raises(BadInput):
+        emitted(tmp_path, module)
+
+
+@pytest.mark.processes
+def test_what_is_emitted_trains_as_it_is(tmp_path: Path) -> None:
+    emitted(tmp_path, gpus=2, strategy="zero3", checkpointing="full", global_batch=4)
+    (tmp_path / "text.txt").write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(1500)))
+    overrides = ["train.steps=1", "train.eval_batches=1", "train.sample_tokens=0", "log.tensorboard=false"]
+    overrides += [f"data.source={tmp_path / 'text.txt'}", "launch.device=cpu", "launch.threads=1"]
+    folders = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "terrazzo", "train", str(tmp_path / "train.yaml"), *overrides, *folders],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "run").is_dir()

@@ -1,0 +1,275 @@
+"""The planner against the engine itself: bytes of every state as they lie in memory, and every byte that was sent."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import terrazzo as tz
+from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
+from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.traffic.volumes import traffic_of
+from terrazzo.train.model import DecoderConfig, build_model
+from tests.engine.census import census, live_bytes
+from tests.engine.toys import EVERY_PLAN, TABLE_2D, on_ranks
+from tests.helpers.fake import fake_group
+
+SIZES = {"vocab_size": 61, "dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 40, "max_sequence_length": 16}
+LLAMA = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "decoder": {"model_type": "terrazzo", **SIZES, "tie_embeddings": True},
+    "decoder, untied": {"model_type": "terrazzo", **SIZES, "tie_embeddings": False},
+    "llama": LLAMA,
+    "llama, tied": {**LLAMA, "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 4},
+    "mixture": {
+        **LLAMA, "model_type": "qwen3_moe", "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+}  # fmt: skip
+MIXED: dict[str, Precision] = {
+    **PRECISIONS,
+    "fp32 weights, bf16 sums": Precision(weight="fp32", compute="bf16", reduce="bf16", accumulate="bf16"),  # type: ignore[arg-type]
+    "narrow moments": Precision(weight="bf16", compute="bf16", reduce="bf16", moments="bf16"),  # type: ignore[arg-type]
+}
+WORLDS = {1: (1, 1), 2: (1, 2), 6: (2, 3), 8: (2, 4)}  # ranks: replicas × shards
+
+
+def built(name: str) -> nn.Module:
+    """The model of a config, by the trainer's own way of building it."""
+    config = CONFIGS[name]
+    if name.startswith("decoder"):
+        return build_model(DecoderConfig(**{key: value for key, value in config.items() if key != "model_type"}))
+    pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    return build_model(config)
+
+
+def frozen(name: str) -> nn.Module:
+    """The same with its embedding, and half of the first block, frozen."""
+    model = built(name)
+    parameters = dict(model.named_parameters())
+    for parameter in list(parameters.values())[:4]:
+        parameter.requires_grad_(False)
+    return model
+
+
+def setup_of(shape: ModelShape, plan: str, precision: Precision, world: int, **options: Any) -> Setup:
+    replicas, shards = grid(plan, world)
+    cluster = Cluster(Device("host", kind="cpu", per_node=1), world)
+    mesh = Mesh(dp_replicate=replicas, dp_shard=shards)
+    return Setup(
+        shape, cluster, Plan.named(plan), mesh, sequence=8, precision=precision, **{"micro_batches": 1, **options}
+    )
+
+
+def grid(plan: str, world: int) -> tuple[int, int]:
+    return WORLDS[world] if plan in TABLE_2D else (1, world)
+
+
+def device_mesh(plan: str, world: int) -> Any:
+    if plan not in TABLE_2D:
+        return None
+    return init_device_mesh("cpu", WORLDS[world], mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """In two groups, as the trainer has it."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [[p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]]
+    return torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-2)
+
+
+def backward(model: nn.Module) -> None:
+    output = model(torch.zeros((1, 8), dtype=torch.int64))
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    logits.float().square().mean().backward()
+
+
+def whole_plans(world: int) -> list[str]:
+    return [plan for plan in EVERY_PLAN if plan not in TABLE_2D or world in (6, 8)]
+
+
+def held_bytes(model: nn.Module, plan: str, precision: Precision, world: int) -> dict[str, int]:
+    """What each state takes of this process's memory, as storages that tensors refer to, at points of a step."""
+    outside = live_bytes() - sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = adamw(model)
+    model, optimizer = tz.shard(model, optimizer, plan, precision=precision, mesh=device_mesh(plan, world))
+    at_rest = live_bytes() - outside
+    backward(model)
+    with_gradients = live_bytes() - outside
+    optimizer.step()
+    optimizer.zero_grad()
+    return {
+        "weights and master": at_rest,
+        "gradients": with_gradients - at_rest,
+        "moments": live_bytes() - outside - at_rest,
+    }
+
+
+def promised_bytes(setup: Setup) -> dict[str, float]:
+    terms = {term.name: term.value for term in state_terms(setup, 0)}
+    return {
+        "weights and master": terms["weights"] + terms.get("master", 0),
+        "gradients": terms["gradients"],
+        "moments": terms["moments"],
+    }
+
+
+def without_scaling(precision: Precision) -> Precision:
+    """So that no step is skipped."""
+    names = ("weight", "compute", "reduce", "accumulate", "master", "moments")
+    return Precision(**{name: getattr(precision, name) for name in names})
+
+
+EVERY_PRECISION = [("decoder", precision) for precision in MIXED]
+SOME = [(name, precision) for name in CONFIGS for precision in ("fp32", "bf16") if name != "decoder"]
+
+
+@pytest.mark.parametrize(("name", "precision"), EVERY_PRECISION + SOME)
+def test_states_are_exact(name: str, precision: str) -> None:
+    """Every plan, on groups of one rank to eight, from the config alone."""
+    shape = model_shape(CONFIGS[name])
+    for world in WORLDS:
+        for plan in whole_plans(world):
+            kind = without_scaling(MIXED[precision])
+            with fake_group(world), census():
+                held = held_bytes(built(name), plan, kind, world)
+            assert promised_bytes(setup_of(shape, plan, kind, world)) == held, (plan, world)
+
+
+@pytest.mark.parametrize("name", ["decoder", "llama", "gpt2"])
+def test_states_of_partly_frozen_models_are_exact(name: str) -> None:
+    for world in (2, 8):
+        for plan in whole_plans(world):
+            for kind in (PRECISIONS["fp32"], PRECISIONS["bf16"]):
+                shape = model_shape(frozen(name))
+                with fake_group(world), census():
+                    held = held_bytes(frozen(name), plan, kind, world)
+                assert promised_bytes(setup_of(shape, plan, kind, world)) == held, (plan, world)
+
+
+def sent_bytes(model: Any, optimizer: Any, micro_batches: int, local: bool | None) -> dict[str, int]:
+    """By kind of collective, what the second step sent; flags and norms apart."""
+    for _ in range(2):
+        engine_of(model).traffic.reset()
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            with contextlib.nullcontext() if last else tz.accumulate(model, local=local):
+                backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {kind: sent for kind, sent in engine_of(model).traffic.bytes.items() if kind != "control" and sent}
+
+
+def promised_traffic(setup: Setup) -> dict[str, float]:
+    found: Counter[str] = Counter()
+    for term in traffic_of(setup).collectives:
+        found[term.name.split()[0]] += term.value  # type: ignore[assignment]
+    return {kind: sent for kind, sent in found.items() if sent}
+
+
+ACCUMULATION: Mapping[str, tuple[int, bool | None]] = {
+    "one micro-batch": (1, None),
+    "three": (3, None),
+    "three, summed locally": (3, True),
+}
+
+
+def check_traffic(
+    make: Callable[[], nn.Module], shape: ModelShape, plan: str, precision: Precision, world: int
+) -> None:
+    for label, (micro_batches, local) in ACCUMULATION.items():
+        model = make()
+        model, optimizer = tz.shard(
+            model, adamw(model), plan, precision=without_scaling(precision), mesh=device_mesh(plan, world)
+        )
+        setup = setup_of(shape, plan, precision, world, micro_batches=micro_batches, accumulate_locally=local is True)
+        assert promised_traffic(setup) == sent_bytes(model, optimizer, micro_batches, local), (plan, world, label)
+
+
+@pytest.mark.parametrize(("name", "precision"), [*EVERY_PRECISION, ("gpt2", "bf16"), ("mixture", "bf16")])
+def test_traffic_is_exact(name: str, precision: str) -> None:
+    shape = model_shape(CONFIGS[name])
+    for world in (1, 2, 8):
+        for plan in whole_plans(world):
+            with fake_group(world):
+                check_traffic(lambda: built(name), shape, plan, MIXED[precision], world)
+
+
+def test_traffic_of_a_partly_frozen_model_is_exact() -> None:
+    shape = model_shape(frozen("decoder, untied"))
+    for plan in whole_plans(8):
+        with fake_group(8):
+            check_traffic(lambda: frozen("decoder, untied"), shape, plan, PRECISIONS["bf16"], 8)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_ranks_that_really_talk_send_what_was_promised(plan: str) -> None:
+    """Four ranks as threads: no rank sends anything else."""
+    shape, kind = model_shape(CONFIGS["decoder"]), PRECISIONS["bf16"]
+    mesh = Mesh(dp_replicate=2, dp_shard=2) if plan in TABLE_2D else Mesh(dp_shard=4)
+    base = built("decoder")
+
+    def body(rank: int) -> dict[str, int]:
+        axes = (
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")) if plan in TABLE_2D else None
+        )
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, adamw(model), plan, precision=kind, mesh=axes)
+        return sent_bytes(model, optimizer, 2, None)
+
+    setup = Setup(
+        shape,
+        Cluster(Device("host", kind="cpu"), 4),
+        Plan.named(plan),
+        mesh,
+        sequence=8,
+        micro_batches=2,
+        precision=kind,
+    )
+    assert on_ranks(4, body) == [promised_traffic(setup)] * 4
+
+
+def test_a_thousand_ranks_are_exact_too() -> None:
+    shape, kind = model_shape(CONFIGS["decoder"]), PRECISIONS["bf16"]
+    for plan in ("zero1", "zero3"):
+        with fake_group(1024), census():
+            held = held_bytes(built("decoder"), plan, kind, 1024)
+        cluster = Cluster(Device("host", kind="cpu"), 1024)
+        setup = Setup(shape, cluster, Plan.named(plan), Mesh(dp_shard=1024), sequence=8, precision=kind)
+        assert promised_bytes(setup) == held, plan
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_transient_memory_is_that_of_the_engines_own_bill(plan: str) -> None:
+    """Gathered weights and gradients on their way; a group that moves nothing receives nothing, as on a GPU."""
+    for name in ("decoder", "gpt2"):
+        shape = model_shape(CONFIGS[name])
+        for precision in PRECISIONS.values():
+            for micro_batches, local in ACCUMULATION.values():
+                with fake_group(8):
+                    model = built(name)
+                    model, _ = tz.shard(model, adamw(model), plan, precision=precision, mesh=device_mesh(plan, 8))
+                    bill = engine_of(model).memory_bill(micro_batches, local)
+                options = {"micro_batches": micro_batches, "accumulate_locally": local is True}
+                setup = setup_of(shape, plan, precision, 8, **options)
+                setup = replace(setup, cluster=Cluster(Device("device"), 8))
+                promised = stage_peak(setup, 0, states_only=True).total
+                assert promised == bill.transient_bytes, (name, micro_batches, local)

@@ -1,0 +1,302 @@
+"""Every rule fires on its combination and not on the nearest one that is sound."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from terrazzo.engine import Precision
+from terrazzo.errors import BadInput
+from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
+from terrazzo.planner.gate.stack import FRAMEWORKS, Stack
+from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.setup import Setup
+
+FP16_UNSCALED = Precision(weight="fp16", compute="fp16")  # type: ignore[arg-type]
+ONE_UNIT = ModelShape("flat", (UnitShape("", (TensorShape("weight", (4096, 4096)),)),), vocab=100)
+MOE, TIED, ODD_VOCAB = "qwen3-30b-a3b", "gemma-2b", "gpt2-1.5b"
+
+CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    # rule: (stack and options that it is about, the sound neighbour's)
+    "fp8 without the hardware": ("terrazzo", {"precision": "fp8", "gpu": "a100"}, "terrazzo", {"precision": "fp8"}),
+    "bf16 without the hardware": ("terrazzo", {"gpu": "v100"}, "terrazzo", {"gpu": "v100", "precision": "fp16"}),
+    "fp16 without loss scaling": ("terrazzo", {"dtypes": FP16_UNSCALED}, "terrazzo", {"precision": "fp16"}),
+    "flash attention before Ampere": ("terrazzo", {"gpu": "t4"}, "terrazzo", {"gpu": "a100"}),
+    "16-bit master weights": ("terrazzo", {"precision": "bf16-pure"}, "terrazzo", {"precision": "bf16"}),
+    "nothing to shard": ("terrazzo", {"gpus": 1}, "terrazzo", {"gpus": 1, "strategy": "zero0"}),
+    "whole model in one unit": ("fsdp2", {"model": ONE_UNIT}, "fsdp2", {"model": ONE_UNIT, "strategy": "zero2"}),
+    "model in one unit": ("terrazzo", {"model": ONE_UNIT}, "terrazzo", {"model": ONE_UNIT, "strategy": "zero2"}),
+    "weights gathered without overlap": ("terrazzo", {"prefetch": 0}, "terrazzo", {"prefetch": 0, "strategy": "zero1"}),
+    "split weights in a pipeline": ("terrazzo", {"pp": 2}, "terrazzo", {"pp": 2, "strategy": "zero1"}),
+    "whole gradients kept under split gradients": (
+        "terrazzo",
+        {"strategy": "zero2", "accumulate_locally": True, "micro_batches": 4},
+        "terrazzo",
+        {"strategy": "zero2", "micro_batches": 4},
+    ),
+    "tensor parallelism across hosts": (
+        "terrazzo",
+        {"model": "llama3-405b", "tp": 8, "gpu": "h100", "per_node": 4, "domain": 4, "gpus": 64},
+        "terrazzo",
+        {"model": "llama3-405b", "tp": 8, "gpus": 64},
+    ),
+    "shard group across hosts": (
+        "terrazzo",
+        {"gpus": 64, "strategy": "hybrid_shard", "dp_replicate": 4},
+        "terrazzo",
+        {"gpus": 64, "strategy": "hybrid_shard", "dp_replicate": 8},
+    ),
+    "shard groups beside context parallelism": (
+        "terrazzo", {"strategy": "hybrid_shard", "cp": 2}, "terrazzo", {"strategy": "zero3", "cp": 2},
+    ),
+    "states on consumer disks": ("deepspeed", {"strategy": "zero3@nvme"}, "deepspeed", {"strategy": "zero3@cpu"}),
+    "fewer micro-batches than stages": (
+        "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
+    ),
+    "uneven pipeline stages": ("terrazzo", {"pp": 5, "gpus": 5}, "terrazzo", {"pp": 4}),
+    "tied embeddings in a pipeline": ("terrazzo", {"pp": 2, "model": TIED}, "terrazzo", {"model": TIED}),
+    "vocabulary does not divide": ("terrazzo", {"model": ODD_VOCAB, "tp": 5, "gpus": 5}, "terrazzo", {"tp": 4}),
+    "beyond the trained positions": ("terrazzo", {"sequence": 16384}, "terrazzo", {"sequence": 8192}),
+    "clipping with the optimizer in backward": (
+        "terrazzo optimizer_in_backward clip", {}, "terrazzo optimizer_in_backward", {},
+    ),
+    "accumulation with the optimizer in backward": (
+        "fsdp2 optimizer_in_backward", {"micro_batches": 2}, "fsdp2 optimizer_in_backward", {"micro_batches": 1},
+    ),
+    # what the engine does not run yet
+    "offload": ("terrazzo", {"strategy": "zero3@cpu"}, "deepspeed", {"strategy": "zero3@cpu"}),
+    "tensor parallelism": ("terrazzo", {"tp": 2}, "megatron", {"tp": 2}),
+    "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
+    "context parallelism": ("terrazzo", {"cp": 2}, "megatron", {"cp": 2}),
+    "expert parallelism": ("terrazzo", {"model": MOE, "ep": 2}, "terrazzo", {"model": MOE}),
+    "fp8 matrix products": ("terrazzo", {"precision": "fp8"}, "terrazzo", {"precision": "bf16"}),
+    "optimizer that sees whole matrices": ("terrazzo", {"optimizer": "muon"}, "terrazzo", {"optimizer": "adam"}),
+    "optimizer that torch does not have": ("terrazzo", {"optimizer": "lion"}, "terrazzo", {"optimizer": "momentum"}),
+    "loss without all logits": ("terrazzo", {"loss": "chunked"}, "fsdp2", {"loss": "chunked"}),
+    "fused loss": ("terrazzo", {"loss": "fused"}, "megatron", {"loss": "fused"}),
+    "attention that keeps its scores": ("terrazzo", {"attention": "math"}, "megatron", {"attention": "math"}),
+    # DeepSpeed
+    "AutoTP with ZeRO-3": ("deepspeed@0.19.3", {"tp": 2}, "deepspeed@0.19.4", {"tp": 2}),
+    "young AutoTP with ZeRO-3": ("deepspeed", {"tp": 2}, "deepspeed", {"tp": 2, "strategy": "zero2"}),
+    "AutoTP in a pipeline": (
+        "deepspeed", {"tp": 2, "pp": 2, "strategy": "zero1"}, "deepspeed", {"tp": 2, "strategy": "zero1"},
+    ),
+    "PipelineModule with ZeRO-2 or 3": (
+        "deepspeed", {"pp": 2, "strategy": "zero2"}, "deepspeed", {"pp": 2, "strategy": "zero1"},
+    ),
+    "weights offloaded below ZeRO-3": (
+        "deepspeed", {"strategy": "zero2@cpu-all"}, "deepspeed", {"strategy": "zero2@cpu"},
+    ),
+    "NVMe below ZeRO-3": ("deepspeed", {"strategy": "zero2@nvme"}, "deepspeed", {"strategy": "zero3@nvme"}),
+    "offload at stage 0": ("deepspeed", {"strategy": "zero0@cpu"}, "deepspeed", {"strategy": "zero1@cpu"}),
+    "offload with another optimizer": (
+        "deepspeed",
+        {"strategy": "zero2@cpu", "optimizer": "rmsprop"},
+        "deepspeed",
+        {"strategy": "zero2@cpu", "optimizer": "lion"},
+    ),
+    "expert layers with ZeRO-3": ("deepspeed expert_layers", {"model": MOE}, "deepspeed", {"model": MOE}),
+    "expert parallelism with hpZ": (
+        "deepspeed", {"model": MOE, "ep": 2, "strategy": "hpz"}, "deepspeed", {"model": MOE, "ep": 2},
+    ),
+    "shard groups without MiCS": (
+        "deepspeed@0.19.7", {"strategy": "hybrid_shard"}, "deepspeed@0.19.6", {"strategy": "hybrid_shard"},
+    ),
+    "ring attention": ("deepspeed", {"cp": 2}, "megatron", {"cp": 2}),
+    "every micro-batch all-reduced": (
+        "deepspeed",
+        {"strategy": "zero2", "micro_batches": 4},
+        "deepspeed",
+        {"strategy": "zero1", "micro_batches": 4},
+    ),
+    "accumulation in 16 bits": (
+        "deepspeed", {"micro_batches": 4}, "deepspeed", {"micro_batches": 4, "precision": "bf16-pure"},
+    ),
+    "fp32 accumulation at stage 0": (
+        "deepspeed", {"strategy": "zero0"}, "deepspeed", {"strategy": "zero0", "precision": "zero"},
+    ),
+    "Muon in BF16_Optimizer": (
+        "deepspeed",
+        {"optimizer": "muon", "strategy": "zero1"},
+        "deepspeed",
+        {"optimizer": "muon", "strategy": "zero2"},
+    ),
+    "AutoEP with AutoTP and ZeRO-3": (
+        "deepspeed",
+        {"model": MOE, "ep": 2, "tp": 2},
+        "deepspeed",
+        {"model": MOE, "ep": 2, "tp": 2, "strategy": "zero2"},
+    ),
+    "whole matrices in DeepSpeed's flat shards": (
+        "deepspeed", {"optimizer": "adafactor"}, "deepspeed", {"optimizer": "adafactor", "strategy": "zero0"},
+    ),
+    "DeepSpeed's fp8": ("deepspeed", {"precision": "fp8"}, "deepspeed", {"precision": "bf16"}),
+    "compiled ZeRO-3": ("deepspeed", {"compile": True}, "deepspeed", {"compile": True, "strategy": "zero2"}),
+    # FSDP
+    "FSDP on NVMe": ("fsdp2", {"strategy": "zero3@nvme-all"}, "fsdp2", {"strategy": "zero3@cpu-all"}),
+    "part of the states offloaded": ("fsdp2", {"strategy": "zero3@cpu"}, "fsdp1", {"strategy": "zero3@cpu-all"}),
+    "clipping offloaded gradients": (
+        "fsdp2 clip", {"strategy": "zero3@cpu-all"}, "fsdp2", {"strategy": "zero3@cpu-all"},
+    ),
+    "ZeRO-1 or 2 under FSDP2": ("fsdp2", {"strategy": "zero2"}, "fsdp2", {"strategy": "shard_grad_op"}),
+    "optimizer sharded over replicas": ("fsdp1", {"strategy": "hfsdp"}, "fsdp1", {"strategy": "hybrid_shard"}),
+    "tied weights in two units": ("fsdp2", {"model": TIED}, "fsdp2", {"model": "llama3-8b"}),
+    "tied weights trained apart": ("fsdp2@2.12", {"model": TIED}, "fsdp2@2.13", {"model": TIED}),
+    "fp8 gathered in bf16": ("fsdp2", {"precision": "fp8"}, "megatron", {"precision": "fp8", "strategy": "zero1"}),
+    "quantised moments of DTensors": ("fsdp2", {"optimizer": "adamw-8bit"}, "fsdp2", {"optimizer": "adamw"}),
+    # others
+    "Megatron beyond ZeRO-1": ("megatron", {"strategy": "zero2"}, "megatron", {"strategy": "zero1"}),
+    "Megatron on NVMe": ("megatron", {"strategy": "zero1@nvme"}, "megatron", {"strategy": "zero1@cpu"}),
+    "torchao's offload on several ranks": (
+        "torchao", {"strategy": "zero1@cpu"}, "torchao", {"strategy": "zero1@cpu", "gpus": 1},
+    ),
+    "torchao's offload with clipping": (
+        "torchao clip", {"strategy": "zero1@cpu", "gpus": 1}, "torchao", {"strategy": "zero1@cpu", "gpus": 1},
+    ),
+    "torchao's offloaded gradients with accumulation": (
+        "torchao",
+        {"strategy": "zero1@cpu", "gpus": 1, "micro_batches": 2},
+        "torchao",
+        {"strategy": "zero1@cpu", "gpus": 1, "micro_batches": 1},
+    ),
+}  # fmt: skip
+
+
+def setup_of(options: dict[str, Any]) -> Setup:
+    options = {"model": "llama3-8b", "gpu": "h100", "gpus": 16} | options
+    dtypes, domain = options.pop("dtypes", None), options.pop("domain", None)
+    setup = build_setup(Request(**options))
+    if dtypes is not None:
+        setup = replace(setup, precision=dtypes)
+    if domain is not None:
+        device = replace(setup.cluster.device, scaleup_domain=domain)
+        setup = replace(setup, cluster=replace(setup.cluster, device=device))
+    return setup
+
+
+def stack_of(text: str) -> Stack:
+    name, *flags = text.split()
+    return replace(Stack.parse(name), clip="clip" in flags, **{flag: True for flag in flags if flag != "clip"})
+
+
+def rules_found(text: str, options: dict[str, Any]) -> set[str]:
+    return {finding.rule for finding in findings(setup_of(options), stack_of(text))}
+
+
+def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
+    names = [rule.name for rule in ALL_RULES]
+    assert len(names) == len(set(names))
+    assert set(names) == set(CASES)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_fires_on_its_combination_and_not_on_its_neighbour(rule: str) -> None:
+    stack, options, sound_stack, sound_options = CASES[rule]
+    assert rule in rules_found(stack, options)
+    assert rule not in rules_found(sound_stack, sound_options)
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
+def test_a_finding_is_whole_sentences_with_a_source(rule: Any) -> None:
+    stack, options, _, _ = CASES[rule.name]
+    finding = next(found for found in findings(setup_of(options), stack_of(stack)) if found.rule == rule.name)
+    assert finding.source
+    assert set(rule.scope) <= set(FRAMEWORKS)
+    for text in (finding.reason, finding.alternative):
+        assert text.endswith(".")
+        assert "{" not in text and "None" not in text
+
+
+def test_every_rule_is_in_the_reference() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/known-combinations.md").read_text(encoding="utf-8")
+
+    def shown(text: str) -> str:
+        return re.sub(r"\{(\w+)\}", r"*\1*", text)
+
+    rows = [
+        f"| {rule.name} | {rule.severity} | {shown(rule.reason)} | {shown(rule.alternative)} | {rule.source} |"
+        for rule in ALL_RULES
+    ]
+    assert sorted(rows) == sorted(
+        line for line in page.splitlines() if re.match(r"\| [^|]+ \| (refuse|planned|warn)", line)
+    )
+
+
+def test_the_whole_model_as_one_unit_can_be_said_of_any_model() -> None:
+    assert "whole model in one unit" in rules_found("fsdp1 whole_model_unit", {})
+    assert "whole model in one unit" not in rules_found("fsdp1", {})
+
+
+def test_numbers_stand_in_the_reasons() -> None:
+    found = findings(setup_of({"pp": 4, "micro_batches": 3, "strategy": "zero1"}))
+    text = next(str(finding) for finding in found if finding.rule == "fewer micro-batches than stages")
+    assert text.startswith("3 micro-batches cannot keep 4 pipeline stages busy: the bubble is 100% of the work.")
+
+
+@pytest.mark.parametrize(
+    ("options", "written", "steps"),
+    [
+        ({}, "0.84", "714"),  # 12 bytes for each of 70e9 parameters, on one host
+        ({"gpus": 16}, "0.42", "1,429"),  # on two
+        ({"optimizer": "sgd"}, "0.28", "2,143"),  # the master weights alone
+        ({"strategy": "zero3@nvme-all"}, "0.98", "612"),  # and the weights
+    ],
+)
+def test_a_70b_model_wears_a_consumer_disk_out_in_about_700_steps(
+    options: dict[str, Any], written: str, steps: str
+) -> None:
+    setup = setup_of({"model": 70e9, "gpus": 8, "strategy": "zero3@nvme", **options})
+    text = next(str(finding) for finding in findings(setup) if finding.rule == "states on consumer disks")
+    assert f"writes {written} TB to the disks of each host" in text
+    assert f"would last {steps} steps" in text
+
+
+def test_a_model_of_one_block_is_warned_of_and_not_refused() -> None:
+    """It trains: its one unit is gathered at once. FSDP wrapped so is a mistake that its docs warn of."""
+    setup = setup_of({"model": ONE_UNIT})
+    assert runnable(setup)
+    assert "refuse" in {finding.severity for finding in findings(setup, Stack("fsdp2"))}
+
+
+def test_refusals_come_before_warnings() -> None:
+    found = findings(setup_of({"precision": "fp8", "gpu": "a100", "prefetch": 0}))
+    assert [finding.severity for finding in found] == ["refuse", "planned", "warn"]
+
+
+def test_what_the_engine_runs_is_runnable_and_what_it_only_plans_is_not() -> None:
+    assert runnable(setup_of({}))
+    assert runnable(setup_of({"prefetch": 0}))  # a warning
+    assert not runnable(setup_of({"tp": 2}))
+    assert not runnable(setup_of({"strategy": "zero3@cpu"}))
+
+
+def test_a_healthy_setup_has_no_findings() -> None:
+    assert findings(setup_of({"gpus": 64, "model": "llama3-70b"})) == ()
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "fsdp2", "megatron"])
+def test_what_each_peer_is_made_for_passes(framework: str) -> None:
+    strategy = "zero1" if framework == "megatron" else "zero3"
+    found = findings(setup_of({"strategy": strategy}), Stack.parse(framework))
+    assert [finding.rule for finding in found if finding.severity != "warn"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("deepspead", "Did you mean 'deepspeed'"), ("fsdp2@new", "not numbers and dots"), ("fsdp2@", "not numbers")],
+)
+def test_an_unknown_framework_or_version_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Stack.parse(text)
+
+
+def test_a_16_bit_dtype_is_what_makes_16_bit_masters() -> None:
+    setup = setup_of({})
+    half = replace(setup, precision=replace(setup.precision, master=torch.float16))
+    assert "16-bit master weights" in {finding.rule for finding in findings(half)}

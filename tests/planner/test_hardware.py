@@ -1,0 +1,170 @@
+"""The table of devices: names, aliases, figures against published ones, and this machine."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.machine.devices import Cluster, Device, device, devices, this_machine
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+NAMES = {
+    "h100-sxm": "H100-SXM5-80GB",
+    "H100": "H100-SXM5-80GB",
+    "H100-SXM-80GB": "H100-SXM5-80GB",
+    "NVIDIA H100 80GB HBM3": "H100-SXM5-80GB",
+    "nvidia_h100_80gb_hbm3": "H100-SXM5-80GB",
+    "H100-SXM-96GB-HBM2e": "H100-SXM-96GB-HBM2e",
+    "NVIDIA H100 PCIe": "H100-PCIE-80GB",
+    "A100": "A100-SXM4-80GB",
+    "a100-80gb": "A100-SXM4-80GB",
+    "A100-SXM-80GB": "A100-SXM4-80GB",
+    "A100-SXM-40GB": "A100-SXM4-40GB",
+    "NVIDIA A100-SXM4-40GB": "A100-SXM4-40GB",
+    "NVIDIA A100 80GB PCIe": "A100-PCIE-80GB",
+    "A800": "A800-SXM4-80GB",
+    "V100-SXM-32GB": "V100-SXM2-32GB",
+    "H200-SXM-141GB": "H200-SXM-141GB",
+    "NVIDIA H200": "H200-SXM-141GB",
+    "B200": "B200-180GB",
+    "GB200": "GB200",
+    "MI300X": "MI300X",
+    "AMD Instinct MI300X": "MI300X",
+    "rtx 4090": "RTX4090",
+    "NVIDIA GeForce RTX 4090": "RTX4090",
+    "4090": "RTX4090",
+    "Tesla T4": "T4",
+    "NVIDIA L4": "L4",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_in_many_spellings(name: str) -> None:
+    assert device(name).name == NAMES[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA A10G", None),
+    ],
+)
+def test_dense_bf16_peaks_under_the_names_that_torch_gives(name: str, tflops: float | None) -> None:
+    assert device(name).peak_flops.get("bf16") == (None if tflops is None else tflops * 1e12)
+
+
+def test_every_device_answers_to_its_names() -> None:
+    text = (ROOT / "src/terrazzo/planner/machine/gpus.csv").read_text()
+    for row in csv.DictReader(text.splitlines()):
+        for name in (row["name"], row["name"].lower(), *filter(None, row["aliases"].split("; "))):
+            assert device(name).name == row["name"], name
+    assert len(devices()) == len({found.name for found in devices()}) == 34
+
+
+@pytest.mark.parametrize(("name", "hint"), [("H1000", "H100-SXM5"), ("A1000", "A100-SXM4"), ("h200x", "H200")])
+def test_unknown_names_are_refused_with_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(BadInput, match=rf"no GPU '{name}'.*Did you mean '{hint}"):
+        device(name)
+
+
+def test_a_word_will_do_where_only_one_device_has_it() -> None:
+    assert device("hbm2e").name == "H100-SXM-96GB-HBM2e"
+    assert device("Instinct MI355X").name == "MI355X"
+
+
+def test_a_piece_of_a_word_will_not_do() -> None:
+    assert device("NVIDIA L40").name == "L40"
+    for name in ("MI300", "NVIDIA L400", "L4S", "NVIDIA A2"):
+        with pytest.raises(BadInput, match="no GPU"):
+            device(name)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "GPU of the future", "NVIDIA"])
+def test_nonsense_is_refused(name: str) -> None:
+    with pytest.raises(BadInput, match="There is no GPU"):
+        device(name)
+
+
+def test_ambiguous_names_are_refused_with_the_candidates() -> None:
+    with pytest.raises(BadInput, match="RTX3090 or RTX4090 or RTX5090"):
+        device("RTX")
+
+
+@pytest.mark.parametrize(
+    ("name", "peak", "gib"),
+    [
+        ("H100", 989, 79.11),
+        ("A100", 312, 79.15),
+        ("H200", 989, 139.8),
+        ("B200", 2250, 178.35),
+        ("MI300X", 1307, 191.98),
+    ],
+)
+def test_figures(name: str, peak: float, gib: float) -> None:
+    found = device(name)
+    assert found.peak_flops["bf16"] == peak * 1e12
+    assert found.memory_bytes == int(gib * GIB)
+    assert found.source
+
+
+def test_an_80_gb_card_is_not_80e9_bytes() -> None:
+    assert device("H100").memory_bytes == pytest.approx(84.9e9, rel=1e-3)
+
+
+def test_every_device_has_memory_a_source_and_a_node() -> None:
+    for found in devices():
+        assert found.memory_bytes and found.memory_bytes > 10e9
+        assert found.source and found.per_node >= 1 and found.scaleup_domain >= 1
+        assert found.memory_bandwidth
+
+
+def test_a_domain_may_be_larger_than_a_host() -> None:
+    found = device("gb200")
+    assert (found.per_node, found.scaleup_domain) == (4, 72)
+
+
+def test_no_peak_where_sources_disagree() -> None:
+    assert "bf16" not in device("A10G").peak_flops
+    assert "bf16" not in device("V100").peak_flops
+    assert device("V100").peak_flops["fp16"] == 125e12
+
+
+def test_this_machine_is_its_cpus_where_it_has_no_gpu() -> None:
+    here = this_machine()
+    if torch.cuda.is_available():
+        assert here.device.kind == "cuda" and here.count == torch.cuda.device_count()
+        return
+    assert here.device.kind == "cpu" and here.count == 1
+    assert not here.device.peak_flops
+    physical = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert here.device.memory_bytes is not None and 0 < here.device.memory_bytes <= physical * 1.01
+
+
+def test_nodes() -> None:
+    assert Cluster(device("H100"), 24).nodes == 3
+    assert Cluster(device("H100"), 1).nodes == 1
+    assert Cluster(Device("any", per_node=4), 9).nodes == 3
+
+
+@pytest.mark.skipif(find_spec("hatchling") is None, reason="needs hatchling to build the wheel")
+def test_the_wheel_holds_the_table(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "terrazzo/planner/machine/gpus.csv" in zipfile.ZipFile(wheel).namelist()

@@ -1,0 +1,336 @@
+"""Memory against published numbers, and what must hold of every estimate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrazzo.engine import Plan, Precision
+from terrazzo.planner.api import estimate_request
+from terrazzo.planner.formulas import FORMULAS
+from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.memory.activations import block_activations
+from terrazzo.planner.memory.peak import memory_of, stage_terms
+from terrazzo.planner.memory.stages import in_flight, stage_units
+from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.memory.walk import StepSettings, StepUnit, peak_of
+from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
+from tests.planner.subjects import gpt, llama
+
+A100 = Device("A100", memory_bytes=84_987_740_160)
+V100 = Device("V100", memory_bytes=34_070_000_000, per_node=1)
+ZERO = Precision(weight="bf16", compute="bf16", reduce="bf16", accumulate="bf16")  # type: ignore[arg-type]
+FSDP = Precision(weight="fp32", compute="bf16")  # type: ignore[arg-type]
+PLANS = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
+
+
+def bare(params: float) -> ModelShape:
+    return ModelShape("bare", (UnitShape("", (TensorShape("all", (round(params),)),)),), aligned=False)
+
+
+def setup(model: ModelShape, plan: str | Plan = "zero3", device: Device = A100, **options: Any) -> Setup:
+    mesh = options.pop("mesh", Mesh(dp_shard=8))
+    plan = Plan.named(plan) if isinstance(plan, str) else plan
+    return Setup(model, Cluster(device, mesh.world_size), plan, mesh, **options)
+
+
+# -- published numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "ranks", "expected_gb"),
+    [
+        (7.5e9, 64, {"zero0": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}),  # arXiv 1910.02054, figure 1
+        (70e9, 256, {"zero0": 1120, "zero1": 283.28, "zero2": 143.83, "zero3": 4.38}),
+    ],
+)
+def test_states_of_the_zero_paper(params: float, ranks: int, expected_gb: dict[str, float]) -> None:
+    for plan, expected in expected_gb.items():
+        memory = memory_of(setup(bare(params), plan, mesh=Mesh(dp_shard=ranks), precision=ZERO))
+        digits = len(str(expected).partition(".")[2])
+        assert round(memory.expected_bytes / 1e9, digits) == expected, plan
+        assert memory.upper_bytes == memory.device_bytes == memory.expected_bytes
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "micro_batch", "pp", "chunks", "plain_gib", "selective_gib"),
+    [
+        (48, 6144, 64, 4, 1, 1, 59.25, 9.5625),
+        (96, 12288, 96, 1, 8, 3, 66.84375, 12.3515625),
+        (105, 20480, 128, 1, 35, 3, 114.0234375, 23.076171875),
+        (128, 25600, 160, 1, 64, 1, 131.25, 26.5625),
+    ],
+)
+def test_activations_of_korthikanti(
+    layers: int, hidden: int, heads: int, micro_batch: int, pp: int, chunks: int, plain_gib: float, selective_gib: float
+) -> None:
+    """First stage of the four models of arXiv 2205.05198, table 3 and figure 1: tp 8, sequence 2,048."""
+    model = gpt(layers, hidden, heads, 51_200)
+    for mode, expected in (("none", plain_gib), ("selective", selective_gib)):
+        made = setup(
+            model,
+            "zero0",
+            mesh=Mesh(tp=8, pp=pp),
+            sequence=2048,
+            micro_batch=micro_batch,
+            micro_batches=4 * pp,
+            precision=Precision.named("fp16"),
+            checkpointing=mode,
+            attention="math",
+            sequence_parallel=mode == "selective",
+            virtual_stages=chunks,
+        )
+        block = model.blocks[0].block
+        assert block is not None
+        saved = block_activations(made, block).saved * layers / pp * in_flight(made, 0)
+        assert saved / 2**30 == expected
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_seventy_billion_do_not_fit_on_eight(plan: str) -> None:
+    model = llama(80, 8192, 28672, 64, 8, 32_000)
+    assert (
+        memory_of(setup(model, plan, sequence=2048, micro_batch=4, checkpointing="full", precision=FSDP)).fits is False
+    )
+
+
+def test_megatron_7b_of_the_continuous_integration() -> None:
+    """NVIDIA/Megatron-LM gpt3_7b_tp4_pp1_memory_speed: 58.19e9 bytes allocated at most."""
+    model = gpt(32, 4096, 32, 131_200, kv_heads=8, tied=False)
+    made = setup(
+        model,
+        "zero1",
+        mesh=Mesh(dp_shard=2, tp=4),
+        sequence=8192,
+        micro_batch=2,
+        micro_batches=2,
+        precision=Precision.named("bf16"),
+        sequence_parallel=False,
+        loss="fused",
+        whole_gradients=True,
+        fused_update=True,
+    )
+    assert memory_of(made).expected_bytes == pytest.approx(58.19e9, rel=0.03)
+
+
+def test_what_megatron_does_is_said_and_not_guessed() -> None:
+    """With every choice given, splitting a model into more tensor-parallel parts never needs more memory."""
+    model = llama(80, 8192, 28672, 64, 8, 128_256)
+    for as_megatron in (False, True):
+        options: dict[str, Any] = {"whole_gradients": as_megatron, "fused_update": as_megatron}
+        options |= {"loss": "fused" if as_megatron else "full", "sequence": 4096, "checkpointing": "full"}
+        options["precision"] = Precision.named("bf16")
+        peaks = [
+            memory_of(setup(model, "zero1", mesh=Mesh(dp_shard=16, tp=tp), **options)).expected_bytes
+            for tp in (1, 2, 4, 8)
+        ]
+        assert peaks == sorted(peaks, reverse=True)
+        assert peaks[0] > 1.5 * peaks[1]
+
+
+def test_a_request_under_model_parallelism_means_megatron_and_says_so() -> None:
+    made, plain = (build_setup(Request("llama3-8b", 8, strategy="zero1", tp=tp)) for tp in (2, 1))
+    assert (made.whole_gradients, made.fused_update, made.loss) == (True, True, "fused")
+    assert (plain.whole_gradients, plain.fused_update, plain.loss) == (False, False, "full")
+    asked = Request("llama3-8b", 8, strategy="zero1", tp=2, loss="full")
+    assert build_setup(asked).loss == "full"
+    said = [note for note in estimate_request(asked).warnings if "Megatron-core" in note]
+    assert len(said) == 1
+    assert "fused loss" not in said[0]
+    assert not any("Megatron" in note for note in estimate_request(replace(asked, tp=1)).warnings)
+
+
+def test_zero_offload_trains_thirteen_billion_on_one_v100() -> None:
+    """On 32 GB 1.4B parameters without offload and 13B with it (arXiv 2101.06840)."""
+    options: dict[str, Any] = {"sequence": 1024, "checkpointing": "full", "precision": Precision.named("fp16")}
+    offload = Plan("-", "-", "D@cpu", "D@cpu")
+    small, large = gpt(40, 1536, 24, 50_257), gpt(65, 4096, 32, 50_257)
+    assert memory_of(setup(small, "zero0", V100, mesh=Mesh(), **options)).fits
+    assert not memory_of(setup(large, "zero0", V100, mesh=Mesh(), **options)).fits
+    memory = memory_of(setup(large, offload, V100, mesh=Mesh(), **options))
+    assert memory.fits
+    assert {term.name for term in memory.host} == {"gradients", "master", "moments"}
+    assert sum(term.value for term in memory.host) == pytest.approx(1.2 * 16 * large.numel, rel=1e-3)
+
+
+# -- tiers -----------------------------------------------------------------------------------------------------
+
+
+def test_states_on_disk_are_written_once_a_step() -> None:
+    """70B parameters with Adam in fp32 write 0.84 TB."""
+    model = llama(80, 8192, 28672, 64, 8, 128_256)
+    plan = Plan("D", "D", "D@cpu", "D@nvme")
+    memory = memory_of(setup(model, plan, sequence=2048, precision=Precision.named("bf16")))
+    written = 8 * sum(term.value for term in memory.disk_writes)
+    assert written == pytest.approx(12 * model.numel, rel=1e-3)
+    assert sum(term.value for term in memory.disk) * 8 == written
+    assert {term.name for term in memory.host} == {"gradients", "disk buffers"}
+    assert not {"master", "moments"} & {term.name for term in memory.terms}
+
+
+def test_offloaded_weights_leave_staging_and_gathered_units() -> None:
+    model = llama(32, 4096, 14336, 32, 8, 128_256)
+    here = memory_of(setup(model, Plan("D", "D", "D", "D"), sequence=4096, checkpointing="full"))
+    there = memory_of(setup(model, Plan("D@cpu", "D", "D@cpu", "D@cpu"), sequence=4096, checkpointing="full"))
+    states = 16 * model.numel / 8
+    assert here.expected_bytes - there.expected_bytes > 0.6 * states
+    assert {"gathered", "staging"} <= {term.name for term in there.terms}
+    assert here.host == here.disk == there.disk == ()
+    assert {term.name for term in there.host} == {"weights", "gradients", "moments"}
+
+
+# -- what must always hold -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "hybrid_shard", "hfsdp", "hpz"])
+def test_every_term_is_explained_and_bounded(plan: str) -> None:
+    for mesh in (Mesh(dp_replicate=2, dp_shard=4), Mesh(pp=4, dp_replicate=2, dp_shard=2, tp=2)):
+        made = setup(llama(8, 512, 1408, 8, 2, 32_000), plan, mesh=mesh, sequence=512, micro_batches=8)
+        memory = memory_of(made)
+        names = [term.name for term in memory.terms]
+        assert len(set(names)) == len(names)
+        for term in memory.terms:
+            assert term.formula in FORMULAS
+            assert 0 <= term.value <= term.upper
+        assert memory.expected_bytes <= memory.reserved_bytes <= memory.device_bytes <= memory.upper_bytes
+        assert len(memory.per_stage) == mesh.pp
+        assert max(memory.per_stage) == memory.expected_bytes
+
+
+def test_the_allocator_takes_room_but_no_more_than_there_is() -> None:
+    """What fits when the cache is given back is not refused for what the cache would like to keep."""
+    made = setup(llama(32, 4096, 14336, 32, 8, 128_256), sequence=4096, precision=FSDP)
+    allocated = memory_of(made).expected_bytes
+    held = []
+    for capacity in (1.02 * allocated, 1.15 * allocated, 2 * allocated):
+        device = replace(A100, memory_bytes=round(capacity))
+        memory = memory_of(replace(made, cluster=Cluster(device, 8)))
+        assert memory.fits is (memory.device_bytes <= capacity)
+        held.append((memory.fits, memory.device_bytes / allocated))
+    assert [fits for fits, _ in held] == [False, True, True]
+    assert held[1][1] == pytest.approx(1.12, abs=0.04)
+    assert held[2][1] > 1.1
+
+
+def test_checkpointing_and_fewer_tokens_need_less() -> None:
+    model = llama(32, 4096, 14336, 32, 8, 128_256)
+
+    def peak(**options: Any) -> float:
+        return memory_of(setup(model, **{"sequence": 8192, "precision": FSDP, **options})).expected_bytes
+
+    modes = [peak(checkpointing=mode) for mode in ("full", "selective", "none")]
+    assert modes == sorted(modes)
+    assert peak(checkpointing="full") < peak(checkpointing="full", every=2) < peak()
+    assert peak(sequence=4096) < peak() < peak(micro_batch=2)
+    assert peak(compile=True) < peak() < peak(attention="math")
+    assert peak(loss="chunked") < peak(loss="fused") < peak()
+
+
+def test_pipeline_stages_hold_what_runs_on_them() -> None:
+    model = llama(10, 512, 1408, 8, 2, 32_000)
+    made = setup(model, "zero0", mesh=Mesh(pp=4), sequence=512, micro_batches=8)
+    stages = [stage_units(made, stage) for stage in range(4)]
+    assert [sum(count for unit, count in units if unit.block) for units in stages] == [3, 3, 2, 2]
+    named = [[tensor.role for unit, _ in units if not unit.block for tensor in unit.tensors] for units in stages]
+    assert named == [["embedding"], [], [], ["vector", "head"]]
+    total = sum(unit.numel * count for units in stages for unit, count in units)
+    assert total == model.numel
+
+
+def test_a_tied_head_is_a_copy_on_the_last_stage() -> None:
+    tied = llama(4, 512, 1408, 8, 2, 32_000, tied=True)
+    made = setup(tied, "zero0", mesh=Mesh(pp=2), sequence=512, micro_batches=4)
+    total = sum(unit.numel * count for stage in (0, 1) for unit, count in stage_units(made, stage))
+    assert total == tied.numel + 512 * 32_000
+
+
+@pytest.mark.parametrize(("pp", "stage", "chunks", "expected"), [(8, 0, 1, 8), (8, 7, 1, 1), (8, 0, 3, 8 + 7 / 3)])
+def test_micro_batches_in_flight(pp: int, stage: int, chunks: int, expected: float) -> None:
+    """Interleaved: L (1 + (p - 1) / (p v)) layers' activations on the first stage (arXiv 2205.05198, section 4.2.3)."""
+    made = setup(llama(24, 64, 128, 2, 2, 100), mesh=Mesh(pp=pp), micro_batches=64, virtual_stages=chunks)
+    assert in_flight(made, stage) == pytest.approx(expected)
+    assert in_flight(replace(made, pipeline="gpipe"), stage) == 64
+
+
+def test_experts_are_split_over_their_own_ranks() -> None:
+    expert = TensorShape("experts", (8, 4096, 512), "expert")
+    shared = TensorShape("shared", (512, 512), "matrix")
+    block = BlockShape(512, 8, 8, 64, 4096, experts=8, active_experts=2)
+    model = ModelShape("moe", (UnitShape("", (shared,)), UnitShape("layers", (expert, shared), 4, block)), 100)
+    options: dict[str, Any] = {"sequence": 128, "precision": Precision.named("bf16")}
+
+    def weights(plan: str, ep: int) -> float:
+        terms = state_terms(setup(model, plan, mesh=Mesh(dp_shard=8, ep=ep), **options))
+        return terms[0].value
+
+    assert weights("zero1", 1) - weights("zero1", 4) == 4 * expert.numel * 2 * 3 / 4
+    assert weights("zero3", 4) == weights("zero3", 1)  # eight ranks hold each element once either way
+
+
+@pytest.mark.parametrize(("recipe", "expected"), [(("adamw", 2, None), 8), (("sgd", 0, None), 0), (("q", 2, 1), 2)])
+def test_moments_follow_the_optimizer(recipe: tuple[str, int, float | None], expected: int) -> None:
+    model = llama(2, 512, 1408, 8, 2, 32_000)
+    made = setup(model, "zero0", optimizer=OptimizerRecipe(*recipe, fixed_bytes=0))
+    moments = {term.name: term.value for term in state_terms(made)}["moments"]
+    assert moments == expected * model.numel
+
+
+def test_a_thousand_estimates_take_less_than_a_second() -> None:
+    model = llama(126, 16384, 53248, 128, 8, 128_256)
+    started = time.perf_counter()
+    for micro_batch in range(1, 101):
+        for mesh in (Mesh(dp_shard=128, tp=8), Mesh(dp_shard=8, tp=8, pp=16)):
+            memory_of(setup(model, mesh=mesh, sequence=8192, micro_batch=micro_batch, micro_batches=16))
+    assert time.perf_counter() - started < 200 * 2e-3  # a busy machine is twice as slow
+
+
+# -- the step on paper -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    plan=st.sampled_from([*PLANS, "hybrid_shard", "hpz"]),
+    layers=st.integers(9, 40),
+    prefetch=st.integers(0, 2),
+    micro_batches=st.integers(1, 3),
+    local=st.booleans(),
+    saved=st.integers(0, 2**20),
+)
+def test_a_long_row_may_be_shortened(
+    plan: str, layers: int, prefetch: int, micro_batches: int, local: bool, saved: int
+) -> None:
+    """One unit that stands for many peaks as they do one by one."""
+    model = llama(layers, 64, 128, 4, 2, 1000)
+    made = setup(model, plan, mesh=Mesh(dp_replicate=2, dp_shard=4), precision=Precision.named("bf16"))
+    units = _step_units(made, saved)
+    options = StepSettings(prefetch=prefetch, micro_batches=micro_batches, local=local or not made.plan.grad.axes)
+    one_by_one = [replace(unit, count=1) for unit in units for _ in range(unit.count)]
+    assert peak_of(units, options).total == pytest.approx(peak_of(one_by_one, options).total, rel=1e-12)
+
+
+def _step_units(made: Setup, saved: int) -> list[StepUnit]:
+    from terrazzo.planner.memory.states import rules_of, unit_states
+
+    rules = rules_of(made)
+    return [
+        StepUnit(unit_states(unit, rules), count, float(saved) if unit.block else 0.0, saved / 3)
+        for unit, count in stage_units(made, 0)
+    ]
+
+
+def test_the_moment_is_named() -> None:
+    model = llama(32, 4096, 14336, 32, 8, 128_256)
+    at_loss = memory_of(setup(model, sequence=32_768, checkpointing="full", precision=FSDP))
+    assert "at the loss" in at_loss.limiting_rank
+    resting = memory_of(setup(model, "zero0", sequence=128, checkpointing="full"))
+    assert "optimizer's update" in resting.limiting_rank
+    terms, moment = stage_terms(setup(model, "zero3", sequence=8192, precision=FSDP, compile=True), 0)
+    assert "backward" in moment
+    assert terms

@@ -1,0 +1,136 @@
+"""Memory against the engine's own bill, made from its buckets and its schedule before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from terrazzo.engine import Plan, Precision, estimate
+from terrazzo.engine.collectives import GlooCollectives
+from terrazzo.engine.partition import find_units, partition
+from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.states import rules_of, state_terms, unit_states
+from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.train.model import Decoder, DecoderConfig
+from tests.engine.toys import EVERY_PLAN, TABLE_2D
+from tests.helpers.fake import fake_group
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision.named("fp32"),
+    "bf16": Precision.named("bf16"),
+    "bf16-pure": Precision.named("bf16-pure"),
+    "fsdp": Precision(weight="fp32", compute="bf16", reduce="bf16", moments="bf16"),  # type: ignore[arg-type]
+    "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
+    "narrow wire": Precision(weight="bf16", compute="bf16", reduce="bf16"),  # type: ignore[arg-type]
+}
+MESHES = {
+    "one rank": {"dp_shard": 1},
+    "six": {"dp_shard": 6},
+    "two by four": {"dp_replicate": 2, "dp_shard": 4},
+    "with context": {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+}
+CASES = [
+    (mesh, plan) for mesh in MESHES for plan in EVERY_PLAN if plan not in TABLE_2D or "dp_replicate" in MESHES[mesh]
+]
+
+
+def decoder(layers: int, frozen: bool = False) -> nn.Module:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(501, 64, layers, 4, 2, 176, 64, tie_embeddings=False))
+    if frozen:
+        parameters = dict(model.named_parameters())
+        for name in ("embedding.weight", "blocks.0.attention.key.weight"):
+            parameters[name].requires_grad_(False)
+    return model
+
+
+def shape_of(model: nn.Module) -> ModelShape:
+    """Units and tensors as the engine itself finds them, equal neighbours as one row."""
+    rows: list[tuple[tuple[TensorShape, ...], int]] = []
+    for spec in partition(model, find_units(model, None)[0]):
+        tensors = tuple(
+            TensorShape(str(index), tuple(member.parameter.shape), "matrix", trainable=member.trainable)
+            for index, member in enumerate(spec.members)
+        )
+        if rows and spec.name and rows[-1][0] == tensors:
+            rows[-1] = (tensors, rows[-1][1] + 1)
+        else:
+            rows.append((tensors, 1))
+    block = BlockShape(64, 4, 2, 16, 176)
+    units = [UnitShape(str(index), *row, block if index else None) for index, row in enumerate(rows)]
+    return ModelShape("decoder", tuple(units))
+
+
+def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """As the trainer has it: matrices are decayed, norms are not."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups)
+
+
+def check_bill(model: nn.Module, mesh: str, plan: str, precision: Precision, prefetch: int) -> None:
+    sizes = MESHES[mesh]
+    device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    bill = estimate(model, in_two_groups(model), plan, precision=precision, mesh=device_mesh, prefetch=prefetch)
+    setup = Setup(
+        shape_of(model),
+        Cluster(Device("gpu"), 8),
+        Plan.named(plan),
+        Mesh(**sizes),
+        precision=precision,
+        prefetch=prefetch,
+    )
+    found = {term.name: term.value for term in state_terms(setup)}
+    assert found == {
+        "weights": bill.weight_bytes,
+        "gradients": bill.grad_bytes,
+        "master": bill.master_bytes,
+        "moments": bill.moments_bytes,
+    }
+    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("mesh", "plan"), CASES)
+def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
+    world_size = 1
+    for size in MESHES[mesh].values():
+        world_size *= size
+    with fake_group(world_size):
+        for layers, prefetch in ((1, 1), (3, 0), (3, 2), (20, 1)):
+            check_bill(decoder(layers), mesh, plan, PRECISIONS[precision], prefetch)
+        check_bill(decoder(3, frozen=True), mesh, plan, PRECISIONS[precision], 1)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_no_rank_has_more_than_the_first_but_for_step_counts(rank: int) -> None:
+    """Padding at the end of a unit lies on the last ranks, and has no moments."""
+    model: Any = decoder(3)
+    bills = []
+    for index in (0, rank):
+        with fake_group(8, index):
+            bills.append(estimate(model, in_two_groups(model), "zero3", precision="bf16"))
+    first, other = bills
+    assert other.weight_bytes == first.weight_bytes
+    assert other.moments_bytes <= first.moments_bytes + 4 * len(shape_of(model).units) * 3
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 8), (8, 4), (3, 1)])
+def test_what_gloo_receives(ranks: int, per_node: int) -> None:
+    """Blocks from ranks of the same host, whole chunks from others."""
+    collectives: Any = object.__new__(GlooCollectives)
+    collectives.rank, collectives.size = 0, ranks
+    collectives._near = dict.fromkeys(range(1, min(ranks, per_node)))
+    collectives._far = list(range(min(ranks, per_node), ranks))
+    host = Device("host", kind="cpu", per_node=per_node)
+    unit = UnitShape("", (TensorShape("matrix", (2048, 1024)),))
+    setup = Setup(ModelShape("one", (unit,)), Cluster(host, ranks), Plan.named("zero3"), Mesh(dp_shard=ranks))
+    states = unit_states(unit, rules_of(setup))
+    assert states.reduction == ((True, collectives.receive_bytes(states.pending)),)

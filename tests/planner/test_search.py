@@ -1,0 +1,373 @@
+"""The search finds what trying everything finds, says why the rest is refused, and sizes as published examples do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.api import estimate, estimate_request, plan
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.report.bare import BareAnswer
+from terrazzo.planner.report.schema import StatesReport
+from terrazzo.planner.search.candidates import CHECKPOINTING, DATA_PARALLEL, MICRO_BATCHES
+from terrazzo.planner.search.search import Frontier, Refusal, search
+from terrazzo.planner.search.sizing import Sizing, floor_gpus, min_gpus
+from terrazzo.planner.setup.checks import check
+from terrazzo.planner.setup.request import Request, build_setup, counts_of
+
+# -- published arithmetic ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "world", "published_gb", "rounded_by"),
+    [  # arXiv 1910.02054, figure 1; and the same arithmetic for 70 B on 256
+        (7.5e9, 64, {"zero0": 120, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}, 0.05),
+        (70e9, 256, {"zero0": 1120, "zero1": 283.28, "zero2": 143.83, "zero3": 4.38}, 0.005),
+    ],
+)
+def test_model_states_are_the_zero_papers(
+    params: float, world: int, published_gb: dict[str, float], rounded_by: float
+) -> None:
+    rows = {row.strategy: row.per_rank.states_gb for row in bare(params, world).plans}
+    assert rows == {name: pytest.approx(value, abs=rounded_by * 1.0001) for name, value in published_gb.items()}
+
+
+def test_traffic_of_70b_is_280_gb_and_420_gb_under_zero_3() -> None:
+    assert [row.traffic_gb["total"] for row in bare(70e9, 256).plans] == [280, 280, 280, 420]
+
+
+def bare(params: float, world: int) -> StatesReport:
+    return BareAnswer(Request(params, gpus=world, precision="zero")).report()
+
+
+def test_the_floor_for_70b_is_14_gpus_and_with_18_gb_of_other_memory_24_run() -> None:
+    states, capacity = 16 * 70e9, 80e9
+    assert floor_gpus(states, capacity) == 14
+    assert floor_gpus(states, capacity, 18e9) == 19
+    sizing = min_gpus(Request(70e9, "1..64", "h100", strategy="zero3", precision="zero", memory_bytes=capacity - 18e9))
+    assert sizing.gpus == 24
+    found = [bare(70e9, gpus).plans[3].per_rank.states_gb + 18 for gpus in (16, 24, 32)]
+    assert found == [pytest.approx(88.0), pytest.approx(64.67, abs=0.01), pytest.approx(53.0)]
+
+
+def test_no_number_of_gpus_helps_where_activations_alone_do_not_fit() -> None:
+    with pytest.raises(BadInput, match=r"90\.0 GB of activations and buffers leave no room for states in 80\.0 GB"):
+        floor_gpus(1e12, 80e9, 90e9)
+
+
+# -- the search --------------------------------------------------------------------------------------------------
+
+
+def request(model: Any = "llama3-8b", gpus: int | str | None = 8, **options: Any) -> Request:
+    return Request(model, gpus, **{"gpu": "h100", **options})
+
+
+def everything(asked: Request) -> list[Estimate]:
+    """All that fits, by trying every combination of strategy, checkpointing and micro-batch."""
+    found = []
+    for name, mode, size in itertools.product(DATA_PARALLEL, CHECKPOINTING, MICRO_BATCHES):
+        try:
+            setup = build_setup(replace(asked, strategy=name, checkpointing=mode, micro_batch=size))
+            check(setup)
+        except BadInput:
+            continue
+        answer = estimate(setup)
+        if answer.memory.fits:
+            found.append(answer)
+    return found
+
+
+def rate(found: Estimate) -> float:
+    assert found.time is not None
+    return found.time.tokens_per_s_per_gpu * found.setup.cluster.count
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "options"),
+    [
+        ("llama3-8b", 8, {}),
+        ("llama3-70b", 64, {}),
+        ("gpt2-1.5b", 2, {"gpu": "a100"}),
+        ("llama3-8b", 16, {"global_batch": 64, "sequence": 8192}),
+        ("llama3-8b", 8, {"gpu": "a100-sxm4-40gb"}),
+    ],
+    ids=str,
+)
+def test_the_best_is_the_best_of_everything(model: str, gpus: int, options: dict[str, Any]) -> None:
+    asked = request(model, gpus, **options)
+    found, tried = search(asked), everything(asked)
+    sure = [answer for answer in tried if answer.memory.fits_surely]
+    assert found.best is not None
+    assert rate(found.best) == pytest.approx(max(map(rate, sure or tried)), rel=0.01)
+
+
+def test_what_is_ranked_fits_and_sure_things_come_first_then_the_fastest() -> None:
+    found = search(request("llama3-70b", 64))
+    assert found.ranked
+    assert all(answer.memory.fits for answer in found.ranked)
+    keys = [(not answer.memory.fits_surely, -rate(answer)) for answer in found.ranked]
+    assert keys == sorted(keys)
+
+
+def test_the_frontier_is_what_nothing_else_beats() -> None:
+    found = search(request())
+    points = {(answer.memory.expected_bytes, rate(answer)) for answer in found.ranked}
+    beaten = {one for one in points for other in points if other != one and other[0] <= one[0] and other[1] >= one[1]}
+    assert {(answer.memory.expected_bytes, rate(answer)) for answer in found.pareto} == points - beaten
+
+
+def test_refusals_say_the_arithmetic() -> None:
+    found = search(request("llama3-70b", 64))
+    reasons = {refusal.strategy: refusal for refusal in found.refused}
+    assert reasons["zero0"].reason.startswith("weights, gradients and optimizer alone are 1,183 of 79.1 GiB.")
+    assert needed(reasons["zero0"]) > 70.55e9 * 18
+    assert reasons["zero0"].candidates == len(CHECKPOINTING) * len(MICRO_BATCHES)
+    assert "with micro-batch 1 and full activation checkpointing" in reasons["shard_grad_op"].reason
+    assert "zero3" not in reasons
+    assert found.considered >= len(found.ranked) + sum(refusal.candidates for refusal in found.refused)
+
+
+def test_a_published_impossible_claim_is_refused() -> None:
+    """70 B parameters on 8 A100: their states alone are 140 GB on each."""
+    found = search(request("llama3-70b", 8, gpu="a100"))
+    assert found.best is None
+    assert all("alone" in refusal.reason or "2 or more" in refusal.reason or refusal.needed_bytes is None
+               for refusal in found.refused)  # fmt: skip
+    assert needed(next(one for one in found.refused if one.strategy == "zero3")) > 141e9
+
+
+def needed(refusal: Refusal) -> float:
+    """What its nearest plan takes on the device, as an estimate of that very plan says."""
+    assert refusal.setup is not None
+    assert refusal.needed_bytes is not None
+    assert estimate(refusal.setup).memory.device_bytes == refusal.needed_bytes
+    return refusal.needed_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "options"),
+    [
+        ("llama3-70b", 8, {}),
+        ("deepseek-v3", 64, {"parallel": True}),
+        ("llama3-8b", 8, {"sequence": 1_000_000}),
+        ("llama3-8b", 1, {"offload": True, "host_memory_bytes": 16e9}),
+    ],
+)
+def test_what_comes_nearest_is_nearest_of_all_that_was_refused(model: str, gpus: int, options: dict[str, Any]) -> None:
+    """The least that is lacking anywhere; and the plan is the one that lacks it, mesh and checkpointing included."""
+    found = search(request(model, gpus, **options))
+    assert not found.ranked
+    nearest = found.nearest
+    assert nearest is not None
+    assert nearest.setup is not None
+    again = estimate(nearest.setup).memory
+    assert again.fits is False
+    assert again.overrun == nearest.overrun == min(refusal.overrun for refusal in found.refused)
+    for name, mode in itertools.product(DATA_PARALLEL, CHECKPOINTING):
+        try:
+            setup = build_setup(replace(request(model, gpus, **options), strategy=name, checkpointing=mode))
+            other = estimate(setup).memory.overrun
+        except BadInput:
+            continue
+        assert other is not None
+        assert other >= nearest.overrun
+
+
+def test_where_memory_refuses_nothing_nothing_is_nearest() -> None:
+    assert search(request(gpus=16, global_batch=8)).nearest is None
+
+
+def test_the_global_batch_is_kept() -> None:
+    found = search(request(gpus=16, global_batch=64))
+    assert found.ranked
+    assert {answer.setup.global_batch for answer in found.ranked} == {64}
+    assert {answer.setup.micro_batch for answer in found.ranked} <= {1, 2, 4}
+
+
+def test_more_ranks_than_sequences_are_refused_with_the_arithmetic() -> None:
+    found = search(request(gpus=16, global_batch=8))
+    assert not found.ranked
+    assert all("more data ranks than the batch has sequences" in refusal.reason for refusal in found.refused)
+
+
+def test_what_is_given_is_not_varied() -> None:
+    found = search(request(gpus=16, strategy="zero2", checkpointing="full", micro_batch=2))
+    assert len(found.ranked) == 1
+    setup = found.ranked[0].setup
+    assert (setup.plan.name, setup.checkpointing, setup.micro_batch) == ("zero2", "full", 2)
+
+
+def test_a_range_is_searched_in_whole_hosts() -> None:
+    found = search(request(gpus="4..40"))
+    assert {answer.setup.cluster.count for answer in found.ranked} == {4, 8, 16, 24, 32, 40}
+    assert counts_of(request(gpus="4..40"), 8) == (4, 8, 16, 24, 32, 40)
+    assert counts_of(request(gpus="9..15"), 8) == (9,)
+
+
+@pytest.mark.parametrize(("rank", "first"), [("gpus", 1), ("throughput", 16)])
+def test_rank_decides_what_is_first(rank: Any, first: int) -> None:
+    found = search(request("gpt2-1.5b", "1..16", rank=rank))
+    assert found.ranked[0].setup.cluster.count == first
+
+
+def test_only_what_the_engine_runs_is_tried_unless_asked() -> None:
+    meshes = {answer.setup.mesh for answer in search(request("llama3-70b", 64)).ranked}
+    assert all((mesh.tp, mesh.pp, mesh.cp, mesh.ep) == (1, 1, 1, 1) for mesh in meshes)
+    more = search(request("llama3-70b", 64, parallel=True))
+    assert {answer.setup.mesh.tp for answer in more.ranked} >= {2, 4, 8}
+    assert {answer.setup.mesh.pp for answer in more.ranked} >= {2, 4}
+    planned = next(answer for answer in more.ranked if answer.setup.mesh.tp > 1)
+    assert any("no tensor parallelism yet" in warning for warning in planned.warnings)
+
+
+def test_long_sequences_try_context_parallelism_and_experts_expert_parallelism() -> None:
+    long = search(request("llama3-8b", 16, parallel=True, sequence=32768))
+    assert {answer.setup.mesh.cp for answer in long.ranked} > {1}
+    experts = search(request("qwen3-30b-a3b", 32, parallel=True, tp=1, pp=1))
+    assert {answer.setup.mesh.ep for answer in experts.ranked} > {1}
+
+
+def test_offload_is_tried_where_nothing_else_fits() -> None:
+    asked = request("llama3-8b", 1, offload=True)
+    found = search(asked)
+    assert found.ranked
+    assert all("@" in answer.setup.plan.name for answer in found.ranked)
+    assert all("@" not in answer.setup.plan.name for answer in search(replace(asked, gpus=8)).ranked)
+
+
+def test_host_memory_limits_offload() -> None:
+    found = search(request("llama3-8b", 1, offload=True, host_memory_bytes=16e9))
+    assert not found.ranked
+    assert any("the host memory of each host would hold" in refusal.reason for refusal in found.refused)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "limit"), [("zero3@cpu", "host_memory_bytes"), ("zero3@nvme", "disk_bytes")], ids=["host", "disk"]
+)
+def test_a_named_plan_that_its_host_cannot_hold_does_not_fit(strategy: str, limit: str) -> None:
+    """8.03 B parameters: gradients and optimizer state are 16 bytes each, on disk 12. Eight ranks share one host."""
+    room = {limit: 1e15}
+    asked = request(strategy=strategy, sequence=2048)
+    answer = estimate_request(replace(asked, **room)).memory
+    full = next(one for one in answer.rooms if one.name == limit.partition("_")[0])
+    least = 8.03e9 * (16 if limit == "host_memory_bytes" else 12)
+    assert least <= full.expected <= 1.25 * least
+    assert (answer.fits, answer.fits_surely) == (True, True)
+    tight = estimate_request(replace(asked, **{limit: full.expected + 1})).memory
+    assert (tight.fits, tight.fits_surely) == (True, limit == "disk_bytes")
+    none = estimate_request(replace(asked, **{limit: least - 1e9})).memory
+    assert (none.fits, none.fits_surely) == (False, False)
+    assert none.device_bytes < (none.capacity_bytes or 0)
+    assert not search(replace(asked, **{limit: least - 1e9})).ranked
+
+
+def test_without_a_known_peak_the_fewest_bytes_sent_come_first() -> None:
+    found = search(request(gpu="my accelerator", memory_bytes=200e9, per_node=8))
+    assert found.ranked
+    assert all(answer.time is None and answer.no_time for answer in found.ranked)
+    sure = [answer for answer in found.ranked if answer.memory.fits_surely]
+    sent = [answer.traffic.total_bytes / (answer.setup.global_batch * answer.setup.sequence) for answer in sure]
+    assert sent == sorted(sent)
+
+
+# -- sizing ------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_that_runs_is_above_the_floor_and_one_host_less_does_not_run() -> None:
+    sizing = min_gpus(request("llama3-70b", None))
+    assert sizing.floor == 14  # 70.55 B × 16 B = 1.13 TB, of 84.9 GB each
+    assert sizing.gpus in (24, 32)
+    assert sizing.answer is not None
+    assert sizing.answer.best is not None
+    assert sizing.answer.best.memory.fits_surely
+    assert not any(answer.memory.fits_surely for answer in everything(request("llama3-70b", sizing.gpus - 8)))
+    assert f"14 is only the floor for model states; {sizing.gpus} is the first that runs" in str(sizing)
+
+
+def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:
+    assert min_gpus(request("llama3-8b", "16..64")).gpus == 16
+    none = min_gpus(request("llama3-405b", "8..32"))
+    assert none.gpus is None
+    assert str(none).endswith("no number of GPUs that was tried runs.")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "zero3"}, {}, {"global_batch": 4096}, {"parallel": True, "sequence": 4096}],
+    ids=str,
+)
+def test_a_huge_range_is_searched_in_less_than_two_seconds(options: dict[str, Any]) -> None:
+    started = time.perf_counter()
+    sizing = min_gpus(request("llama3-405b", "1..1000000", **{"sequence": 1_000_000, **options}))
+    assert time.perf_counter() - started < 2
+    assert (sizing.gpus is None) is ("parallel" not in options)
+
+
+def test_beyond_the_numbers_tried_in_turn_the_first_that_runs_is_found_by_halves() -> None:
+    """States alone: as many whole hosts as hold them, and no more."""
+    sizing = min_gpus(Request(1e15, "1..1000000", "h100", strategy="zero3", precision="zero"))
+    needed = 16e15 / sizing_capacity(sizing)
+    assert sizing.floor == math.ceil(needed)
+    assert sizing.gpus == math.ceil(needed / 8) * 8 > 100_000
+    assert sizing.answer is not None
+    assert sizing.answer.request.gpus == sizing.gpus
+    assert len(sizing.steps) < 60
+
+
+def sizing_capacity(sizing: Sizing) -> int:
+    assert sizing.answer is not None
+    capacity = build_setup(replace(sizing.answer.request, strategy="zero3")).cluster.device.memory_bytes
+    assert capacity is not None
+    return capacity
+
+
+def test_sizing_needs_the_memory_of_the_device() -> None:
+    device = replace(build_setup(request()).cluster.device, memory_bytes=None)
+    with pytest.raises(BadInput, match=r"memory of .* is not known"):
+        min_gpus(request(gpu=device))
+
+
+# -- tz.plan -----------------------------------------------------------------------------------------------------
+
+
+def test_plan_estimates_one_strategy_and_compares_all() -> None:
+    one = plan("llama3-8b", 8, strategy="zero3", gpu="h100")
+    assert isinstance(one, Estimate)
+    assert one == estimate_request(request(strategy="zero3"))
+    many = plan("llama3-8b", 8, gpu="h100")
+    assert isinstance(many, Frontier)
+    assert isinstance(plan("llama3-8b", "8..16", strategy="zero3", gpu="h100"), Frontier)
+
+
+def test_what_was_assumed_is_said() -> None:
+    answer = plan("llama3-8b", 16, strategy="zero1", pp=2)
+    assert isinstance(answer, Estimate)
+    text = " ".join(answer.warnings)
+    assert "No GPU was named: H100" in text
+    assert "No sequence length was given: 4096" in text
+    assert "16 micro-batches per step, 8 for each of 2 pipeline stages" in text
+    said = plan("llama3-8b", 16, strategy="zero1", pp=2, gpu="h100", sequence=4096, micro_batches=4)
+    assert isinstance(said, Estimate)
+    assert not any("was given" in warning or "was named" in warning for warning in said.warnings)
+
+
+def test_a_bare_number_of_parameters_has_states_and_no_time() -> None:
+    answer = plan(7e9, 64, strategy="zero3", gpu="h100")
+    assert isinstance(answer, Estimate)
+    assert answer.time is None
+    assert answer.no_time
+    assert search(request(7e9, 64)).ranked
+
+
+def test_plan_is_public_and_loaded_when_asked_for() -> None:
+    import terrazzo as tz
+
+    assert tz.plan is plan
+    with pytest.raises(AttributeError, match="has no attribute 'plam'"):
+        _ = tz.plam  # type: ignore[attr-defined]

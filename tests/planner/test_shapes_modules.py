@@ -1,0 +1,269 @@
+"""Shapes of models that exist as modules, and of configs that only transformers can build."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.model import meta
+from terrazzo.planner.model.closed_form import shape_of_config
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.model.shapes import ModelShape, Role
+from terrazzo.train.model import DecoderConfig, build_model
+from tests.planner.test_shapes import CONFIGS, EXPERTS, SMALL, assert_same_units, label, on_meta, tensors_of
+
+DECODER = DecoderConfig(vocab_size=500, dim=96, layers=3, heads=6, kv_heads=2, ffn_dim=160, max_sequence_length=64)
+UNTIED = DecoderConfig(**{**vars(DECODER), "tie_embeddings": False})
+
+
+def roles(shape: ModelShape, unit: int = 0) -> dict[str, Role]:
+    return {tensor.name: tensor.role for tensor in shape.units[unit].tensors}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_a_module_is_read_as_its_config_is(config: dict[str, Any]) -> None:
+    """Two ways to the same shape: one through rows, one through the engine's own partition."""
+    model = on_meta(config)
+    shape, declared = model_shape(model), shape_of_config(config, "test")
+    assert_same_units(shape, model)
+    assert (shape.tied, shape.vocab, shape.active_numel) == (declared.tied, declared.vocab, declared.active_numel)
+    assert shape.matmul_numel == declared.matmul_numel
+    assert shape.positions == (declared.positions or None)
+    if config.get("new_decoder_architecture"):
+        return  # Falcon's config then holds a key, which the model added, for which there are no rows
+    assert [unit.block for unit in shape.units] == [unit.block for unit in declared.units]
+    for ours, theirs in zip(shape.units, declared.units, strict=True):
+        assert set(ours.tensors) == set(theirs.tensors)
+
+
+@pytest.mark.parametrize("config", [DECODER, UNTIED], ids=["tied", "untied"])
+def test_the_built_in_decoder(config: DecoderConfig) -> None:
+    model = build_model(config, device="meta")
+    shape = model_shape(model)
+    assert_same_units(shape, model)
+    assert tensors_of(model_shape(vars(config))) == tensors_of(shape)
+    assert shape.tied == model_shape(vars(config)).tied == config.tie_embeddings
+    assert shape.matmul_numel == config.matmul_numel
+    block = shape.blocks[0].block
+    assert block is not None
+    assert (block.hidden, block.heads, block.kv_heads, block.ffn, block.gated) == (96, 6, 2, 160, True)
+    assert (shape.layers, shape.positions, shape.vocab) == (3, 64, 500)
+
+
+def test_frozen_parameters_are_counted_as_such() -> None:
+    model = build_model(UNTIED, device="meta")
+    frozen = [model.get_submodule("blocks.0"), model.get_submodule("embedding")]
+    for module in frozen:
+        module.requires_grad_(False)
+    shape = model_shape(model)
+    assert [unit.count for unit in shape.units] == [1, 1, 2]
+    assert shape.numel - shape.trainable_numel == sum(p.numel() for module in frozen for p in module.parameters())
+
+
+class Classifier(nn.Module):
+    """Convolutions and a wide layer; no block repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.wide = nn.Linear(1024, 1024)
+        self.out = nn.Linear(1024, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_a_model_that_is_no_transformer() -> None:
+    shape = model_shape(Classifier())
+    assert [unit.name for unit in shape.units] == ["", "wide"]
+    assert roles(shape)["stem.weight"] == "matrix"
+    assert roles(shape)["norm.weight"] == "vector"
+    assert (shape.vocab, shape.tied, shape.hidden, shape.blocks[0].block) == (0, False, 0, None)
+    assert shape.numel == sum(p.numel() for p in Classifier().parameters())
+
+
+def test_a_model_in_one_unit() -> None:
+    shape = model_shape(nn.Linear(3, 4))
+    assert (shape.numel, len(shape.units), shape.root.name) == (16, 1, "")
+
+
+def test_every_parameter_in_a_block() -> None:
+    """The root is there, empty."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    shape = model_shape(nn.Sequential(block, nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+    assert [(unit.name, unit.count, unit.numel) for unit in shape.units] == [("", 1, 0), ("0", 2, 20)]
+
+
+class TinyMixture(nn.Module):
+    """Tied head, list of experts, positions: names of nobody's, and a config of common names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"n_embd": 8, "n_head": 2, "num_experts": 4, "num_experts_per_tok": 1})()
+        self.wte, self.wpe = nn.Embedding(50, 8), nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(self.block() for _ in range(2))
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.wte.weight
+
+    def block(self) -> nn.Module:
+        experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        return nn.ModuleDict(
+            {"attn": nn.Linear(8, 24), "proj": nn.Linear(8, 8), "gate": nn.Linear(8, 4), "experts": experts}
+        )
+
+
+def test_roles_are_guessed_from_types() -> None:
+    model = TinyMixture()
+    shape = model_shape(model)
+    assert shape.tied
+    assert shape.vocab == 50
+    assert roles(shape) == {"wte.weight": "embedding", "wpe.weight": "vector"}
+    found = roles(shape, 1)
+    assert (found["gate.weight"], found["attn.weight"], found["attn.bias"]) == ("router", "matrix", "vector")
+    assert found["experts.3.weight"] == "expert"
+    block = shape.blocks[0].block
+    assert block is not None
+    assert (block.experts, block.active_experts, block.hidden, block.heads, block.head_dim) == (4, 1, 8, 2, 4)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert shape.numel - shape.active_numel == experts * 3 // 4
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(BadInput, match="ReLU has no parameters"):
+        model_shape(nn.ReLU())
+
+
+BUILT: list[dict[str, Any]] = [
+    {"model_type": "gpt_neo", "hidden_size": 96, "num_layers": 2, "num_heads": 6, "vocab_size": 500,
+     "attention_types": [[["global", "local"], 1]]},
+    {"model_type": "granitemoe", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    {"model_type": "cohere", **SMALL},
+    {"model_type": "stablelm", **SMALL, "qk_layernorm": True},
+    {"model_type": "phi", **SMALL, "qk_layernorm": True},
+    {"model_type": "opt", **SMALL, "ffn_dim": 200, "word_embed_proj_dim": 48},
+    {"model_type": "falcon", "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 500,
+     "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    {"model_type": "qwen3_next", **SMALL, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 32},
+]  # fmt: skip
+
+
+@pytest.fixture
+def built_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are built in this process, which has imported what takes another one seconds."""
+    monkeypatch.setattr(
+        "terrazzo.planner.model.transformers._answer",
+        lambda request, _name: json.loads(json.dumps(meta.answer(json.loads(request)))),
+    )
+
+
+@pytest.mark.usefixtures("built_here")
+@pytest.mark.parametrize("config", BUILT, ids=label)
+def test_other_families_are_built_and_measured(config: dict[str, Any]) -> None:
+    shape = model_shape(config | {"pad_token_id": 0})
+    assert_same_units(shape, on_meta(config))
+    assert all(unit.block is not None and unit.block.hidden == 96 and unit.block.heads == 6 for unit in shape.blocks)
+    assert [tensor.role for tensor in shape.root.tensors].count("embedding") == 1
+
+
+def test_another_process_builds_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops at its limit of memory, and runs nothing that lies in the folder it is started from.
+
+    GPT-Neo's config, let past the bounds of what may stand in one, becomes a list of a billion names.
+    """
+    monkeypatch.setattr("terrazzo.planner.model.transformers.MAX_LAYERS", 1 << 40)
+    for name in ("json", "torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('ran')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="gpt_neo: transformers takes more than 2 GiB of memory"):
+        model_shape({**BUILT[0], "attention_types": [[["global"] * 1000, 1 << 20]]})
+
+
+def test_the_other_process_answers_with_the_shape(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meta, "_limit_memory", lambda: None)
+    config = {"model_type": "granitemoe", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
+    values = {key: value for key, value in config.items() if key != "model_type"} | {"pad_token_id": 0}
+    request = {"name": "granitemoe", "model_type": "granitemoe", "values": values}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+    meta.main()
+    said = capsys.readouterr().out
+    monkeypatch.setattr("terrazzo.planner.model.transformers._answer", lambda *_: json.loads(said))
+    assert model_shape(config) == replace(model_shape(on_meta(config)), name="granitemoe")
+
+
+def test_a_process_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terrazzo.planner.model.transformers.MAX_SECONDS", 0.1)
+    with pytest.raises(BadInput, match=r"still building this model after 0.1 s, and was stopped\. Lower its"):
+        model_shape({"model_type": "cohere", **SMALL})
+
+
+def test_a_process_that_dies_says_nothing_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(BadInput, match="ended with exit code 1"):
+        model_shape({"model_type": "cohere", **SMALL})
+
+
+def test_code_of_a_model_is_never_run(tmp_path: Any) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    config = {"model_type": "cohere", **SMALL, "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    with pytest.raises(BadInput, match="'auto_map': it asks to run Python code"):
+        model_shape(config)
+    with pytest.raises(BadInput, match="'auto_map'"):
+        model_shape({"model_type": "llama4", "text_config": config})
+
+
+@pytest.mark.usefixtures("built_here")
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "cohere", **SMALL, "num_hidden_layers": 10**18},
+            "num_hidden_layers is 1,000,000,000,000,000,000",
+        ),
+        ({"model_type": "cohere", **SMALL, "hidden_size": 10**9}, "hidden_size is 1,000,000,000"),
+        ({"model_type": "cohere", **SMALL, "hidden_size": -5}, "transformers cannot build a 'cohere'"),
+        ({"model_type": "cohere", **SMALL, "hidden_size": "x"}, "transformers cannot build a 'cohere'"),
+        ({"model_type": "cohere", **SMALL, "layer_types": [0] * 20_000}, "layer_types holds 20,000 entries"),
+        ({**BUILT[0], "attention_types": [[["global"] * 1000, 1 << 20]]}, "repeats 1,000 entries 1,048,576 times"),
+        ({**BUILT[0], "attention_types": [[["global", "local"], 501]]}, "repeats 2 entries 501 times"),
+        ({"model_type": "cohere", **SMALL, "extra": {1}}, "holds what no config.json can"),
+        ({"model_type": "gemma3n", "use_pretrained_backbone": True}, "use_pretrained_backbone asks for a download"),
+        ({"model_type": "vit"}, "no causal language model"),
+        ({"model_type": "coher"}, "Did you mean 'cohere'"),
+        ({"model_type": None}, "model_type is None"),
+    ],
+)
+def test_configs_that_cannot_be_built(config: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        model_shape(config)
+
+
+@pytest.mark.usefixtures("built_here")
+def test_a_model_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta, "MAX_REGISTRATIONS", 2_000)
+    start = time.perf_counter()
+    with pytest.raises(BadInput, match="more than 2,000 modules and parameters"):
+        model_shape({"model_type": "cohere", **SMALL, "num_hidden_layers": 900})
+    assert time.perf_counter() - start < 20
+    with torch.device("meta"):
+        assert len(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3_000)))) == 3_000  # the bound is lifted again
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert model_shape("qwen3-8b").layers == 36
+    with pytest.raises(BadInput, match=r"'cohere' is not among.*terrazzo\[hf\].*llama, mistral"):
+        model_shape({"model_type": "cohere", **SMALL})

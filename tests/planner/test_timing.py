@@ -1,0 +1,516 @@
+"""Step time: published steps, what any answer must obey, and the arithmetic of bubbles, rings and overlap."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.engine import PRECISIONS, Plan, Precision
+from terrazzo.planner.estimate import Time
+from terrazzo.planner.formulas import FORMULAS
+from terrazzo.planner.machine.devices import Cluster, Device, device
+from terrazzo.planner.machine.links import Group, Move, Network, group_of
+from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.timing.compute import flops_per_token, matmul_rate, step_flops, sustained_rate
+from terrazzo.planner.timing.overlap import Row, block_exposure, root_exposure
+from terrazzo.planner.timing.step import BAND, time_of
+from terrazzo.planner.traffic.volumes import traffic_of
+
+FSDP = Precision(weight="fp32", compute="bf16", reduce="fp32")  # type: ignore[arg-type]
+"""What FSDP2 and torchtitan keep."""
+
+
+def llama(layers: int = 32, hidden: int = 4096, ffn: int = 14336, heads: int = 32, kv_heads: int = 8) -> ModelShape:
+    """A Llama 3 of any size, written out; of Llama 3 8B by default."""
+    keys = hidden // heads * kv_heads
+    outputs = {"q": hidden, "k": keys, "v": keys, "gate": ffn, "up": ffn}
+    tensors = [TensorShape(name, (out, hidden), "matrix", "column") for name, out in outputs.items()]
+    tensors += [
+        TensorShape("o", (hidden, hidden), "matrix", "row"),
+        TensorShape("down", (hidden, ffn), "matrix", "row"),
+    ]
+    tensors += [TensorShape(name, (hidden,), "vector") for name in ("n1", "n2")]
+    root = (
+        TensorShape("embed", (128256, hidden), "embedding", "vocab"),
+        TensorShape("norm", (hidden,), "vector"),
+        TensorShape("head", (128256, hidden), "head", "vocab"),
+    )
+    block = BlockShape(hidden, heads, kv_heads, hidden // heads, ffn)
+    return ModelShape("llama", (UnitShape("", root), UnitShape("layers", tuple(tensors), layers, block)), 128256)
+
+
+def setup(plan: str | Plan = "zero3", mesh: Mesh | None = None, gpu: str = "h100", **changes: Any) -> Setup:
+    mesh = mesh or Mesh(dp_shard=8)
+    cluster = Cluster(device(gpu), mesh.world_size)
+    plan = Plan.named(plan) if isinstance(plan, str) else plan
+    found = Setup(llama(), cluster, plan, mesh, 8192, 1, 1, FSDP, "bf16", checkpointing="selective")
+    return replace(found, **changes)
+
+
+def timed(found: Setup) -> Time:
+    answer = time_of(found)
+    assert isinstance(answer, Time), answer
+    return answer
+
+
+# -- published steps -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "tokens_per_s"),
+    [
+        (8, {"compile": True}, 6667),
+        (128, {"compile": True}, 6514),
+        (8, {"compile": True, "matmul": "fp8"}, 8532),
+        (8, {}, 5762),
+    ],
+)
+def test_torchtitan_on_500_watt_h100(ranks: int, changes: dict[str, Any], tokens_per_s: float) -> None:
+    """Llama 3 8B, FSDP2, two sequences of 8,192 (pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
+    found = setup(mesh=Mesh(dp_shard=ranks), gpu="H100-SXM-96GB-HBM2e", micro_batch=2, **changes)
+    assert timed(found).tokens_per_s_per_gpu == pytest.approx(tokens_per_s, rel=0.12)
+
+
+def test_llama3_405b_on_16384_h100() -> None:
+    """43 % MFU at 8,192 devices, 41 % at 16,384 with half the micro-batches (arXiv 2407.21783, table 4)."""
+    model = llama(126, 16384, 53248, 128, 8)
+    found = {}
+    for shards in (64, 128):
+        mesh = Mesh(dp_shard=shards, tp=8, pp=16)
+        options = {"model": model, "checkpointing": "none", "compile": True, "virtual_stages": 8}
+        found[shards] = timed(
+            setup("zero2", mesh, micro_batches=2048 // shards, accumulate_locally=True, **options)
+        ).mfu
+    assert found[64] == pytest.approx(0.43, rel=0.12)
+    assert found[128] == pytest.approx(0.41, rel=0.12)
+    assert found[128] < found[64]
+
+
+def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
+    """GPT-3's kind, as Megatron-LM builds it: fused projections, biases, layer norms, a tied head."""
+    matrices = {"qkv": (3 * hidden, hidden), "proj": (hidden, hidden), "up": (4 * hidden, hidden)}
+    tensors = [TensorShape(n, s, "matrix", "row" if n == "proj" else "column") for n, s in matrices.items()]
+    tensors += [TensorShape("down", (hidden, 4 * hidden), "matrix", "row")]
+    tensors += [TensorShape(f"v{i}", (hidden,), "vector") for i in range(8)]
+    root = (TensorShape("embed", (51200, hidden), "embedding", "vocab"), TensorShape("norm", (hidden,), "vector"))
+    block = BlockShape(hidden, heads, heads, hidden // heads, 4 * hidden, gated=False, norm="layer", dropout=True)
+    return ModelShape(
+        "gpt", (UnitShape("", root), UnitShape("blocks", tuple(tensors), layers, block)), 51200, tied=True
+    )
+
+
+def megatron(mesh: Mesh, micro_batch: int, plan: str = "zero0", **changes: Any) -> float:
+    """TFLOP/s per device with recomputation, of 175 B parameters and 1,536 sequences of 2,048 (arXiv 2104.04473)."""
+    layers, hidden, vocab, sequences = 96, 12288, 51200, 1536
+    options = {
+        "model": gpt(layers, hidden, 96), "sequence": 2048, "micro_batch": micro_batch, "matmul": "fp16",
+        "micro_batches": sequences // micro_batch // mesh.data_ranks, "precision": PRECISIONS["fp16"],
+        "checkpointing": "full", "attention": "math", "sequence_parallel": False,
+    }  # fmt: skip
+    step_s = timed(setup(plan, mesh, "A100", **(options | changes))).step_s
+    flops = 96 * sequences * 2048 * layers * hidden**2 * (1 + 2048 / 6 / hidden + vocab / 16 / layers / hidden)
+    return flops / mesh.world_size / step_s / 1e12
+
+
+def test_megatron_175b_scales_to_1536_a100() -> None:
+    """153, 149 and 141 TFLOP/s (arXiv 2104.04473, table 2)."""
+    for replicas, published in ((4, 153), (8, 149), (16, 141)):
+        assert megatron(Mesh(dp_shard=replicas, tp=8, pp=12), 1) == pytest.approx(published, rel=0.12)
+
+
+def test_the_strong_scaling_cliff_of_zero3() -> None:
+    """144, 88 and 44 TFLOP/s (the same table): a collective for each parameter, whose latency grows with the ring."""
+    found = [
+        megatron(Mesh(dp_shard=ranks), micro_batch, "zero3", coalesced=False, prefetch=0)
+        for ranks, micro_batch in ((384, 4), (768, 2), (1536, 1))
+    ]
+    for value, published in zip(found, (144, 88, 44), strict=True):
+        assert value == pytest.approx(published, rel=0.3)
+    assert found[1] < 0.75 * found[0] and found[2] < 0.6 * found[1]
+
+
+# -- what nothing can be said of -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"cluster": Cluster(Device("mine", memory_bytes=2**36), 8)}, "no peak of mine in bf16"),
+        ({"cluster": Cluster(device("A10G"), 8)}, "no peak of A10G"),
+        ({"cluster": Cluster(device("V100"), 8)}, "no peak of V100-SXM2-32GB in bf16"),
+        ({"cluster": Cluster(replace(device("h100"), memory_bandwidth=None), 8)}, "memory bandwidth"),
+        (
+            {"cluster": Cluster(replace(device("h100"), internode_bandwidth=None), 16), "mesh": Mesh(dp_shard=16)},
+            "hosts",
+        ),
+        ({"sequence": 0}, "sequence length"),
+        ({"model": ModelShape("bare", (UnitShape("", (TensorShape("all", (10**9,)),)),))}, "blocks"),
+    ],
+)
+def test_no_time_without_the_figures(changes: dict[str, Any], reason: str) -> None:
+    answer = time_of(replace(setup(), **changes))
+    assert isinstance(answer, str) and reason in answer
+
+
+def test_no_mfu_of_a_rate_without_a_peak() -> None:
+    found = replace(device("h100"), peak_flops={}, matmul_flops={"bf16": 7e14})
+    assert timed(replace(setup(), cluster=Cluster(found, 8))).mfu is None
+
+
+# -- what any answer must obey ---------------------------------------------------------------------------------
+
+EVERY = [
+    setup("zero0"),
+    setup("zero3", compile=True, checkpointing="none"),
+    setup("hfsdp", Mesh(dp_shard=8, dp_replicate=4), micro_batches=4),
+    setup("zero1", Mesh(dp_shard=4, tp=8, pp=4), micro_batches=16, checkpointing="full", virtual_stages=2),
+    setup("zero2", Mesh(dp_shard=4, cp=4), accumulate_locally=True, micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("found", EVERY)
+def test_terms_add_up_and_are_explained(found: Setup) -> None:
+    answer = timed(found)
+    assert answer.step_s == pytest.approx(sum(term.value for term in answer.terms))
+    assert all(term.formula in FORMULAS and term.unit == "s" and 0 < term.value <= term.upper for term in answer.terms)
+    assert len({term.name for term in answer.terms}) == len(answer.terms)
+    tokens = found.global_batch * found.sequence
+    assert answer.tokens_per_s_per_gpu == pytest.approx(tokens / answer.step_s / found.mesh.world_size)
+    assert answer.mfu == pytest.approx(answer.flops_per_token * answer.tokens_per_s_per_gpu / 989e12)
+    assert 0 < answer.mfu < 0.9
+
+
+def test_flops_follow_palm() -> None:
+    """6 N + 12 L H Q T with N without the input embedding (arXiv 2204.02311, appendix B)."""
+    assert flops_per_token(setup()) == pytest.approx(6 * (8.0303e9 - 0.5253e9) + 12 * 32 * 4096 * 8192, rel=1e-3)
+    model = llama()
+    block = model.blocks[0].block
+    assert block is not None
+    near = replace(model, units=(model.root, replace(model.blocks[0], block=replace(block, window=1024))))
+    less = flops_per_token(setup()) - flops_per_token(setup(model=near))
+    assert less == pytest.approx(12 * 32 * 4096 * (8192 - 1024))
+
+
+def test_recomputation_costs_a_fifth_to_a_quarter() -> None:
+    """20 to 25 % of the throughput (stas00/ml-engineering, training/performance)."""
+    without, with_it = timed(setup(checkpointing="none")), timed(setup(checkpointing="full"))
+    assert 0.18 < 1 - without.step_s / with_it.step_s < 0.27
+    assert step_flops(setup(checkpointing="full")) == pytest.approx(
+        4 / 3 * step_flops(setup(checkpointing="none")), rel=0.05
+    )
+
+
+def test_more_of_anything_takes_longer() -> None:
+    base = timed(setup()).step_s
+    assert timed(setup(micro_batch=2)).step_s > base
+    assert timed(setup(micro_batches=2)).step_s > base
+    assert timed(setup(sequence=16384)).step_s > 2 * base
+    assert timed(setup(checkpointing="full")).step_s > base
+    assert timed(setup(gpu="A100")).step_s > base
+    assert timed(setup(compile=True)).step_s < base
+    assert timed(setup(matmul="fp8")).step_s < base
+    assert timed(setup(prefetch=0)).step_s > base
+    assert timed(setup(attention="math")).step_s > base
+
+
+def test_few_tokens_on_a_slow_network_are_bound_by_communication() -> None:
+    slow = replace(device("h100"), internode_bandwidth=1e9)
+    found = timed(setup(mesh=Mesh(dp_shard=64), cluster=Cluster(slow, 64), sequence=1024))
+    assert found.bound_by == "communication"
+    assert timed(setup(mesh=Mesh(dp_shard=64))).bound_by == "compute"
+
+
+def test_a_short_batch_in_a_long_pipeline_is_bound_by_the_bubble() -> None:
+    assert timed(setup("zero0", Mesh(pp=16), micro_batches=4)).bound_by == "pipeline bubble"
+
+
+def test_offload_is_slower_and_said_to_bound() -> None:
+    plan = Plan("D", "D", "D@cpu", "D@cpu")
+    found = timed(setup(plan=plan, sequence=512))
+    assert found.bound_by == "offload"
+    assert found.step_s > timed(setup(sequence=512)).step_s
+    disk = setup(plan=Plan("D@nvme", "D@nvme", "D@cpu", "D@nvme"))
+    assert "disks" in str(time_of(disk))
+    fast = timed(replace(disk, cluster=replace(disk.cluster, disk_bandwidth=20e9))).step_s
+    assert fast < timed(replace(disk, cluster=replace(disk.cluster, disk_bandwidth=5e9))).step_s
+
+
+def test_cost_per_million_tokens() -> None:
+    found = timed(setup(cluster=Cluster(device("h100"), 8, price_per_hour=2.5)))
+    assert found.cost_per_million_tokens == pytest.approx(2.5 / (found.tokens_per_s_per_gpu * 3600) * 1e6)
+    assert timed(setup()).cost_per_million_tokens is None
+
+
+def test_one_answer_takes_less_than_a_millisecond() -> None:
+    for found in EVERY:
+        took = []
+        for _ in range(50):
+            start = time.perf_counter()
+            time_of(found, traffic_of(found))
+            took.append(time.perf_counter() - start)
+        assert min(took) < 1e-3
+
+
+# -- what is explained, and what memory says too -----------------------------------------------------------------
+
+
+def mixture(layers: int = 4, experts: int = 16) -> ModelShape:
+    """A llama whose blocks hold routed experts in place of the MLP."""
+    model = llama(layers, 1024, 512, 8, 4)
+    blocks = model.blocks[0]
+    assert blocks.block is not None
+    kept = tuple(tensor for tensor in blocks.tensors if tensor.name not in ("gate", "up", "down"))
+    stacks = [("gate", (experts, 512, 1024), "column"), ("down", (experts, 1024, 512), "row")]
+    routed = tuple(TensorShape(name, shape, "expert", split) for name, shape, split in stacks)  # type: ignore[arg-type]
+    block = replace(blocks.block, experts=experts, active_experts=2)
+    return replace(model, units=(model.root, replace(blocks, tensors=(*kept, *routed), block=block)))
+
+
+EXPLAINED = [
+    *EVERY,
+    setup("zero1", Mesh(dp_shard=4, tp=2, pp=4), micro_batches=6, virtual_stages=2, attention="math"),
+    setup("zero2", Mesh(dp_shard=8, ep=4, cp=2), model=mixture(), micro_batches=2),
+    setup(plan=Plan("D@nvme", "D@nvme", "D@cpu", "D@nvme"), cluster=Cluster(device("h100"), 8, disk_bandwidth=4e9)),
+]
+
+
+@pytest.mark.parametrize("found", EXPLAINED)
+def test_the_inputs_of_a_term_put_into_its_formula_give_its_value(found: Setup) -> None:
+    for term in timed(found).terms:
+        text = FORMULAS[term.formula].text.partition(";")[0]
+        assert eval(text, {"__builtins__": {}}, dict(term.inputs)) == pytest.approx(term.value), term.name
+
+
+def test_flops_of_attention_are_explained() -> None:
+    """Two products forward and five backward of causal scores: half of 2 * tokens * sequence * hidden each."""
+    term = next(term for term in timed(setup(micro_batches=2)).terms if term.name == "attention")
+    assert term.inputs["flops"] == pytest.approx(2 * 32 * 7 * 8192 * 8192 * 4096)
+    narrow = replace(llama().blocks[0].block, head_dim=64, heads=64, value_dim=64)  # type: ignore[type-var]
+    model = replace(llama(), units=(llama().root, replace(llama().blocks[0], block=narrow)))
+    term = next(term for term in timed(setup(model=model, micro_batches=2)).terms if term.name == "attention")
+    assert term.inputs["flops"] == pytest.approx(2 * 32 * 7 * 8192 * 8192 * 4096)
+    rate = sustained_rate(device("h100"), "bf16")
+    assert rate is not None
+    assert term.value == pytest.approx(term.inputs["flops"] / (0.5 * 1.25 * 64 / 96 * rate))
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "hybrid_shard", "hfsdp"])
+@pytest.mark.parametrize("ep", [1, 4, 16])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_the_optimizer_updates_what_memory_holds(plan: str, ep: int, tp: int, pp: int) -> None:
+    """Each element of a rank is one of its moments; which elements these are, memory and time must agree on."""
+    mesh = Mesh(dp_shard=16, dp_replicate=2 if plan in ("hybrid_shard", "hfsdp") else 1, tp=tp, pp=pp, ep=ep)
+    found = setup(plan, mesh, model=mixture(), precision=PRECISIONS["bf16"], micro_batches=2)
+    states = [{term.name: term.value for term in state_terms(found, stage)} for stage in range(pp)]
+    step = next(term for term in timed(found).terms if term.name == "optimizer step")
+    owned = step.inputs["bytes"] / (2 * (4 + 4 + 8) + 2)  # gradient, master and moments both ways, the weight once
+    assert any(owned * 8 == pytest.approx(each["moments"], rel=1e-3) for each in states)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8, 16])
+def test_expert_parallelism_takes_no_work_from_the_optimizer(ep: int) -> None:
+    """An expert is on fewer ranks, and split over fewer: each of 16 ranks updates a sixteenth of the model."""
+    model = mixture()
+    found = setup("zero1", Mesh(dp_shard=16, ep=ep), model=model, precision=PRECISIONS["bf16"])
+    step = next(term for term in timed(found).terms if term.name == "optimizer step")
+    assert step.inputs["bytes"] == pytest.approx(34 * model.numel / 16, rel=1e-3)
+    on_host = replace(found, plan=Plan("-", "-", "D@cpu", "D@cpu"))
+    sent = {term.name: term.value for term in traffic_of(on_host).collectives}
+    assert sent["copy gradients to the host"] == pytest.approx(4 * model.numel / 16, rel=1e-3)
+    assert sent["copy updated weights to the device"] == pytest.approx(2 * model.numel / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_matrices_stored_input_first_cost_the_same(tp: int) -> None:
+    """As GPT-2's are: [in, out]."""
+    model = gpt(4, 1024, 16)
+    turned = tuple(replace(tensor, shape=tensor.shape[::-1]) for tensor in model.blocks[0].tensors)
+    other = replace(model, units=(model.root, replace(model.blocks[0], tensors=turned)))
+    first, second = (
+        timed(setup("zero0", Mesh(tp=tp), model=shape, sequence=2048, checkpointing="none")) for shape in (model, other)
+    )
+    assert first.step_s == pytest.approx(second.step_s)
+
+
+def test_learned_positions_are_where_the_embedding_is() -> None:
+    model = gpt(4, 1024, 16)
+    positions = TensorShape("positions", (65536, 1024), "vector")
+    model = replace(model, units=(replace(model.root, tensors=(*model.root.tensors, positions)), *model.blocks))
+    with_them = setup("zero0", Mesh(pp=2), model=model, sequence=1024, micro_batches=2)
+    without = replace(with_them, model=gpt(4, 1024, 16))
+    more = [
+        sum(term.value for term in state_terms(with_them, stage))
+        - sum(term.value for term in state_terms(without, stage))
+        for stage in (0, 1)
+    ]
+    assert more == [65536 * 1024 * 16, 0]
+
+
+def test_the_band_is_what_the_evaluation_found() -> None:
+    path = Path(__file__).parents[2] / "benchmarks/planner/results/accuracy.json"
+    every = json.loads(path.read_text())["step"]["all"]
+    assert pytest.approx(every["p90"], abs=0.02) == BAND
+    assert timed(setup()).band == BAND
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pp", "micro_batches", "virtual", "share"),
+    [(4, 8, 1, 3 / 8), (8, 64, 1, 7 / 64), (8, 64, 4, 7 / 256), (1, 3, 1, 0)],
+)
+def test_bubble(pp: int, micro_batches: int, virtual: int, share: float) -> None:
+    assert bubble(pp, micro_batches, virtual) == share
+
+
+def interleaved(pp: int, micro_batches: int, virtual: int) -> float:
+    """Idle over useful time of the interleaved schedule, played step by step (Megatron-LM, arXiv 2104.04473, fig. 4).
+
+    Each rank runs groups of `pp` micro-batches through one chunk after the other, forward and backward in turn after a
+    warm-up, and waits for what the neighbours have not sent yet. A chunk's backward takes twice its forward.
+    """
+    groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
+    table = [(batch, chunk) for group in groups for chunk in range(virtual) for batch in group]
+    todo, clock = [], [0.0] * pp
+    done: dict[tuple[str, int, int, int], float] = {}
+    for rank in range(pp):
+        ahead = [("forward", batch, chunk) for batch, chunk in table]
+        back = [("backward", batch, virtual - 1 - chunk) for batch, chunk in table]
+        warm = min(2 * (pp - rank - 1) + (virtual - 1) * pp, len(table))
+        turns = [step for pair in zip(ahead[warm:], back, strict=False) for step in pair]
+        todo.append([*ahead[:warm], *turns, *back[len(table) - warm :]])
+    while any(todo):
+        before = len(done)
+        for rank in range(pp):
+            while todo[rank]:
+                kind, batch, chunk = todo[rank][0]
+                step = 1 if kind == "forward" else -1
+                near, wraps = rank - step, rank - step not in range(pp)
+                needed = (kind, batch, chunk - step if wraps else chunk, near % pp)
+                if wraps and chunk - step not in range(virtual):
+                    needed = ("forward", batch, chunk, rank) if kind == "backward" else ("", 0, 0, 0)
+                if needed[0] and needed not in done:
+                    break
+                clock[rank] = max(clock[rank], done.get(needed, 0.0)) + (1 if kind == "forward" else 2) / virtual
+                done[kind, batch, chunk, rank] = clock[rank]
+                todo[rank].pop(0)
+        assert len(done) > before, "a deadlock"
+    return max(clock) / (3 * micro_batches) - 1
+
+
+@pytest.mark.parametrize(
+    ("pp", "micro_batches", "virtual"), [(4, 8, 1), (4, 8, 2), (4, 8, 3), (2, 6, 4), (8, 8, 2), (4, 4, 3)]
+)
+def test_the_bubble_is_that_of_the_schedule_played_through(pp: int, micro_batches: int, virtual: int) -> None:
+    assert bubble(pp, micro_batches, virtual) == pytest.approx(interleaved(pp, micro_batches, virtual))
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(4, 7), (4, 9), (4, 13), (4, 21), (8, 9), (2, 5)])
+def test_a_group_that_is_not_full_leaves_gaps(pp: int, micro_batches: int) -> None:
+    played = interleaved(pp, micro_batches, 2)
+    assert bubble(pp, micro_batches, 2) == pytest.approx(played, rel=0.25)
+    assert played > 1.15 * (pp - 1) / 2 / micro_batches
+
+
+def test_an_interleaved_run_of_five_micro_batches_on_four_stages_has_a_time() -> None:
+    """As Megatron-LM's own regression tests run it (`tp1_pp4_vp1_tunable_overlap`)."""
+    options: dict[str, Any] = {"virtual_stages": 3, "model": llama(12), "checkpointing": "none"}
+    found = {n: timed(setup("zero0", Mesh(pp=4), micro_batches=n, **options)).step_s for n in (4, 5, 8)}
+    assert found[4] < found[5] < found[8]
+
+
+def test_the_bubble_is_a_share_of_what_the_slowest_stage_does() -> None:
+    found = timed(setup("zero0", Mesh(pp=4), micro_batches=12, checkpointing="none"))
+    terms = {term.name: term.value for term in found.terms}
+    idle, rest = terms.pop("pipeline bubble"), {"optimizer step", "data-parallel communication", "contention"}
+    assert idle == pytest.approx(3 / 12 * sum(value for name, value in terms.items() if name not in rest))
+
+
+def test_mesh_axes_and_the_links_they_cross() -> None:
+    """8 x 4 x 2 x 2 = 128: tensor-parallel ranks are neighbours, pipeline stages are farthest apart."""
+    mesh = Mesh(tp=8, dp_shard=4, dp_replicate=2, pp=2)
+    assert mesh.world_size == 128
+    groups = {axis: group_of(mesh, axis) for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp")}
+    assert {axis: (group.size, group.stride) for axis, group in groups.items()} == {
+        "tp": (8, 1), "cp": (1, 8), "dp_shard": (4, 8), "dp_replicate": (2, 32), "pp": (2, 64),
+    }  # fmt: skip
+    links = {axis: Network(device("h100")).link(group) for axis, group in groups.items() if group.size > 1}
+    assert links == {"tp": "scaleup", "dp_shard": "internode", "dp_replicate": "internode", "pp": "internode"}
+    assert Network(device("gb200")).link(groups["dp_shard"]) == "scaleup"  # 32 of 72
+    assert Network(device("4090")).link(groups["tp"]) == "pcie"
+    assert Network(device("A40")).link(Group("tp", 2, 1)) == "scaleup"
+    assert Network(device("A40")).link(Group("tp", 4, 1)) == "pcie"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "group", "kind", "busbw"),
+    [
+        ("h100", Group("dp_shard", 8, 1), "all_gather", 361e9),
+        ("h200", Group("dp_shard", 8, 1), "all_reduce", 480e9),
+        ("a100", Group("dp_shard", 8, 1), "all_reduce", 235e9),
+        ("h200", Group("dp_shard", 32, 1), "all_reduce", 365e9),
+        ("b200", Group("dp_shard", 8, 1), "all_reduce", 761e9),
+    ],
+)
+def test_bus_bandwidths_of_large_messages(gpu: str, group: Group, kind: str, busbw: float) -> None:
+    """Measured with nccl-tests and torch on 16 GiB (stas00/ml-engineering, network/README.md and benchmarks)."""
+    sent = 16 * 2**30 * (group.size - 1) / group.size * (2 if kind == "all_reduce" else 1)
+    seconds = Network(device(gpu)).move_s(Move(kind, "", "last", sent, group, ""))
+    assert sent / seconds == pytest.approx(busbw, rel=0.25)
+
+
+def test_a_ring_over_nodes_uses_all_their_network_cards() -> None:
+    network = Network(device("h100"))
+    assert network.bandwidth(Group("dp_shard", 64, 1)) == pytest.approx(8 * 50e9 * 0.9)
+    assert network.bandwidth(Group("dp_replicate", 8, 8)) == pytest.approx(50e9 * 0.9)
+    assert network.bandwidth(Group("dp_shard", 16, 4)) == pytest.approx(2 * 50e9 * 0.9)
+
+
+def test_latency_of_a_ring_grows_with_its_length() -> None:
+    network = Network(device("h100"))
+    small = [network.move_s(Move("all_gather", "", "forward", 1.0, Group("dp_shard", n, 1), "")) for n in (64, 512)]
+    assert small[1] / small[0] == pytest.approx(511 / 63)
+
+
+REPEATS = {"forward": 1, "backward": 1, "reduce": 0, "last": 1, "update": 1}
+
+
+def test_communication_behind_longer_blocks_shows_only_at_the_ends() -> None:
+    moves = {"forward": 1.0, "backward": 1.0, "last": 2.0}
+    found = block_exposure([Row(10, 4.0, 8.0, moves)], REPEATS, prefetch=1)
+    assert found.total == 40 and found.exposed == 1 + (1 + 2)
+    tight = block_exposure([Row(10, 0.5, 2.5, moves)], REPEATS, prefetch=1)
+    assert tight.exposed == 1 + 9 * 0.5 + 3 + 9 * 0.5
+    alone = block_exposure([Row(10, 4.0, 8.0, moves)], REPEATS, prefetch=0)
+    assert alone.exposed == 10 + 10 + 2
+    halves = [Row(4, 0.5, 2.5, moves), Row(6, 0.5, 2.5, moves)]
+    assert block_exposure(halves, REPEATS, prefetch=1) == tight
+
+
+def test_silent_micro_batches_gather_but_do_not_reduce() -> None:
+    moves, repeats = {"forward": 1.0, "backward": 1.0, "last": 2.0}, {**REPEATS, "forward": 3, "backward": 3}
+    found = block_exposure([Row(10, 4.0, 8.0, moves)], repeats, prefetch=1)
+    assert found.total == 3 * 10 + 3 * 10 + 20
+    assert found.exposed == 3 * 1 + 2 * 1 + 3
+    assert root_exposure(moves, repeats).exposed == 3 + 3 + 2
+
+
+def test_sustained_rates() -> None:
+    """200 to 240 TFLOP/s of an A100 and 550 to 620 of an H100; narrower formats gain what their peaks do."""
+    a100, h100 = sustained_rate(device("A100"), "bf16"), sustained_rate(device("H100"), "bf16")
+    assert a100 is not None and 200e12 < a100 < 245e12
+    assert h100 is not None and 540e12 < h100 < 630e12
+    fp8 = sustained_rate(device("H100"), "fp8")
+    assert fp8 is not None and fp8 / h100 == pytest.approx(1402.6 / 794.5)
+    assert matmul_rate(device("H100"), "fp4") is None
+    assert math.isclose(matmul_rate(device("H20"), "bf16") or 0, 148e12 * 0.8)

@@ -1,0 +1,234 @@
+"""Traffic against the engine's own count, and against published volumes and formulas worked out by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+import terrazzo as tz
+from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
+from terrazzo.planner.estimate import Traffic
+from terrazzo.planner.machine.devices import Cluster, Device, device
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.traffic.volumes import traffic_of
+from tests.engine.toys import EVERY_PLAN, TABLE_1D, TABLE_2D, Net, adamw, batch, loss_of
+from tests.helpers.fake import fake_group
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+MIXED: dict[str, Precision] = {
+    **PRECISIONS,
+    "fp32 weights": Precision(weight="fp32", compute="bf16", reduce="bf16"),  # type: ignore[arg-type]
+    "fp16 wire": Precision(weight="bf16", compute="bf16", reduce="fp16", accumulate="bf16"),  # type: ignore[arg-type]
+}
+
+
+def shape_of(model: Any) -> ModelShape:
+    """What the engine's units hold, as the planner's shapes."""
+    units = []
+    for unit in engine_of(model).units:
+        tensors = tuple(
+            TensorShape(slot.name, slot.shape, "vector", trainable=bucket.trainable)
+            for bucket in unit.buckets
+            for slot in bucket.slots
+        )
+        units.append(UnitShape(unit.name, tensors))
+    return ModelShape("toy", tuple(units))
+
+
+def step_traffic(model: Any, optimizer: Any, micro_batches: int, local: bool | None) -> Counter[str]:
+    """What the engine really sends in one step, by kind."""
+    engine_of(model).traffic.reset()
+    for micro in range(micro_batches):
+        last = micro == micro_batches - 1
+        with contextlib.nullcontext() if last else tz.accumulate(model, local=local):
+            loss_of(model, batch(micro)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return Counter({kind: engine_of(model).traffic.bytes[kind] for kind in KINDS})
+
+
+def planned(setup: Setup) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for term in traffic_of(setup).collectives:
+        found[term.name.split()[0]] += term.value  # type: ignore[assignment]
+    return Counter({kind: found[kind] for kind in KINDS})
+
+
+def setup_of(model: Any, plan: str, mesh: Mesh, precision: Precision, micro_batches: int, local: bool | None) -> Setup:
+    cluster = Cluster(Device("fake", "cpu"), mesh.world_size)
+    recipe = {"precision": precision, "micro_batches": micro_batches, "accumulate_locally": bool(local)}
+    return Setup(shape_of(model), cluster, Plan.named(plan), mesh, **recipe)  # type: ignore[arg-type]
+
+
+def device_mesh(mesh: Mesh) -> Any:
+    sizes = (mesh.dp_replicate, mesh.cp, mesh.dp_shard)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "cp", "dp_shard"))
+
+
+STEPS: list[tuple[int, bool | None]] = [(1, None), (2, None), (4, True), (3, False)]
+
+
+@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_bytes_are_those_of_the_engine(plan: str, precision: str) -> None:
+    mesh = Mesh(dp_shard=8) if plan in TABLE_1D else Mesh(dp_shard=4, dp_replicate=2)
+    with fake_group(8):
+        model = Net(depth=3)
+        model, optimizer = tz.shard(
+            model, adamw(model.parameters()), plan, mesh=device_mesh(mesh), precision=MIXED[precision]
+        )
+        step_traffic(model, optimizer, 1, None)
+        for micro_batches, local in STEPS:
+            if local is False and plan in ("zero0", "zero1"):
+                continue  # refused: whole gradients stay on every rank
+            setup = setup_of(model, plan, mesh, MIXED[precision], micro_batches, local)
+            assert planned(setup) == step_traffic(model, optimizer, micro_batches, local), (micro_batches, local)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+@pytest.mark.parametrize("mesh", [Mesh(1, 2, 4, 3), Mesh(1, 1, 128, 8), Mesh(1, 3, 2, 1), Mesh(1, 128, 8, 1), Mesh()])
+def test_bytes_are_what_the_engine_expects_on_any_mesh(plan: str, mesh: Mesh) -> None:
+    with fake_group(mesh.world_size):
+        model = Net(width=29, depth=2)
+        for parameter in model.blocks[0].parameters():
+            parameter.requires_grad_(False)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, _ = tz.shard(model, adamw(trainable), plan, mesh=device_mesh(mesh), precision="bf16")
+        setup = setup_of(model, plan, mesh, PRECISIONS["bf16"], 3, None)
+        told = engine_of(model).expected_traffic(micro_batches=3)
+        assert planned(setup) == Counter({kind: told.bytes[kind] for kind in KINDS})
+
+
+def llama_8b() -> ModelShape:
+    """Llama 3 8B, written out."""
+    hidden, ffn, keys = 4096, 14336, 1024
+    tensors = [
+        *(
+            TensorShape(name, (out, hidden), "matrix", "column")
+            for name, out in (("q", hidden), ("k", keys), ("v", keys))
+        ),
+        TensorShape("o", (hidden, hidden), "matrix", "row"),
+        *(TensorShape(name, (ffn, hidden), "matrix", "column") for name in ("gate", "up")),
+        TensorShape("down", (hidden, ffn), "matrix", "row"),
+        *(TensorShape(name, (hidden,), "vector") for name in ("n1", "n2")),
+    ]
+    root = (
+        TensorShape("embed", (128256, hidden), "embedding", "vocab"),
+        TensorShape("norm", (hidden,), "vector"),
+        TensorShape("head", (128256, hidden), "head", "vocab"),
+    )
+    block = BlockShape(hidden, 32, 8, 128, ffn)
+    return ModelShape("llama3-8b", (UnitShape("", root), UnitShape("layers", tuple(tensors), 32, block)), 128256)
+
+
+def llama_setup(plan: str, mesh: Mesh, **changes: Any) -> Setup:
+    cluster = Cluster(device("h100"), mesh.world_size)
+    setup = Setup(llama_8b(), cluster, Plan.named(plan), mesh, 8192, 1, 1, PRECISIONS["bf16-pure"], "bf16")
+    return replace(setup, **changes)
+
+
+def test_three_times_the_weights_less_one_gather_of_the_root() -> None:
+    found, model = traffic_of(llama_setup("zero3", Mesh(dp_shard=64))), llama_8b()
+    expected = 2 * (3 * model.numel - model.root.numel) * 63 / 64
+    assert found.total_bytes == pytest.approx(expected, rel=1e-4)
+    assert found.links == {"internode": found.total_bytes}
+
+
+def of(traffic: Traffic, word: str) -> float:
+    return sum(term.value for term in traffic.collectives if word in term.name)
+
+
+def test_hybrid_plans_send_little_between_nodes() -> None:
+    found, psi = traffic_of(llama_setup("hybrid_shard", Mesh(dp_shard=8, dp_replicate=16))), 2 * llama_8b().numel
+    assert found.links["internode"] == pytest.approx(2 * psi / 8 * 15 / 16, rel=1e-3)
+    assert found.links["scaleup"] == pytest.approx((3 * psi - 2 * llama_8b().root.numel) * 7 / 8, rel=1e-3)
+
+
+def test_tensor_parallel_traffic_is_four_all_reduces_a_block() -> None:
+    for sequence_parallel in (True, False):
+        setup = llama_setup("zero0", Mesh(tp=8), micro_batches=3, sequence_parallel=sequence_parallel)
+        found = traffic_of(setup)
+        each = 2 * 7 / 8 * 8192 * 4096 * 2
+        assert of(found, "tensor-parallel") == pytest.approx(3 * (32 * 4 + 2) * each)
+        assert set(found.links) == {"scaleup"}
+        full = of(traffic_of(replace(setup, checkpointing="full")), "tensor-parallel")
+        assert full == pytest.approx(3 * (32 * 6 + 2) * each)
+
+
+def test_context_parallel_ring_sends_keys_and_values() -> None:
+    found = traffic_of(llama_setup("zero1", Mesh(cp=4)))
+    once = 3 / 4 * 8192 * (2 * 8 * 128) * 2
+    assert of(found, "keys and values") == pytest.approx(32 * 3 * once)
+
+
+def test_what_checkpointing_repeats_is_repeated_in_one_block_of_n() -> None:
+    """Of 32 blocks every eighth: an eighth of what full checkpointing sends beyond none."""
+    model = llama_8b()
+    assert model.blocks[0].block is not None
+    routed = replace(model.blocks[0].block, experts=8, active_experts=2)
+    expert = (TensorShape("experts", (8, 14336, 4096), "expert", "column"),)
+    mixture = replace(model, units=(model.root, replace(model.blocks[0], tensors=expert, block=routed)))
+    setup = llama_setup("zero1", Mesh(dp_shard=8, cp=2, ep=4), model=mixture)
+    changes: list[dict[str, Any]] = [{}, {"checkpointing": "full"}, {"checkpointing": "full", "every": 8}]
+    for word in ("keys and values", "expert tokens"):
+        none, full, eighth = (of(traffic_of(replace(setup, **change)), word) for change in changes)
+        assert none < full
+        assert eighth - none == pytest.approx((full - none) / 8)
+
+
+def test_compressed_keys_and_values_travel_compressed() -> None:
+    """DeepSeek-V3: 512 channels of both and 64 rotary ones, whatever the queries' width (arXiv 2412.19437)."""
+    setup = llama_setup("zero1", Mesh(cp=2), model=model_shape("deepseek-v3"), sequence=4096)
+    assert of(traffic_of(setup), "keys and values") == pytest.approx(61 * 3 * 4096 * (512 + 64) * 2 / 2)
+
+
+def test_pipeline_boundaries() -> None:
+    each = 8192 * 4096 * 2
+    two = traffic_of(llama_setup("zero0", Mesh(pp=2), micro_batches=8))
+    four = traffic_of(llama_setup("zero0", Mesh(pp=4), micro_batches=8, virtual_stages=2))
+    assert of(two, "pipeline") == 8 * each
+    assert of(four, "pipeline") == 8 * 2 * 2 * each
+
+
+def test_expert_tokens() -> None:
+    model = llama_8b()
+    blocks, root = model.blocks[0], model.root
+    assert blocks.block is not None
+    expert = (TensorShape("experts", (8, 14336, 4096), "expert", "column"),)
+    mixture = replace(blocks, tensors=expert, block=replace(blocks.block, experts=8, active_experts=2))
+    setup = llama_setup("zero1", Mesh(dp_shard=8, ep=4), model=replace(model, units=(root, mixture)))
+    found = traffic_of(setup)
+    assert of(found, "expert tokens") == pytest.approx(32 * 4 * 8192 * 4096 * 2 * 2 * 3 / 4)
+    dense = 2 * (root.numel * 7 / 8 + 32 * 2 * 14336 * 4096 * 1 / 2)  # a quarter of the experts, on two ranks
+    assert of(found, "reduce_scatter") == pytest.approx(dense, rel=1e-4)
+
+
+def test_offload_copies() -> None:
+    setup = llama_setup("zero3", Mesh(dp_shard=8), precision=PRECISIONS["bf16"])
+    psi, places = llama_8b().numel / 8, {"weight": "D", "between": "D", "grad": "D@cpu", "optim": "D@cpu"}
+    found = traffic_of(replace(setup, plan=Plan(**places)))  # type: ignore[arg-type]
+    assert found.links["pcie"] == pytest.approx(psi * (4 + 2), rel=1e-3)
+    assert "disk" not in found.links
+    places = {"weight": "D@nvme", "between": "D@nvme", "grad": "D@cpu", "optim": "D@nvme"}
+    found = traffic_of(replace(setup, plan=Plan(**places)))  # type: ignore[arg-type]
+    assert found.links["pcie"] == pytest.approx(psi * (2 + 2 + 4), rel=1e-3)
+    assert found.links["disk"] == pytest.approx(psi * (2 + 2 + 2 * 12 + 2), rel=1e-3)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_a_bare_count_is_not_padded(plan: str) -> None:
+    model = ModelShape("bare", (UnitShape("", (TensorShape("all", (70_000_000_001,)),)),), aligned=False)
+    mesh = Mesh(dp_shard=3, dp_replicate=2) if plan in TABLE_2D else Mesh(dp_shard=6)
+    setup = Setup(model, Cluster(device("h100"), 6), Plan.named(plan), mesh, precision=PRECISIONS["bf16-pure"])
+    found = traffic_of(setup).total_bytes
+    assert math.isfinite(found)
+    if plan == "zero0":
+        assert found == pytest.approx(2 * 2 * 70_000_000_001 * 5 / 6, rel=1e-12)
