@@ -31,7 +31,7 @@ from benchmarks.gpu.contenders import Setup, Workload
 from benchmarks.gpu.process import Failed, Seat
 from benchmarks.gpu.rank import CopyOut, Rank
 from benchmarks.gpu.report import table, targets
-from terrazzo.telemetry import peak_bf16_flops
+from terrazzo.planner.machine.devices import this_machine
 from terrazzo.train.model import DecoderConfig
 
 LLAMA_8B = DecoderConfig(128_256, 4096, 32, 32, 8, 14_336, 8192, rope_theta=500_000.0, tie_embeddings=False)
@@ -100,7 +100,8 @@ def measure(device: str = "cuda", shapes: Shapes = FULL, effort: Effort = Effort
     if device == "cuda" and not torch.cuda.is_available():
         return {"device": "no CUDA device"}
     name = torch.cuda.get_device_name(0) if device == "cuda" else f"CPU ({platform.machine()})"
-    record: dict[str, Any] = {"device": name, "peak_flops": peak_bf16_flops(name), "versions": _versions()}
+    peak_flops = this_machine().device.peak_flops.get("bf16") if device == "cuda" else None
+    record: dict[str, Any] = {"device": name, "peak_flops": peak_flops, "versions": _versions()}
     record |= {"threads": torch.get_num_threads() if device == "cuda" else 1, "effort": asdict(effort)}
     record["cases"] = {
         case: run(case, setups, effort.rounds, record["peak_flops"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "build_plan",
     "build_precision",
     "check_settings",
+    "construct",
     "data_spec",
     "decoder_config",
     "mesh_shape",
@@ -184,18 +186,29 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     ]
     if "weight_decay" not in inspect.signature(optimizer_class(config)).parameters:
         groups = [{"params": [p for _, p in named]}]
-    return _construct(config, [group for group in groups if group["params"]])
+    return construct(config, [group for group in groups if group["params"]])
 
 
 def check_settings(config: OptimizerConfig) -> None:
     """Raise `BadInput` for an optimizer that cannot be sharded or does not accept its settings."""
-    check_optimizer(_construct(config, [{"params": [nn.Parameter(torch.zeros(2, 2))]}]))
+    chosen = optimizer_class(config)
+    check_optimizer(object.__new__(chosen))
+    # torch's own add_param_group imports its compiler, which takes a second that only the ranks need to wait.
+    keep = {"add_param_group": lambda optimizer, group: optimizer.param_groups.append(optimizer.defaults | group)}
+    _construct(type(chosen.__name__, (chosen,), keep), config, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
 
 
-def _construct(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def construct(config: OptimizerConfig, params: Sequence[Any]) -> torch.optim.Optimizer:
+    """The optimizer of that name over parameters or param groups; raises `BadInput` for settings it refuses."""
+    return _construct(optimizer_class(config), config, params)
+
+
+def _construct(
+    chosen: type[torch.optim.Optimizer], config: OptimizerConfig, params: Sequence[Any]
+) -> torch.optim.Optimizer:
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in config.options.items()}
     arguments: dict[str, Any] = {"lr": config.lr, **options}
     try:
-        return optimizer_class(config)(groups, **arguments)
+        return chosen(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"torch.optim.{config.name} does not accept these settings: {error}.") from error

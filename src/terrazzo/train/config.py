@@ -211,6 +211,7 @@ class LaunchConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = Field(600.0, gt=0, description="longest wait for another rank")
     threads: int | None = Field(None, gt=0, description="CPU threads per rank; default: cores divided by ranks")
+    ignore_planner: bool = Field(False, description="start a run that the planner refuses: memory, known-bad settings")
 
 
 class LogConfig(Section):

@@ -13,6 +13,7 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
 from terrazzo.telemetry import PeakMemory, Stopwatch
+from terrazzo.train.data import GlobalBatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
 from terrazzo.train.export import export
 from terrazzo.train.failure import PREEMPTED
@@ -20,7 +21,7 @@ from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 from terrazzo.train.stop import StopRequest
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "step_on"]
 
 
 class Trainer:
@@ -67,24 +68,12 @@ class Trainer:
         session = self.session
         with self.watch.measure():
             batch = session.loader.next_step()
-        denominator = max(1, batch.valid_tokens)
-        self.engine.traffic.reset()
-        session.model.set_gradient_denominator(denominator)  # type: ignore[operator]
-        total = torch.zeros((), device=session.ranks.device)
-        for index, micro_batch in enumerate(batch.micro_batches):
-            is_last = index == len(batch.micro_batches) - 1
-            with nullcontext() if is_last else tz.accumulate(session.model):
-                loss = summed_loss(session.model, micro_batch, session.ranks.device)
-                loss.backward()
-            total += loss.detach()
-        norm = tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
-        session.optimizer.step()
-        session.optimizer.zero_grad()
+        total, norm = step_on(session, batch)
         session.schedule.step()
         session.step += 1
         session.samples += session.config.batch.global_batch
         session.tokens += batch.valid_tokens
-        self.losses.append(total / denominator)
+        self.losses.append(total / max(1, batch.valid_tokens))
         self.norms.append(norm)
         self.wait_s += self.engine.traffic.wait_s
         self.report.step_done(self.engine.traffic)
@@ -152,6 +141,26 @@ class Trainer:
             if self.losses:
                 self.global_losses()
             self.report.saved(session.save())
+
+
+def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+    """Forward and backward of every micro-batch, clipping, and the optimizer's step.
+
+    Returns this rank's sum of the losses of all tokens, and the gradients' global norm before clipping.
+    """
+    engine_of(session.model).traffic.reset()
+    session.model.set_gradient_denominator(max(1, batch.valid_tokens))  # type: ignore[operator]
+    total = torch.zeros((), device=session.ranks.device)
+    for index, micro_batch in enumerate(batch.micro_batches):
+        is_last = index == len(batch.micro_batches) - 1
+        with nullcontext() if is_last else tz.accumulate(session.model):
+            loss = summed_loss(session.model, micro_batch, session.ranks.device)
+            loss.backward()
+        total += loss.detach()
+    norm = tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    return total, norm
 
 
 def _due(step: int, every: int | None) -> bool:

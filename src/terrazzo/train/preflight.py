@@ -19,13 +19,17 @@ from terrazzo.train.build import (
 )
 from terrazzo.train.config import Config
 from terrazzo.train.data.sources import find_files
+from terrazzo.train.fit import check_plan
 from terrazzo.train.huggingface import read_config, weight_files
 
 __all__ = ["check", "clear_checkpoints", "resume_from"]
 
 
-def check(config: Config, world_size: int) -> None:
-    """Raise `BadInput` for anything in `config` that cannot work with `world_size` ranks. Changes nothing."""
+def check(config: Config, world_size: int) -> list[str]:
+    """Raise `BadInput` for anything in `config` that cannot work with `world_size` ranks. Changes nothing.
+
+    Returns what the planner has to say of the run, a line each.
+    """
     build_plan(config)
     build_precision(config)
     mesh_shape(config.plan.mesh, world_size)
@@ -35,6 +39,7 @@ def check(config: Config, world_size: int) -> None:
     _check_data(config)
     _check_folders(config)
     resume_from(config)
+    return check_plan(config, world_size)
 
 
 def resume_from(config: Config) -> str | None:

@@ -8,16 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from terrazzo.engine import Traffic, engine_of
-from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard, peak_bf16_flops
+from terrazzo.planner.machine.devices import this_machine
+from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
 from terrazzo.train.evaluate import Validation
 from terrazzo.train.session import Session
+from terrazzo.train.summary import Pace, summarize, summary_lines
 
 __all__ = ["Measured", "Report"]
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,12 @@ class Report:
         self._start = time.perf_counter()
         self._first_step = session.step
         self._traffic: dict[str, int] = {}  # bytes of the newest step, by kind of collective
+        self._pace, self._peak_bytes = Pace(), 0
         self._first_validation: Validation | None = None
         self._last_validation: Validation | None = None
         self._last_sample = ""
-        self._peak_flops = None
         self._on_cuda = session.ranks.device.type == "cuda"
-        if self._on_cuda:
-            self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(session.ranks.device))
+        self._peak_flops = this_machine().device.peak_flops.get("bf16") if self._on_cuda else None
         if self._speaks:
             self._open()
 
@@ -81,6 +78,8 @@ class Report:
         if session.data.skipped.names:
             self._say(f"data: {session.data.skipped}")
         self._say(f"{self._engine.describe()}\n{self._bill.table()}")
+        for note in session.plan_notes:
+            self._say(note)
         if session.step:
             self._say("\n".join([f"resumed at step {session.step}", *session.resume_notes]))
 
@@ -88,6 +87,8 @@ class Report:
         """A log step."""
         if not self._speaks:
             return
+        self._pace.add(measured.steps, measured.tokens, measured.total_s)
+        self._peak_bytes = measured.peak_memory_bytes
         metrics = self._metrics(measured)
         self._log("train", metrics.as_dict())
         self._say(metrics.line(self._session.config.train.steps))
@@ -135,7 +136,7 @@ class Report:
             return
         self._console.close()
         session, seconds = self._session, time.perf_counter() - self._start
-        summary = self._summary()
+        summary = summarize(session, self._traffic, self._pace, self._peak_bytes, self._peak_flops)
         self._log("summary", summary)
         state = "stopped on request and saved" if stopped else "done"
         if stopped and session.config.checkpoint.resume != "never":
@@ -150,28 +151,9 @@ class Report:
         for sink in self._sinks:
             sink.close()
 
-    def _summary(self) -> dict[str, Any]:
-        """Promised and measured bytes on this rank; traffic is that of one optimizer step."""
-        bill, engine = self._bill, self._engine
-        summary: dict[str, Any] = {
-            "state_bytes": bill.total_bytes - bill.transient_bytes,
-            "transient_bytes_promised": bill.transient_bytes,
-            "transient_bytes_measured": engine.peak_transient_bytes,
-        }
-        promised = engine.expected_traffic(micro_batches=self._session.micro_batches)
-        kinds = [kind for kind in promised.bytes if kind != "control"]  # flags and norms: a few bytes
-        summary["traffic_bytes_promised"] = {kind: promised.bytes[kind] for kind in kinds}
-        summary["traffic_bytes_measured"] = {kind: self._traffic.get(kind, 0) for kind in kinds}
-        return summary
-
     def _summary_lines(self, summary: Mapping[str, Any]) -> list[str]:
         first, last = self._first_validation, self._last_validation
-        lines = [self._engine.describe(), self._bill.table()]
-        promised, measured = summary["transient_bytes_promised"], summary["transient_bytes_measured"]
-        lines.append(f"transient peak: promised {promised / MIB:.2f} MiB, measured {measured / MIB:.2f} MiB")
-        for kind, count in summary["traffic_bytes_promised"].items():
-            name, sent = kind.replace("_", "-"), summary["traffic_bytes_measured"][kind]
-            lines.append(f"{name} per step: promised {count / MIB:.2f} MiB, measured {sent / MIB:.2f} MiB")
+        lines = [self._engine.describe(), self._bill.table(), *summary_lines(summary)]
         if first is not None and last is not None and first is not last:
             lines.append(f"validation: {first.bits_per_byte:.4f} → {last.bits_per_byte:.4f} bits per byte")
         log = self._session.config.log

@@ -49,8 +49,10 @@ def train_rank(path: Path, overrides: list[str]) -> int:
     refuse_together(problem)
     assert config is not None
     agree_on_config(config)
-    refuse_together(_try_check(config, ranks.world_size))
+    notes, problem = _try_check(config, ranks.world_size)
+    refuse_together(problem)
     session = open_session(config, ranks)
+    session.plan_notes = notes
     try:
         code = Trainer(session, stop).run()
     except BaseException:
@@ -68,9 +70,9 @@ def _try_load(path: Path, overrides: list[str]) -> tuple[Config | None, str | No
         return None, str(error)
 
 
-def _try_check(config: Config, world_size: int) -> str | None:
+def _try_check(config: Config, world_size: int) -> tuple[list[str], str | None]:
+    """What the planner has to say, or what is wrong."""
     try:
-        check(config, world_size)
+        return check(config, world_size), None
     except BadInput as error:
-        return str(error)
-    return None
+        return [], str(error)

@@ -13,6 +13,7 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.exchange import agree, gather_json, together
 from terrazzo.errors import BadInput
+from terrazzo.telemetry import resident_bytes
 from terrazzo.train.build import (
     batch_arithmetic,
     build_mesh,
@@ -40,7 +41,8 @@ class Session:
     """The objects of a run. `step` counts finished optimizer steps, `tokens` the targets trained on.
 
     `samples` counts sequences over all ranks, `metric` is the newest validation loss, `best` the lowest and its step.
-    `resume_notes` has a line for whatever is not as in the checkpoint that was loaded.
+    `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
+    what was resident before the model took memory, `plan_notes` what the planner had to say before the start.
     """
 
     config: Config
@@ -58,6 +60,8 @@ class Session:
     metric: float | None = None
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
+    base_bytes: int = 0
+    plan_notes: list[str] = field(default_factory=list)
 
     @property
     def micro_batches(self) -> int:
@@ -129,6 +133,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     model, flops_per_token = _model(config, data)
     optimizer = build_optimizer(config.optimizer, model)
+    base_bytes = (resident_bytes() or 0) if ranks.device.type == "cpu" else 0  # the model is still without memory
     model, sharded = tz.shard(
         model,
         optimizer,
@@ -144,6 +149,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
     torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
     schedule = build_schedule(config.schedule, config.train.steps, sharded)
     session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper)
+    session.base_bytes = base_bytes
     if newest:
         session.resume()
     else:  # last, so that nothing is lost to a run that cannot start

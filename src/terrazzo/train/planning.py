@@ -1,0 +1,164 @@
+"""What a training configuration means to the planner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from terrazzo.engine import Precision
+from terrazzo.errors import BadInput
+from terrazzo.planner.machine.devices import Cluster, Device, this_machine
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.model.shapes import BlockShape, ModelShape, UnitShape
+from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
+from terrazzo.train import data
+from terrazzo.train.build import (
+    batch_arithmetic,
+    build_plan,
+    build_precision,
+    decoder_config,
+    mesh_shape,
+    optimizer_class,
+)
+from terrazzo.train.config import Config
+from terrazzo.train.launch import resolve_device
+from terrazzo.train.model import DecoderConfig
+
+__all__ = ["STATES", "ranks_here", "setup_of"]
+
+STATES: Mapping[str, tuple[int, int]] = {
+    "SGD": (0, 0),
+    "Adam": (2, 4),
+    "AdamW": (2, 4),
+    "Adagrad": (1, 4),
+    "Adadelta": (2, 4),
+    "Adamax": (2, 4),
+    "NAdam": (2, 8),
+    "RAdam": (2, 4),
+    "RMSprop": (1, 4),
+    "Rprop": (2, 4),
+    "ASGD": (1, 12),
+}
+"""Class → tensors like the parameter, and bytes of scalar ones, that it keeps for each parameter (torch/optim/*.py).
+
+`amsgrad`, `momentum` and `centered` each keep one tensor more."""
+
+
+def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) -> Setup:
+    """The planner's view of a run with `world_size` ranks.
+
+    Args:
+        cluster: where it will run, by default the part of this machine that `launch.device` names. A CPU is a whole
+            host; its ranks get equal shares of its memory.
+
+    Errors: `BadInput` for settings that do not fit together, and for a model that the planner cannot describe.
+    """
+    micro_batches = batch_arithmetic(config.batch, world_size)
+    precision = build_precision(config)
+    mode, every = _checkpointing(config.train.activation_checkpointing)
+    found = machine_of(config) if cluster is None else cluster
+    return Setup(
+        model=shape_of(config),
+        cluster=replace(found, device=_of_one_rank(found.device, world_size), count=world_size),
+        plan=build_plan(config),
+        mesh=_mesh(config, world_size),
+        sequence=config.batch.sequence_length,
+        micro_batch=config.batch.micro_batch,
+        micro_batches=micro_batches,
+        precision=precision,
+        matmul=matmul_format(precision),
+        optimizer=optimizer_recipe(config),
+        checkpointing=mode,
+        every=every,
+        compile=config.train.compile,
+        prefetch=config.plan.prefetch,
+    )
+
+
+def machine_of(config: Config) -> Cluster:
+    """This machine, as ranks of `config` use it: on a host of GPUs a run may still be one on its CPUs."""
+    here = this_machine()
+    if here.device.kind == resolve_device(config.launch):
+        return here
+    name, memory_bytes = f"CPU with {os.cpu_count() or 1} cores", here.host_memory_bytes
+    return Cluster(Device(name, "cpu", memory_bytes=memory_bytes, per_node=1, source="this machine"))
+
+
+def _of_one_rank(device: Device, world_size: int) -> Device:
+    """A GPU is one rank's own; a CPU's memory is shared by the ranks of its host."""
+    if device.kind != "cpu" or device.memory_bytes is None:
+        return device
+    ranks = ranks_here(world_size)
+    return replace(device, memory_bytes=device.memory_bytes // ranks, per_node=ranks)
+
+
+def ranks_here(world_size: int) -> int:
+    """Ranks that share this machine: all, where neither torchrun nor Slurm says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def shape_of(config: Config) -> ModelShape:
+    """The model's tensors by the units that the engine finds by itself, whatever `plan.units` says."""
+    if config.model.kind == "decoder":
+        return decoder_shape(decoder_config(config, vocab_size_of(config)))
+    assert config.model.path is not None
+    return model_shape(config.model.path)
+
+
+def vocab_size_of(config: Config) -> int:
+    """Of a decoder: as given, or the tokenizer's."""
+    return config.model.vocab_size or data.load_tokenizer(config.data.tokenizer).vocab_size
+
+
+def decoder_shape(config: DecoderConfig) -> ModelShape:
+    """The built-in decoder; one of a single block, which nothing repeats, is one unit."""
+    shape = model_shape({"model_type": "terrazzo", **asdict(config)})
+    if config.layers == 1:
+        (block,) = shape.blocks
+        inner = tuple(replace(tensor, name=f"{block.name}.{tensor.name}") for tensor in block.tensors)
+        return replace(shape, name="decoder", units=(UnitShape("", shape.root.tensors + inner),))
+    blocks = tuple(replace(unit, block=_with_dropout(unit.block, config.dropout)) for unit in shape.blocks)
+    return replace(shape, name="decoder", units=(shape.root, *blocks))
+
+
+def _with_dropout(block: BlockShape | None, dropout: float) -> BlockShape | None:
+    return block if block is None else replace(block, dropout=dropout > 0)
+
+
+def matmul_format(precision: Precision) -> str:
+    """The format of matrix products of the compute dtype."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(precision.compute, "fp32")
+
+
+def optimizer_recipe(config: Config) -> OptimizerRecipe:
+    """What the chosen torch.optim class keeps for each element.
+
+    From a table: a class's first step, which would tell as well, imports torch's compiler, and that takes a second.
+
+    Errors: `BadInput` for a class that torch.optim does not have, or that is not in the table.
+    """
+    optimizer, options = config.optimizer, config.optimizer.options
+    optimizer_class(optimizer)
+    if optimizer.name not in STATES:
+        raise BadInput(
+            f"optimizer.name is {optimizer.name!r}, of whose states the planner does not know. It knows "
+            f"{', '.join(STATES)}."
+        )
+    moments, fixed_bytes = STATES[optimizer.name]
+    more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
+    return OptimizerRecipe(optimizer.name.lower(), moments=moments + more, fixed_bytes=fixed_bytes)
+
+
+def _mesh(config: Config, world_size: int) -> Mesh:
+    *replicas, shard = mesh_shape(config.plan.mesh, world_size)
+    return Mesh(dp_replicate=replicas[0] if replicas else 1, dp_shard=shard)
+
+
+def _checkpointing(mode: str) -> tuple[Any, int]:
+    if mode.startswith("every_"):
+        return "full", int(mode.removeprefix("every_"))
+    return mode, 1

@@ -1,0 +1,125 @@
+"""What the planner promises of a run: its estimate, with memory by the model's own operators where that can be had."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from terrazzo.engine.partition import find_units
+from terrazzo.planner.api import estimate
+from terrazzo.planner.estimate import Estimate, Memory
+from terrazzo.planner.machine.calibration import find_calibration, measured_memory
+from terrazzo.planner.machine.devices import Cluster
+from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_numels
+from terrazzo.planner.memory.trace import traced_activations, traced_update
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.train.build import construct, prepare_model
+from terrazzo.train.config import Config
+from terrazzo.train.data import Batch
+from terrazzo.train.evaluate import summed_loss
+from terrazzo.train.planning import setup_of
+
+__all__ = ["planned", "traced_memory"]
+
+TRACED_LAYERS = 3
+"""Of a deep decoder: the first, one that stands for all in the middle, and the last."""
+
+
+def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estimate:
+    """What the planner promises for a run with `ranks` ranks.
+
+    On CPUs memory comes from a trace of the model's own operators, elsewhere from formulas. What was measured on this
+    kind of device before counts.
+
+    Args:
+        cluster: as for `setup_of`.
+
+    Errors: `BadInput` as of `setup_of`, and for a setup that cannot be.
+    """
+    setup = setup_of(config, ranks, cluster)
+    record, note = find_calibration(setup)
+    found = estimate(setup, record)
+    notes = (*found.warnings, note) if note else found.warnings
+    memory = traced_memory(config, setup) if setup.cluster.device.kind == "cpu" else None
+    memory = memory or memory_of(setup)
+    return replace(found, memory=measured_memory(memory, record, setup) if record else memory, warnings=notes)
+
+
+def traced_memory(config: Config, setup: Setup) -> Memory | None:
+    """From the model's own operators.
+
+    None where these are compiled, or depend on values, which a trace does not have, or where the units are not those
+    of `setup`.
+    """
+    layers = setup.model.layers
+    if config.train.compile:
+        return None
+    shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
+    traced = _with_layers(config, TRACED_LAYERS) if shortened else config
+    model = prepare_model(traced, setup.model.vocab)
+    names, _ = find_units(model, None)
+    try:
+        with _one_sequence_per_row():
+            trace = traced_activations(model, names, setup.precision.compute, _training_pass(config))
+    except Exception:  # anything: a stranger's forward has been given tensors without values
+        return None
+    if find_units(model, config.plan.units)[0] != names or (not shortened and len(names) != layers):
+        return None
+    if shortened:
+        copies = [f"{names[1]}.{index}" for index in range(layers - TRACED_LAYERS + 1)]
+        trace = trace.stretched(names[1], copies)
+    return memory_of_trace(setup, trace, _update_bytes(config, setup))
+
+
+@contextmanager
+def _one_sequence_per_row() -> Iterator[None]:
+    """Inside, `transformers` does not look at values for sequences packed together, which ours are not.
+
+    A trace has no values, and a mask would be made that a real run does without.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    original = getattr(masking, _PACKING, None)
+    if original is not None:
+        setattr(masking, _PACKING, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(masking, _PACKING, original)
+
+
+_PACKING = "find_packed_sequence_indices"
+
+
+def _with_layers(config: Config, layers: int) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
+
+
+def _training_pass(config: Config) -> Callable[[nn.Module], torch.Tensor]:
+    """Forward and loss of one micro-batch, as the loop runs them."""
+    size = (config.batch.micro_batch, config.batch.sequence_length)
+
+    def run(model: nn.Module) -> torch.Tensor:
+        tokens = torch.zeros(size, dtype=torch.int64)
+        return summed_loss(model, Batch(tokens, torch.zeros_like(tokens), tokens.numel()), torch.device("cpu"))
+
+    return run
+
+
+def _update_bytes(config: Config, setup: Setup) -> int:
+    """What the optimizer needs while it steps, gradients in the master weights' dtype among it; see `traced_update`."""
+    precision, numels = setup.precision, updated_numels(paper_units(setup))
+    one_by_one = precision.moments != precision.master  # moments are brought to the master's dtype and back
+    stepped = [max(numels)] if one_by_one else numels
+    cast = precision.master.itemsize if precision.accumulate != precision.master else 0
+    if one_by_one:
+        cast += setup.optimizer.moments * max(0, precision.master.itemsize - precision.moments.itemsize)
+    make = functools.partial(construct, config.optimizer)
+    return sum(stepped) * cast + traced_update(make, stepped, precision.master)

@@ -1,0 +1,149 @@
+"""The end of a run: what was promised of it, beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from terrazzo.engine import Engine, engine_of
+from terrazzo.planner.estimate import Estimate
+from terrazzo.train.promise import planned
+from terrazzo.train.session import Session
+
+__all__ = ["Pace", "summarize", "summary_lines"]
+
+MIB = 2**20
+
+
+@dataclass
+class Pace:
+    """Steps, tokens over all ranks, and seconds of log steps. The first one counts only while it is alone.
+
+    It holds what is done once: memory is taken for the first time, and kernels are chosen or compiled.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    _alone: bool = True
+
+    def add(self, steps: int, tokens: int, seconds: float) -> None:
+        """One more log step."""
+        if self._alone and self.steps:
+            self.steps, self.tokens, self.seconds, self._alone = 0, 0, 0.0, False
+        self.steps, self.tokens, self.seconds = self.steps + steps, self.tokens + tokens, self.seconds + seconds
+
+
+def summarize(
+    session: Session, traffic: Mapping[str, int], pace: Pace, peak_bytes: int, peak_flops: float | None
+) -> dict[str, Any]:
+    """Promised and measured, on this rank; None where something is not known. Traffic is that of one optimizer step.
+
+    Args:
+        traffic: bytes of the newest step, by kind of collective.
+        peak_bytes: the highest memory use, as `PeakMemory` has it.
+        peak_flops: of the device, for MFU.
+    """
+    engine = engine_of(session.model)
+    bill = engine.memory_bill(session.micro_batches)
+    expected = engine.expected_traffic(micro_batches=session.micro_batches)
+    kinds = [kind for kind in expected.bytes if kind != "control"]  # flags and norms: a few bytes
+    estimate, why = _promise(session)
+    return {
+        "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
+        "state_bytes_measured": _state_bytes(engine, session.optimizer),
+        "transient_bytes_promised": bill.transient_bytes,
+        "transient_bytes_measured": engine.peak_transient_bytes,
+        "traffic_bytes_promised": {kind: expected.bytes[kind] for kind in kinds},
+        "traffic_bytes_measured": {kind: traffic.get(kind, 0) for kind in kinds},
+        "peak_memory_bytes_promised": round(estimate.memory.expected_bytes) if estimate else None,
+        "peak_memory_bytes_measured": max(0, peak_bytes - session.base_bytes),
+        "base_memory_bytes": session.base_bytes,
+        **_promised_pace(estimate, session.ranks.world_size),
+        **_measured_pace(session, pace, peak_flops),
+        "no_promise": why,
+    }
+
+
+def _promise(session: Session) -> tuple[Estimate | None, str]:
+    """The planner's estimate, or why there is none."""
+    try:
+        estimate = planned(session.config, session.ranks.world_size)
+    except Exception as error:  # anything: a promise that cannot be made must not end a run that has been made
+        return None, f"no promise: {' '.join(str(error).split()) or type(error).__name__}"
+    return estimate, estimate.no_time
+
+
+def _state_bytes(engine: Engine, optimizer: Any) -> int:
+    """Weights, master weights and optimizer state, as they lie in memory."""
+    buckets = engine.buckets()
+    held = sum(
+        bucket.weight.data.nbytes + (bucket.master.data.nbytes if bucket.has_own_master else 0) for bucket in buckets
+    )
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return int(held + sum(tensor.nbytes for tensor in kept))
+
+
+def _promised_pace(estimate: Estimate | None, world_size: int) -> dict[str, Any]:
+    time = estimate.time if estimate else None
+    return {
+        "step_s_promised": time.step_s if time else None,
+        "tokens_per_s_promised": time.tokens_per_s_per_gpu * world_size if time else None,
+        "mfu_promised": time.mfu if time else None,
+        "calibrated": bool(time and time.calibrated),
+    }
+
+
+def _measured_pace(session: Session, pace: Pace, peak_flops: float | None) -> dict[str, Any]:
+    if not pace.steps:
+        return dict.fromkeys(("step_s_measured", "tokens_per_s_measured", "mfu_measured"))
+    per_second = pace.tokens / pace.seconds
+    flops = per_second / session.ranks.world_size * session.flops_per_token
+    return {
+        "step_s_measured": pace.seconds / pace.steps,
+        "tokens_per_s_measured": per_second,
+        "mfu_measured": flops / peak_flops if flops and peak_flops else None,
+    }
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The same to be read."""
+    lines = [_both(summary, "states", "state_bytes"), _both(summary, "transient peak", "transient_bytes")]
+    for kind in summary["traffic_bytes_promised"]:
+        promised, measured = (summary[f"traffic_bytes_{which}"][kind] for which in ("promised", "measured"))
+        lines.append(f"{kind.replace('_', '-')} per step: promised {_mib(promised)}, measured {_mib(measured)}")
+    return [*lines, _peak_line(summary), _pace_line(summary)]
+
+
+def _both(summary: Mapping[str, Any], name: str, key: str) -> str:
+    return f"{name}: promised {_mib(summary[f'{key}_promised'])}, measured {_mib(summary[f'{key}_measured'])}"
+
+
+def _peak_line(summary: Mapping[str, Any]) -> str:
+    line = _both(summary, "peak memory", "peak_memory_bytes")
+    if summary["base_memory_bytes"]:
+        line += f" resident, beyond {_mib(summary['base_memory_bytes'])} of the program itself"
+    return line
+
+
+def _pace_line(summary: Mapping[str, Any]) -> str:
+    promised, measured = (_pace(summary, which) for which in ("promised", "measured"))
+    if summary["calibrated"]:
+        promised += " (calibrated)"
+    elif summary["step_s_promised"] is None:
+        promised = f"n/a ({summary['no_promise'] or 'not known'})"
+    return f"pace: promised {promised}, measured {measured}"
+
+
+def _pace(summary: Mapping[str, Any], which: str) -> str:
+    step_s, tokens, mfu = (summary[f"{name}_{which}"] for name in ("step_s", "tokens_per_s", "mfu"))
+    if step_s is None:
+        return "n/a"
+    return f"{step_s:.3g} s per step, {tokens:,.0f} tok/s, MFU {f'{mfu:.1%}' if mfu is not None else 'n/a'}"
+
+
+def _mib(count_bytes: float | None) -> str:
+    return "n/a" if count_bytes is None else f"{count_bytes / MIB:.2f} MiB"

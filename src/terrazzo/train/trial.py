@@ -1,0 +1,128 @@
+"""A few timed steps of a configuration, as `terrazzo train` would make them: what a calibration is made of.
+
+`python -m terrazzo.train.trial CONFIG OUT [section.key=value ...]` starts the ranks of the configuration. Each opens a
+run, makes steps, and does it again with sequences half as long, so that what grows with the tokens can be told from
+what does not. Rank 0 writes both trials to OUT. Nothing is printed, logged or saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.checkpoint.exchange import gather_json
+from terrazzo.engine import engine_of
+from terrazzo.telemetry import PeakMemory
+from terrazzo.train.config import Config
+from terrazzo.train.config_file import load_config
+from terrazzo.train.failure import run_rank
+from terrazzo.train.launch import is_rank, launch_ranks, local_ranks, register_rank
+from terrazzo.train.loop import step_on
+from terrazzo.train.ranks import join
+from terrazzo.train.session import Session, open_session
+
+__all__ = ["Trial", "run_trials"]
+
+WARM_UP_STEPS = 2
+LEAST_STEPS, MOST_STEPS, ENOUGH_S = 4, 20, 3.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Medians over `steps` optimizer steps, as means over the ranks.
+
+    Attributes:
+        wait_s: that a rank stood waiting for collectives in a step; None on CUDA, where the device waits.
+        traffic_bytes: sent in a step.
+        peak_bytes: the highest memory use since the process began; see `PeakMemory`.
+    """
+
+    sequence_length: int
+    steps: int
+    step_s: float
+    wait_s: float | None
+    traffic_bytes: int
+    peak_bytes: int
+
+
+def run_trials(config: Config) -> list[Trial]:
+    """Join the run, and measure with sequences of full and, where they can be cut, of half length."""
+    ranks = join(config.launch)
+    trials = []
+    for length in (config.batch.sequence_length, config.batch.sequence_length // 2):
+        if length > 1:
+            batch = config.batch.model_copy(update={"sequence_length": length})
+            session = open_session(config.model_copy(update={"batch": batch}), ranks)
+            trials.append(_measure(session))
+            session.loader.close()
+            session.keeper.release()
+    dist.destroy_process_group()
+    return trials
+
+
+def _measure(session: Session) -> Trial:
+    memory, traffic = PeakMemory(session.ranks.device), engine_of(session.model).traffic
+    for _ in range(WARM_UP_STEPS):
+        _timed_step(session)
+    steps: list[float] = []
+    waits: list[float] = []
+    while _goes_on(steps):
+        steps.append(_timed_step(session))
+        waits.append(traffic.wait_s)
+    on_cuda = session.ranks.device.type == "cuda"
+    return Trial(
+        sequence_length=session.config.batch.sequence_length,
+        steps=len(steps),
+        step_s=_mean_over_ranks(statistics.median(steps)),
+        wait_s=None if on_cuda else _mean_over_ranks(statistics.median(waits)),
+        traffic_bytes=sum(sent for kind, sent in traffic.bytes.items() if kind != "control"),
+        peak_bytes=memory.peak_bytes,
+    )
+
+
+def _timed_step(session: Session) -> float:
+    batch = session.loader.next_step()
+    start = time.perf_counter()
+    step_on(session, batch)
+    if session.ranks.device.type == "cuda":
+        torch.cuda.synchronize(session.ranks.device)
+    return time.perf_counter() - start
+
+
+def _goes_on(steps: list[float]) -> bool:
+    """Until it is enough on rank 0: all ranks must make the same number of steps."""
+    enough = len(steps) >= LEAST_STEPS and (sum(steps) >= ENOUGH_S or len(steps) >= MOST_STEPS)
+    return not gather_json(enough)[0]
+
+
+def _mean_over_ranks(value: float) -> float:
+    return statistics.fmean(gather_json(value))
+
+
+def main() -> int:
+    """The exit code. In a process that is a rank already, it does not return."""
+    path, out, *overrides = sys.argv[1:]
+    config = load_config(path, overrides)
+    if is_rank():
+        run_rank(int(os.environ["RANK"]), lambda: _rank(config, Path(out)))
+    return launch_ranks(local_ranks(config.launch), ["-m", "terrazzo.train.trial", *sys.argv[1:]])
+
+
+def _rank(config: Config, out: Path) -> int:
+    register_rank()
+    trials = run_trials(config)
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps([asdict(trial) for trial in trials]), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,397 @@
+"""What a configuration means to the planner, which runs it refuses before they start, and how a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from terrazzo.engine import PRECISIONS
+from terrazzo.engine.optimizer import ELEMENTWISE, state_of
+from terrazzo.errors import BadInput
+from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.model.modules import shape_of_module
+from terrazzo.planner.setup.setup import Mesh
+from terrazzo.telemetry import available_host_bytes, memory, resident_bytes
+from terrazzo.train import fit, planning, promise, summary
+from terrazzo.train.build import decoder_config, prepare_model
+from terrazzo.train.config_file import config_from_dict
+from terrazzo.train.fit import check_plan
+from terrazzo.train.planning import setup_of
+from terrazzo.train.promise import planned, traced_memory
+from terrazzo.train.run import train_command
+from terrazzo.train.summary import Pace, summary_lines
+
+GIB = 2**30
+ROOT = Path(__file__).parents[2]
+BASE: dict[str, Any] = {"model": {"dim": 64, "layers": 3, "heads": 4, "vocab_size": 128}, "launch": {"device": "cpu"}}
+HOST = Cluster(Device("host", kind="cpu", memory_bytes=GIB))
+
+
+def config(**sections: Any) -> Any:
+    merged = {**BASE, **sections, "model": {**BASE["model"], **sections.get("model", {})}}
+    return config_from_dict({**merged, "launch": {**BASE["launch"], **sections.get("launch", {})}})
+
+
+# -- setup_of ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_section_reaches_the_planner() -> None:
+    found = setup_of(
+        config(
+            plan={"name": "hybrid_shard", "mesh": {"dp_replicate": 2}, "prefetch": 3},
+            precision={"name": "bf16", "moments": "bf16"},
+            batch={"global_batch": 32, "micro_batch": 2, "sequence_length": 64},
+            optimizer={"name": "Adam", "options": {"amsgrad": True}},
+            train={"activation_checkpointing": "every_3", "compile": True},
+        ),
+        4,
+        HOST,
+    )
+    assert found.mesh == Mesh(dp_replicate=2, dp_shard=2)
+    assert (found.plan.name, found.prefetch, found.compile) == ("hybrid_shard", 3, True)
+    assert (found.sequence, found.micro_batch, found.micro_batches, found.global_batch) == (64, 2, 4, 32)
+    assert (found.checkpointing, found.every) == ("full", 3)
+    assert found.precision == replace(PRECISIONS["bf16"], moments=torch.bfloat16)
+    assert found.matmul == "bf16"
+    assert (found.optimizer.moments, found.optimizer.fixed_bytes) == (3, 4)
+    assert found.cluster == Cluster(replace(HOST.device, memory_bytes=GIB // 4, per_node=4), 4)
+
+
+@pytest.mark.parametrize(("precision", "matmul"), [("fp32", "fp32"), ("bf16-pure", "bf16"), ("fp16", "fp16")])
+def test_the_matrix_format_is_what_is_computed_in(precision: str, matmul: str) -> None:
+    assert setup_of(config(precision=precision), 1, HOST).matmul == matmul
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"tie_embeddings": False, "kv_heads": 2}, {"layers": 1}, {"ffn_dim": 80, "dropout": 0.1}]
+)
+def test_the_decoders_shape_is_that_of_its_modules(model: dict[str, Any]) -> None:
+    settings = config(model=model)
+    shape = setup_of(settings, 1, HOST).model
+    built = prepare_model(settings, 128)
+    assert shape.numel == sum(parameter.numel() for parameter in built.parameters())
+    assert shape.matmul_numel == decoder_config(settings, 128).matmul_numel
+    assert shape.layers == (0 if model.get("layers") == 1 else 3)  # one block is no repeated one: all is one unit
+    measured = shape_of_module(built)
+    for ours, theirs in zip(shape.units, measured.units, strict=True):
+        assert ours.count == theirs.count
+        assert {(t.name, t.shape) for t in ours.tensors} == {(t.name, t.shape) for t in theirs.tensors}
+
+
+def test_units_of_the_users_own_are_not_traced() -> None:
+    """A trace needs the units that it is put on; formulas go by those that the engine would find."""
+    same, other = (config(plan={"name": "zero3", "units": units}) for units in (["Block"], ["FeedForward"]))
+    setup = setup_of(other, 1, HOST)
+    assert setup == setup_of(same, 1, HOST)
+    assert traced_memory(same, setup) is not None
+    assert traced_memory(other, setup) is None
+    assert planned(other, 1, HOST).memory.expected_bytes == memory_of(setup).expected_bytes
+
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *((kind.__name__, {}) for kind in ELEMENTWISE),
+    *((name, {"amsgrad": True}) for name in ("Adam", "AdamW")),
+    ("SGD", {"momentum": 0.9}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Adagrad", {"initial_accumulator_value": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), sorted(OPTIONS, key=str), ids=str)
+def test_what_each_optimizer_keeps_is_known(name: str, options: dict[str, Any]) -> None:
+    """The table against a step of the class itself."""
+    found = setup_of(config(optimizer={"name": name, "options": options}), 1, HOST).optimizer
+    probe = getattr(torch.optim, name)([nn.Parameter(torch.zeros(2, 2))], lr=0.1, **options)
+    specs = state_of(probe, probe.param_groups[0]).values()
+    assert found.moments == sum(spec.per_element for spec in specs)
+    assert found.fixed_bytes == sum(spec.fixed_bytes for spec in specs)
+
+
+def test_an_optimizer_without_known_states_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"optimizer\.name is 'LBFGS', of whose states the planner does not know"):
+        setup_of(config(optimizer={"name": "LBFGS"}), 1, HOST)
+
+
+def test_a_hugging_face_folder_is_read_and_not_built(tmp_path: Path) -> None:
+    values = {
+        "model_type": "qwen3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = setup_of(config_from_dict({"model": {"kind": "huggingface", "path": str(tmp_path)}}), 1, HOST).model
+    assert (shape.layers, shape.vocab) == (2, 61)
+
+
+def test_a_run_on_cpus_is_one_on_a_host_of_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Cluster(Device("device", memory_bytes=80 * GIB), 8, host_memory_bytes=512 * GIB)
+    monkeypatch.setattr(planning, "this_machine", lambda: gpus)
+    found = setup_of(config(), 2).cluster
+    assert (found.device.kind, found.device.memory_bytes, found.count) == ("cpu", 256 * GIB, 2)
+
+
+def test_ranks_on_cpus_share_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its part of the memory, and all of them are one host."""
+    host = Cluster(Device("host", kind="cpu", memory_bytes=12 * GIB, per_node=1))
+    monkeypatch.setattr(planning, "this_machine", lambda: host)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert planned(config(), 4).memory.capacity_bytes == 3 * GIB
+    assert planned(config(), 4, host).memory.capacity_bytes == 3 * GIB
+    assert setup_of(config(), 4).cluster.nodes == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert planned(config(), 4).memory.capacity_bytes == 6 * GIB
+    assert setup_of(config(), 4).cluster.nodes == 2
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def free(monkeypatch: pytest.MonkeyPatch, count_bytes: float | None) -> None:
+    monkeypatch.setattr(fit, "available_host_bytes", lambda: None if count_bytes is None else int(count_bytes))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def test_states_that_cannot_fit_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 16 * GIB)
+    large = config(model={"dim": 4096, "layers": 32, "heads": 32}, plan="zero1", precision="fp32")
+    with pytest.raises(BadInput) as refused:
+        check_plan(large, 2)
+    said = str(refused.value)
+    parts = ("needs about", "8.00 GiB (8.59 GB)", "Largest: ", "weights 2", "plan=zero3", "launch.ignore_planner=true")
+    for part in parts:
+        assert part in said, part
+
+
+def test_activations_are_refused_only_beyond_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = config(batch={"global_batch": 64, "micro_batch": 32, "sequence_length": 512})
+    needed = memory_of(setup_of(wide, 2)).expected_bytes
+    free(monkeypatch, 2 * needed / 1.2)
+    assert any("it may not fit" in note for note in check_plan(wide, 2))
+    free(monkeypatch, 2 * needed / 1.5)
+    with pytest.raises(BadInput, match=r"train\.activation_checkpointing=full or batch\.micro_batch=16"):
+        check_plan(wide, 2)
+
+
+def test_more_is_left_to_doubt_than_estimates_were_wrong_by() -> None:
+    """On published runs, as the accuracy table has it."""
+    table = json.loads((ROOT / "benchmarks/planner/results/accuracy.json").read_text())
+    assert 1 + table["memory"]["all"]["p90"] < fit.DOUBT
+
+
+def test_a_model_of_one_block_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is gathered at once: where there is room for that, it is no reason to refuse."""
+    free(monkeypatch, 8 * GIB)
+    check_plan(config(model={"layers": 1}, plan="zero3"), 2)
+
+
+def test_what_refuses_a_run_does_not_import_a_compiler() -> None:
+    """torch._dynamo takes a second, which the ranks have to wait for and the launcher has not."""
+    program = (
+        "import sys\nfrom terrazzo.train.preflight import check\n"
+        "from terrazzo.train.config_file import load_config\n"
+        "for overrides in ([], ['model.layers=1']):\n"
+        f"    check(load_config({str(ROOT / 'examples/quickstart.yaml')!r}, overrides), 2)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=ROOT)
+
+
+def test_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = config()
+    states = memory_of(setup_of(small, 8)).expected_bytes
+    free(monkeypatch, 4 * states)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_plan(small, 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(BadInput, match="share of this machine's free memory"):
+        check_plan(small, 8)
+
+
+def test_what_is_not_known_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free(monkeypatch, None)
+    check_plan(config(model={"dim": 4096, "layers": 32, "heads": 32}), 2)
+    free(monkeypatch, 1)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2", "hidden_size": 32}))
+    strange = config_from_dict({"model": {"kind": "huggingface", "path": str(tmp_path)}, "launch": {"device": "cpu"}})
+    assert "not one that the planner knows" in check_plan(strange, 2)[0]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
+    check_plan(strange, 2)
+    with pytest.raises(BadInput):
+        check_plan(config(), 2)
+    notes = check_plan(config(launch={"ignore_planner": True}), 2)
+    assert notes[-1].startswith("plan: started all the same: This run needs about")
+
+
+def test_the_gate_stands_before_the_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 that nothing scales: found by the planner's rules, whatever the memory."""
+    free(monkeypatch, 64 * GIB)
+    unscaled = {"name": "fp32", "compute": "fp16", "weight": "fp16"}
+    with pytest.raises(BadInput, match="nothing scales the loss"):
+        check_plan(config(precision=unscaled), 2)
+    check_plan(config(precision=unscaled, launch={"ignore_planner": True}), 2)
+    assert any("master weights" in note for note in check_plan(config(precision="bf16-pure"), 2))
+
+
+def test_the_command_refuses_before_any_process_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text " * 1000)
+    path = tmp_path / "config.yaml"
+    raw = {**BASE, "data": {"source": str(tmp_path / "text.txt")}, "launch": {"ranks": 2, "device": "cpu"}}
+    path.write_text(json.dumps({**raw, "log": {"folder": str(tmp_path / "run")}}))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("terrazzo.train.run.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(BadInput, match="This run needs about"):
+        train_command(path, ["model.dim=16384", "model.layers=64", "model.heads=64"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_machine_has_left_is_known_here() -> None:
+    available, resident = available_host_bytes(), resident_bytes()
+    assert available is not None
+    assert resident is not None
+    assert available > 0
+    assert 10 * 2**20 < resident < 64 * GIB
+
+
+def test_a_control_groups_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it allows, less what is in use, but for pages of files that it would give back."""
+    files = [tmp_path / name for name in ("max", "current", "stat")]
+    monkeypatch.setattr(memory, "_CGROUPS", ((*files, "inactive_file"),))
+    monkeypatch.setattr(memory, "_lines_of", lambda _: {"MemAvailable": 1000, "SwapFree": 24})
+    assert available_host_bytes() == 1024
+    for path, content in zip(files, ("900", "600", "active_file 7\ninactive_file 100\n"), strict=True):
+        path.write_text(content)
+    assert available_host_bytes() == 400
+    files[0].write_text("max")
+    assert available_host_bytes() == 1024
+    monkeypatch.setattr(memory, "_lines_of", lambda _: {})
+    assert available_host_bytes() is None
+
+
+# -- promises ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_on_a_cpu_comes_from_the_models_own_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deep models are traced by three layers: the same as tracing all of them."""
+    for mode in ("none", "full"):
+        deep = config(model={"layers": 7}, train={"activation_checkpointing": mode})
+        found = planned(deep, 2, HOST).memory
+        assert {term.formula for term in found.terms} == {"memory.traced"}
+        monkeypatch.setattr(promise, "TRACED_LAYERS", 7)
+        assert planned(deep, 2, HOST).memory == found
+        monkeypatch.undo()
+
+
+def test_planning_draws_nothing_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that plans goes on as one that does not."""
+    free(monkeypatch, 16 * GIB)
+    before = torch.get_rng_state()
+    dropped = config(model={"dropout": 0.5})
+    check_plan(dropped, 2)
+    planned(dropped, 2, HOST)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_gpus_memory_comes_from_formulas() -> None:
+    found = planned(config(), 2, Cluster(Device("device", memory_bytes=GIB), 2)).memory
+    assert "memory.traced" not in {term.formula for term in found.terms}
+    assert found.capacity_bytes == GIB
+
+
+# -- the summary -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_log_step_counts_only_while_it_is_alone() -> None:
+    pace = Pace()
+    pace.add(2, 200, 10.0)
+    assert (pace.steps, pace.tokens, pace.seconds) == (2, 200, 10.0)
+    pace.add(4, 400, 1.0)
+    pace.add(4, 400, 3.0)
+    assert (pace.steps, pace.tokens, pace.seconds) == (8, 800, 4.0)
+
+
+@pytest.mark.processes
+def test_a_run_ends_with_what_was_promised_of_it(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(1500)))
+    path = tmp_path / "config.yaml"
+    raw = {**BASE, "model": {"dim": 32, "layers": 2, "heads": 2}, "data": {"source": str(tmp_path / "text.txt")}}
+    raw |= {"batch": {"global_batch": 4, "micro_batch": 4, "sequence_length": 32}, "train": {"steps": 4}}
+    path.write_text(json.dumps({**raw, "log": {"folder": str(tmp_path / "run"), "every": 1, "tensorboard": False}}))
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "terrazzo", "train", str(path)],
+        env={**kept, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=90, check=True,
+    )  # fmt: skip
+    said = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert said["kind"] == "summary"
+    for state in ("state_bytes", "transient_bytes", "traffic_bytes"):
+        assert said[f"{state}_promised"] == said[f"{state}_measured"], state
+    promised = planned(config_from_dict(raw), 1).memory.expected_bytes
+    assert said["peak_memory_bytes_promised"] == promised
+    assert said["peak_memory_bytes_measured"] > promised  # tensors are a part of what is resident
+    assert said["step_s_promised"] is None
+    assert said["step_s_measured"] > 0
+    assert said["tokens_per_s_measured"] > 0
+    assert "plan: zero3 splits states over data ranks, but there is only one" in done.stdout
+    for line in summary_lines(said):
+        assert line in done.stdout
+
+
+@pytest.mark.parametrize(
+    "error", [BadInput("no such shape"), ZeroDivisionError(), MemoryError(), KeyError("x")], ids=repr
+)
+def test_a_promise_that_cannot_be_made_ends_no_run(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(summary, "planned", fails)
+    session: Any = SimpleNamespace(config=config(), ranks=SimpleNamespace(world_size=1))
+    estimate, why = summary._promise(session)
+    assert estimate is None
+    assert why.startswith("no promise: ")
+    assert len(why) > len("no promise: ")
+
+
+SUMMARY: dict[str, Any] = {
+    "state_bytes_promised": 3 * 2**20,
+    "state_bytes_measured": 3 * 2**20,
+    "transient_bytes_promised": 2**20,
+    "transient_bytes_measured": 2**20,
+    "traffic_bytes_promised": {"all_gather": 2**20},
+    "traffic_bytes_measured": {"all_gather": 2**19},
+    "peak_memory_bytes_promised": 2**24,
+    "peak_memory_bytes_measured": 2**25,
+    "base_memory_bytes": 2**28,
+    "step_s_promised": 0.5,
+    "tokens_per_s_promised": 2000.0,
+    "mfu_promised": None,
+    "calibrated": True,
+    "step_s_measured": 0.25,
+    "tokens_per_s_measured": 4000.0,
+    "mfu_measured": 0.4,
+    "no_promise": "",
+}
+
+
+def test_a_summary_reads_promised_then_measured() -> None:
+    promised = "0.5 s per step, 2,000 tok/s, MFU n/a (calibrated)"
+    assert summary_lines(SUMMARY) == [
+        "states: promised 3.00 MiB, measured 3.00 MiB",
+        "transient peak: promised 1.00 MiB, measured 1.00 MiB",
+        "all-gather per step: promised 1.00 MiB, measured 0.50 MiB",
+        "peak memory: promised 16.00 MiB, measured 32.00 MiB resident, beyond 256.00 MiB of the program itself",
+        f"pace: promised {promised}, measured 0.25 s per step, 4,000 tok/s, MFU 40.0%",
+    ]
+    unknown = {**SUMMARY, "step_s_promised": None, "calibrated": False, "no_promise": "no peak is known"}
+    assert summary_lines(unknown)[-1].startswith("pace: promised n/a (no peak is known), measured 0.25 s")
+    assert "promised n/a, measured" in summary_lines({**unknown, "peak_memory_bytes_promised": None})[-2]
