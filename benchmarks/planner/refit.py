@@ -1,0 +1,119 @@
+"""What the planner would say of a family if its constants had been set without that family.
+
+Each constant that was set on published rows is moved again, one after the other over a coarse grid around its value,
+to where the other families are met best. A constant that those say nothing about stays where it was. This shows how
+much a family owes to having been looked at; it does not undo the choice of the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+from benchmarks.planner.rows import Row
+from terrazzo.planner.timing.step import time_of
+
+__all__ = ["CONSTANTS", "held_out_medians"]
+
+CONSTANTS: tuple[str, ...] = (
+    "SUSTAINED_SHARE",
+    "SUSTAINED_POWER",
+    "FLASH_SHARE",
+    "MEMORY_SHARE",
+    "LAUNCH_S",
+    "COMPILED_LAUNCH",
+    "SCORE_BYTES",
+    "LOGIT_BYTES",
+    "CONTENTION",
+    "TENSOR_HIDDEN",
+)
+"""Module constants of the planner's timing that were set on published rows."""
+
+FACTORS = (0.6, 0.75, 0.87, 0.94, 1.06, 1.15, 1.33, 1.67)
+ROUNDS = 2
+MOST_ROWS = 60
+"""Of one family while fitting, evenly spread; errors are taken over all of its rows."""
+FULL_WEIGHT = 12
+
+
+def held_out_medians(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """By family: median error with the constants as they are, and with those refitted on all other families."""
+    families: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.step_s and row.quality in "AB":
+            families[row.family].append(row)
+    found = {}
+    for name, group in families.items():
+        factors = _fit({other: thin(members) for other, members in families.items() if other != name})
+        with scaled(factors):
+            refitted = _median_error(group)
+        found[name] = {"shipped": _median_error(group), "refitted": refitted} | factors
+    return found
+
+
+def thin(rows: Sequence[Row]) -> list[Row]:
+    """At most `MOST_ROWS` of them."""
+    return list(rows[:: -(-len(rows) // MOST_ROWS)])
+
+
+@contextmanager
+def scaled(factors: Mapping[str, float]) -> Iterator[None]:
+    """The planner with each named constant multiplied, wherever it was imported, until the block ends."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("terrazzo.planner.")]
+    holders = [(module, name) for module in modules for name in factors if name in vars(module)]
+    assert {name for _, name in holders} == set(factors), "a constant was renamed"
+    before = [(module, name, vars(module)[name]) for module, name in holders]
+    for module, name, value in before:
+        setattr(module, name, value * factors[name])
+    _forget(modules)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+        _forget(modules)
+
+
+def _forget(modules: Sequence[object]) -> None:
+    for module in modules:
+        for value in vars(module).values():
+            if callable(clear := getattr(value, "cache_clear", None)):
+                clear()
+
+
+def _fit(families: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    best = dict.fromkeys(CONSTANTS, 1.0)
+    least = _loss(families, best)
+    for _ in range(ROUNDS):
+        for name in CONSTANTS:
+            for factor in FACTORS:
+                trial = best | {name: best[name] * factor}
+                if (loss := _loss(families, trial)) < least - 1e-4:
+                    best, least = trial, loss
+    return best
+
+
+def _loss(families: Mapping[str, Sequence[Row]], factors: Mapping[str, float]) -> float:
+    """Mean over families of the median of |log(planner / measured)|; those of a few rows count for less."""
+    weights = {name: min(len(rows), FULL_WEIGHT) for name, rows in families.items()}
+    with scaled(factors):
+        return sum(weights[name] * _misfit(rows) for name, rows in families.items()) / sum(weights.values())
+
+
+def _misfit(rows: Sequence[Row]) -> float:
+    return median(abs(math.log(_ratio(row))) for row in rows)
+
+
+def _median_error(rows: Sequence[Row]) -> float:
+    return median(abs(_ratio(row) - 1) for row in rows)
+
+
+def _ratio(row: Row) -> float:
+    time = time_of(row.setup)
+    assert not isinstance(time, str), time
+    assert row.step_s
+    return time.step_s / row.step_s
