@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo import checkpoint, cli, engine
+from terrazzo import checkpoint, cli, engine, planner
 from terrazzo.checkpoint.manifest import File, Manifest, OptimizerState, Range, State, Tensor, Topology
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.precision import DTYPE_FIELDS
@@ -186,7 +186,7 @@ def test_every_command_line_argument_is_in_the_reference() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     reference = text("reference/api.md")
-    for module, prefix in ((tz, "tz."), (checkpoint, "tz.checkpoint."), (engine, "")):
+    for module, prefix in ((tz, "tz."), (checkpoint, "tz.checkpoint."), (engine, ""), (planner, "")):
         for name in module.__all__:
             assert f"`{prefix}{name}" in reference, f"{prefix}{name}"
 

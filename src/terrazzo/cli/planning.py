@@ -1,0 +1,257 @@
+"""What `terrazzo plan` does with its arguments: find the answer, write files, print."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import shlex
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from terrazzo.cli.planning_files import check_files, emit
+from terrazzo.errors import BadInput
+from terrazzo.planner.api import calibration_of, estimate_here
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.gate.gate import findings, runnable
+from terrazzo.planner.gate.stack import Stack
+from terrazzo.planner.report.answer import Answer, nearest
+from terrazzo.planner.report.bare import BareAnswer
+from terrazzo.planner.report.blocks import Block, Line, show
+from terrazzo.planner.report.explain import explain, explained
+from terrazzo.planner.report.picture import save_picture
+from terrazzo.planner.report.terminal import show_bars
+from terrazzo.planner.search.search import Frontier, search
+from terrazzo.planner.search.sizing import Sizing, min_gpus
+from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.request import Request, assumptions, build_cluster, build_setup
+
+__all__ = ["run"]
+
+Asked = Mapping[str, Any]
+"""Arguments of `terrazzo plan` by name."""
+
+RENAMED = {"seq": "sequence", "ac": "checkpointing", "price": "price_per_hour"}
+SAME = (
+    "model", "gpu", "strategy", "micro_batch", "micro_batches", "global_batch", "precision", "optimizer", "compile",
+    "attention", "loss", "tp", "pp", "cp", "ep", "dp_replicate", "virtual_stages", "pipeline", "parallel", "per_node",
+    "prefetch", "accumulate_locally", "rank", "gpus",
+)  # fmt: skip
+GIGA = {
+    "memory_gb": "memory_bytes", "host_memory_gb": "host_memory_bytes", "disk_gb": "disk_bytes",
+    "disk_gb_s": "disk_bandwidth",
+}  # fmt: skip
+"""Arguments and the fields of a `Request` that they are: under another name, as they are, and in units of 1e9."""
+
+BESIDE_CONFIG = (
+    "config", "overrides", "gpu", "gpus", "memory_gb", "per_node", "host_memory_gb", "disk_gb", "disk_gb_s", "price",
+    "as_json", "explain", "emit", "picture", "calibrate", "framework",
+)  # fmt: skip
+BESIDE_PARAMS = (
+    "params", "gpu", "gpus", "memory_gb", "per_node", "precision", "optimizer", "strategy", "dp_replicate", "as_json",
+    "picture",
+)  # fmt: skip
+
+
+def run(asked: Asked, given: Collection[str]) -> None:
+    """`terrazzo plan`.
+
+    Args:
+        given: names of the arguments that were written, and not left at their defaults.
+    """
+    check_files(asked["emit"], asked["picture"])
+    source = _source(asked)
+    _refuse_options(source, asked, given)
+    stack = Stack.parse(asked["framework"])
+    answer = _answer(source, asked)
+    if isinstance(answer, Answer):
+        answer = _in_framework(answer, stack)
+    explanation = None if asked["explain"] is None else explained(_best(answer), asked["explain"])
+    _write(answer, asked)
+    if asked["as_json"]:
+        print((explanation or answer.report()).model_dump_json(indent=2))
+    elif explanation is not None:
+        show(explain(explanation))
+    else:
+        _print(answer, asked)
+
+
+# -- the answer ----------------------------------------------------------------------------------------------------
+
+
+def _answer(source: str, asked: Asked) -> Answer | BareAnswer:
+    if source == "--model":
+        return _of_model(asked)
+    if source == "--params":
+        return _of_count(asked)
+    from terrazzo.cli.planning_config import of_config  # imports the trainer
+
+    return of_config(asked, _request({**asked, "model": 1}))
+
+
+def _of_model(asked: Asked) -> Answer:
+    request = _request(asked)
+    if asked["min_gpus"] or (request.gpus is None and request.strategy is None):
+        sizing = min_gpus(request)
+        if not sizing.steps:
+            raise BadInput(
+                f"The model states alone need {sizing.floor:,} GPUs, and --gpus {request.gpus or '1..1024'} does not "
+                "reach that: allow more, or name a larger GPU."
+            )
+        return _of_search(request, sizing.answer or sizing.steps[-1], sizing)
+    if request.strategy is not None and not isinstance(request.gpus, str):
+        return Answer(_assumed(request, estimate_here(build_setup(request))), estimate_here)
+    return _of_search(request, search(request, calibration_of(request)))
+
+
+def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
+    best = found.best or nearest(found, estimate_here)
+    known = replace(request, gpus=best.setup.cluster.count)  # found, and not assumed
+    return Answer(_assumed(known, best), estimate_here, found, sizing)
+
+
+def _assumed(request: Request, found: Estimate) -> Estimate:
+    """With a note of everything that the request left open."""
+    return replace(found, warnings=assumptions(request, found.setup) + found.warnings)
+
+
+def _in_framework(answer: Answer, stack: Stack) -> Answer:
+    """With what is known of that framework in place of Terrazzo's own limits."""
+    own = [str(finding) for finding in findings(answer.best.setup)]
+    best = replace(answer.best, warnings=tuple(note for note in answer.best.warnings if note not in own))
+    return replace(answer, best=best, stack=stack)
+
+
+def _of_count(asked: Asked) -> BareAnswer:
+    """States and traffic. The recipe is the ZeRO paper's 2 + 2 + 12 bytes unless another was asked for."""
+    if "@" in (asked["strategy"] or ""):
+        raise BadInput("An offload says nothing about a bare number of parameters: name a model with --model.")
+    precision = "zero" if asked["precision"] is None else asked["precision"]
+    request = _request({**asked, "model": _count(asked["params"]), "precision": precision})
+    if not isinstance(request.gpus, int):
+        raise BadInput("--params needs one number of ranks: --world 256.")
+    machine = request.gpu is not None or request.memory_bytes is not None
+    return BareAnswer(request, build_cluster(request).device.memory_bytes if machine else None)
+
+
+def _request(asked: Asked) -> Request:
+    fields = {field: asked[name] for name, field in RENAMED.items()} | {name: asked[name] for name in SAME}
+    for name, field in GIGA.items():
+        if asked[name] is not None:
+            check_number(f"--{name.replace('_', '-')}", asked[name])
+            fields[field] = asked[name] * 1e9
+    fields["strategy"], fields["offload"] = _strategy(asked["strategy"], asked["offload"])
+    fields["precision"] = "bf16" if asked["precision"] is None else asked["precision"]
+    return Request(**fields, sequence_parallel=not asked["no_sequence_parallel"])
+
+
+def _strategy(name: str | None, tier: str | None) -> tuple[str | None, bool]:
+    """A strategy with its tier, and whether the search may choose one."""
+    if tier is None or tier == "any":
+        return name, tier == "any"
+    if name is None:
+        raise BadInput(
+            f"--offload {tier} needs the strategy that it belongs to (--strategy zero3), or be --offload any."
+        )
+    return f"{name}@{tier}", False
+
+
+COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", re.IGNORECASE)
+LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def _count(text: str) -> float:
+    """`70e9`, `70B`, `1.5t`."""
+    match = COUNT.fullmatch(text.replace(",", "").replace("_", ""))
+    try:
+        value = float(match[1]) * LETTERS[match[2].lower()] if match else math.nan
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 1):
+        raise BadInput(f"--params is '{text[:40]}', expected a number of parameters such as 70e9, 70B or 350M.")
+    return round(value)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def _source(asked: Asked) -> str:
+    """What describes the model. Errors: `BadInput` unless it is exactly one."""
+    sources = {"CONFIG": asked["config"], "--model": asked["model"], "--params": asked["params"]}
+    named = [name for name, value in sources.items() if value is not None]
+    if len(named) != 1:
+        found = " and ".join(named) + " were given" if named else "No model was given"
+        raise BadInput(f"{found}: give CONFIG, --model NAME or --params COUNT, and only one of them.")
+    return named[0]
+
+
+def _refuse_options(source: str, asked: Asked, given: Collection[str]) -> None:
+    """What has no meaning beside a configuration, which says what a run is, or beside a bare number of parameters."""
+    if source == "CONFIG":
+        reason = "was given beside a configuration, which decides it: write an override, such as plan.name=zero2."
+        _refuse_others(given, BESIDE_CONFIG, reason)
+    if source == "--params":
+        _refuse_others(
+            given, BESIDE_PARAMS, "says nothing about a bare number of parameters: name a model with --model."
+        )
+    if asked["calibrate"] and (source != "CONFIG" or asked["gpu"] is not None):
+        raise BadInput(
+            "--calibrate measures a configuration of `terrazzo train` on this machine: give CONFIG, no --gpu."
+        )
+    if asked["emit"] is not None and source != "--model":
+        raise BadInput("--emit writes the configuration of a model that is planned with --model.")
+
+
+def _refuse_others(given: Collection[str], allowed: Collection[str], reason: str) -> None:
+    for name in given:
+        if name not in allowed:
+            raise BadInput(f"--{name.replace('_', '-')} {reason}")
+
+
+# -- the outputs ---------------------------------------------------------------------------------------------------
+
+
+def _write(answer: Answer | BareAnswer, asked: Asked) -> None:
+    try:
+        if asked["emit"] is not None:
+            emit(_best(answer), asked["model"], asked["emit"])
+        if asked["picture"] is not None:
+            save_picture(answer.chart(), asked["picture"])
+    except OSError as error:
+        raise BadInput(f"'{error.filename}' cannot be written: {error.strerror}.") from error
+
+
+def _print(answer: Answer | BareAnswer, asked: Asked) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # × is ? where the output is ASCII, and not an error
+    console = Console(highlight=False)
+    show(answer.blocks(), console)
+    show_bars(answer.chart(), console)
+    if isinstance(answer, Answer):
+        show(_how_to_run(answer, asked), console)
+
+
+def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
+    """The commands that run the plan, where this version can."""
+    if asked["config"] is not None:
+        command = shlex.join(["terrazzo", "train", str(asked["config"]), *(asked["overrides"] or [])])
+        return [Line(f"\nTo run it: {command}", copied=True)]
+    if asked["emit"] is not None:
+        return [
+            Line(
+                f"\nwritten: {asked['emit']}. To run it: terrazzo train {shlex.quote(str(asked['emit']))}", copied=True
+            )
+        ]
+    if answer.best.memory.fits is False or not runnable(answer.best.setup):
+        return []
+    command = shlex.join(["terrazzo", *sys.argv[1:], "--emit", "plan.yaml"])
+    return [Line(f"\nTo run it: {command} && terrazzo train plan.yaml", copied=True)]
+
+
+def _best(answer: Answer | BareAnswer) -> Estimate:
+    assert isinstance(answer, Answer), "options that need a model are refused without one"
+    return answer.best

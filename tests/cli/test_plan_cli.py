@@ -1,0 +1,482 @@
+"""`terrazzo plan`: the contract for programs, what people see, the files it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+import terrazzo as tz
+from terrazzo import cli
+from terrazzo.errors import BadInput
+from terrazzo.planner.report.schema import ExplainedReport, Report, StatesReport
+
+ROOT = Path(__file__).parents[2]
+EIGHT = ["--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "8"]
+
+
+@pytest.fixture(autouse=True)
+def no_records(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was calibrated on this machine before does not count."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["plan", *arguments])
+
+
+def shown(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.exception
+    assert not result.stderr
+    return result.stdout
+
+
+def answer(*arguments: str) -> Any:
+    return json.loads(shown(*arguments, "--json"))
+
+
+def refusal(*arguments: str) -> str:
+    result = run(*arguments)
+    assert isinstance(result.exception, BadInput), result.output
+    assert not result.stdout
+    return str(result.exception)
+
+
+# -- the contract for programs -------------------------------------------------------------------------------------
+
+ZERO_PAPER = {  # 70e9 parameters on 256 ranks: arXiv 1910.02054, section 3 and 7
+    "zero0": (140.0, 140.0, 840.0, 1120.0, 280.0),
+    "zero1": (140.0, 140.0, 3.28125, 283.28125, 280.0),
+    "zero2": (140.0, 0.546875, 3.28125, 143.828125, 280.0),
+    "zero3": (0.546875, 0.546875, 3.28125, 4.375, 420.0),
+}
+
+
+def test_a_bare_number_of_parameters_gives_the_zero_papers_states_and_traffic() -> None:
+    found = answer("--params", "70e9", "--world", "256")
+    StatesReport.model_validate(found)
+    assert {plan["strategy"] for plan in found["plans"]} == set(ZERO_PAPER)
+    for plan in found["plans"]:
+        states = [plan["per_rank"][f"{name}_gb"] for name in ("weights", "grads", "optimizer", "states")]
+        assert (*states, plan["traffic_gb"]["total"]) == pytest.approx(ZERO_PAPER[plan["strategy"]])
+
+
+@pytest.mark.parametrize("text", ["7.5e9", "7.5B", "7500M", "7,500,000,000", "7.5b"])
+def test_counts_are_read_as_people_write_them(text: str) -> None:
+    plans = answer("--params", text, "--gpus", "64")["plans"]
+    assert [round(plan["per_rank"]["states_gb"], 1) for plan in plans] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_states_are_held_against_a_devices_memory() -> None:
+    plans = {
+        plan["strategy"]: plan for plan in answer("--params", "70e9", "--world", "256", "--memory-gb", "80")["plans"]
+    }
+    assert [plans[name]["fits"] for name in ("zero0", "zero1", "zero2", "zero3")] == [False, False, False, True]
+    assert plans["zero3"]["min_ranks"] == 14  # 1120 / 80
+    assert plans["zero2"]["min_ranks"] is None  # 140 GB of weights on every rank
+
+
+def test_states_count_the_precision_that_is_asked_for() -> None:
+    assert answer("--params", "1e9", "--world", "2", "--precision", "bf16")["recipe"] == {
+        "weights": 2.0,
+        "grads": 4.0,
+        "optimizer": 12.0,
+    }
+
+
+HYBRID_70B = {  # 64 ranks in groups of 8: 140 GB each for two gathers and a reduction, and what the groups exchange
+    "hybrid_shard": 420 + 2 * 140 / 8,  # an all-reduce of each rank's shard, arXiv 2304.11277, section 3.2.2
+    "hpz": 420,  # arXiv 2306.10209, section 3.2: only the gather for backward stays inside
+    "hfsdp": 420 + 140 / 8,  # updated shards are gathered over the groups
+}
+
+
+@pytest.mark.parametrize(("strategy", "sent"), HYBRID_70B.items())
+def test_traffic_of_the_hybrid_strategies_has_the_exchange_between_groups(strategy: str, sent: float) -> None:
+    (plan,) = answer("--params", "70e9", "--world", "64", "--strategy", strategy)["plans"]
+    assert plan["traffic_gb"]["total"] == pytest.approx(sent)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert [plan["traffic_gb"]["total"] for plan in answer("--params", "70e9", "--world", "1")["plans"]] == [0] * 4
+
+
+def test_the_recipe_is_of_the_whole_model() -> None:
+    recipe = answer("--params", "70e9", "--world", "64", "--strategy", "hybrid_shard")["recipe"]
+    assert recipe == {"weights": 2.0, "grads": 2.0, "optimizer": 12.0}
+
+
+FULL = ["--seq", "4096", "--micro-batch", "2", "--strategy", "zero3", "--ac", "selective", "--precision", "bf16"]
+MESH = ["--tp", "2", "--pp", "2", "--cp", "2", "--compile"]
+
+
+def test_one_plan_has_every_key_of_the_contract() -> None:
+    found = answer("--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "16", *FULL, *MESH)
+    Report.model_validate(found)
+    memory, time = found["memory"], found["time"]
+    assert 0 < memory["expected_gib"] < memory["upper_gib"]
+    assert sum(memory["terms"].values()) == pytest.approx(memory["expected_gib"])
+    assert found["fits"] is True
+    assert "stage" in found["limiting_rank"]
+    assert sum(time["terms"].values()) == pytest.approx(time["step_s"])
+    assert 0 < time["mfu"] < 1
+    tokens = 2 * 4096 * found["setup"]["micro_batches"] * 2  # of 2 data ranks
+    assert time["tokens_per_s_per_gpu"] == pytest.approx(tokens / time["step_s"] / 16)
+    assert found["traffic"]["total_gb"] == pytest.approx(sum(found["traffic"]["links_gb"].values()))
+    assert found["setup"]["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 1}
+    assert found["setup"]["compile"] is True
+    assert found["frontier"] is None
+
+
+def test_json_is_one_object_and_nothing_else() -> None:
+    output = shown(*EIGHT, "--strategy", "zero3", "--json")
+    assert output.startswith("{\n")
+    assert output.endswith("}\n")
+    assert "NaN" not in output
+    assert "Infinity" not in output
+
+
+def test_without_a_strategy_the_best_is_described_and_the_others_are_listed() -> None:
+    found = answer(*EIGHT)
+    Report.model_validate(found)
+    rows = {row["strategy"]: row for row in found["frontier"]}
+    assert found["setup"]["strategy"] in rows
+    assert found["fits_surely"] is True
+    assert {"zero1", "zero2", "zero3"} <= set(rows)
+    refused = {row["strategy"]: row["reason"] for row in found["refused"]}
+    assert "optimizer" in refused["zero0"]  # 16 bytes × 8e9 on every rank
+    assert found["considered"] > len(found["frontier"])
+
+
+def test_a_plan_that_does_not_fit_is_an_answer() -> None:
+    found = answer("--model", "llama3-70b", "--gpu", "h100-sxm", "--gpus", "8", "--strategy", "zero1")
+    assert found["fits"] is False
+    assert found["memory"]["expected_gib"] > 130  # 70.6e9 bf16 weights alone are 131
+
+
+def test_where_nothing_fits_the_nearest_is_described() -> None:
+    found = answer("--model", "llama3-405b", "--gpu", "a100", "--gpus", "8")
+    assert found["fits"] is False
+    assert found["frontier"] == []
+    assert len(found["refused"]) >= 5
+
+
+@pytest.mark.parametrize("arguments", [["deepseek-v3", "--gpus", "64", "--parallel"], ["llama3-70b", "--gpus", "8"]])
+def test_what_comes_nearest_is_what_lacks_least(arguments: list[str]) -> None:
+    found = answer("--model", *arguments)
+    needed = [row["needed_gib"] for row in found["refused"] if row["needed_gib"]]
+    assert found["fits"] is False
+    assert found["memory"]["device_gib"] == pytest.approx(min(needed))
+
+
+def test_without_a_known_peak_there_is_no_time_and_the_reason_is_given() -> None:
+    found = answer("--model", "gpt2", "--gpu", "cpu", "--gpus", "2", "--strategy", "zero3", "--seq", "512")
+    assert found["time"] is None
+    assert "peak" in found["no_time"]
+
+
+def test_min_gpus_names_the_floor_and_the_first_that_runs() -> None:
+    found = answer("--model", "llama3-70b", "--gpu", "h100-sxm", "--min-gpus")["sizing"]
+    assert found["states_floor_gpus"] == 14  # 16 bytes × 70.6e9 / 84.9e9
+    assert found["gpus"] % 8 == 0
+    assert 24 <= found["gpus"] <= 32
+    tried = {row["gpus"]: row for row in found["rows"]}
+    assert tried[16]["fits"] is False
+    assert tried[16]["reason"]
+    assert tried[found["gpus"]]["fits_surely"] is True
+
+
+def test_price_and_offload_reach_the_answer() -> None:
+    found = answer(*EIGHT, "--strategy", "zero3", "--offload", "cpu", "--price", "2.5")
+    assert found["setup"]["plan"]["optim"] == "D@cpu"
+    assert sum(term["value"] for term in found["memory"]["host"]) > 12e9  # master and moments, of 8 ranks
+    per_token = 2.5 / 3600 / found["time"]["tokens_per_s_per_gpu"]
+    assert found["time"]["cost_per_million_tokens"] == pytest.approx(1e6 * per_token)
+
+
+def test_the_host_and_its_disks_count() -> None:
+    arguments = [*EIGHT, "--strategy", "zero3", "--offload", "nvme", "--seq", "2048", "--disk-gb", "3000"]
+    found = answer(*arguments, "--host-memory-gb", "10")
+    assert found["fits"] is False
+    host, disk = found["memory"]["hosts"]
+    assert host["capacity_gib"] == pytest.approx(10e9 / 2**30)
+    assert host["expected_gib"] > 8.03e9 * 4 / 2**30  # fp32 gradients of all ranks of the host
+    assert disk["capacity_gib"] == pytest.approx(3000e9 / 2**30)
+    written = 8 * sum(term["value"] for term in found["memory"]["disk_writes"])
+    assert written == pytest.approx(12 * 8.03e9, rel=0.01)  # fp32 master weights and two moments
+    output = shown(*arguments, "--host-memory-gb", "10")
+    assert "GiB too much for the memory of a host" in output.splitlines()[0]
+    assert "of 9.3 GiB" in output
+    assert "written to them in a step: 89.7 GiB" in output
+    assert answer(*arguments, "--host-memory-gb", "1000")["fits"] is True
+    assert answer(*EIGHT, "--strategy", "zero3")["memory"]["hosts"] == []
+
+
+def test_a_fused_loss_needs_less_than_a_full_one() -> None:
+    arguments = [*EIGHT, "--strategy", "zero3", "--ac", "full", "--seq", "8192", "--loss"]
+    needed = {loss: answer(*arguments, loss)["memory"]["expected_gib"] for loss in ("full", "fused", "chunked")}
+    logits = 8192 * 128256 / 2**30
+    assert needed["full"] - needed["fused"] > 2 * logits  # 12 bytes of each against 6, unless then another moment peaks
+    assert needed["chunked"] <= needed["fused"]
+    assert "fused loss" in shown(*arguments, "fused")
+
+
+def test_an_axis_beyond_what_is_searched_is_no_crash() -> None:
+    assert run("--model", "llama-7b", "--gpus", "64", "--tp", "32", "--parallel").exit_code == 0
+
+
+def test_explained_terms_have_formula_numbers_and_source() -> None:
+    found = answer(*EIGHT, "--strategy", "zero3", "--explain", "activations")
+    ExplainedReport.model_validate(found)
+    (term,) = found["terms"]
+    assert term["part"] == "memory"
+    assert term["text"]
+    assert term["source"]
+    assert term["inputs"]
+
+
+# -- what people see -----------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_comes_first_and_nothing_is_coloured_in_a_pipe() -> None:
+    output = shown(*EIGHT, "--strategy", "zero3")
+    assert output.startswith("fits: ")
+    assert "of 79.1 GiB expected (upper " in output.splitlines()[0]
+    assert "\x1b" not in output
+    for heading in ("memory of the fullest rank", "sent by one rank in a step", "time of a step", "memory by strategy"):
+        assert heading in output
+    assert "--emit plan.yaml" in output
+
+
+def test_a_plan_that_does_not_fit_says_so_first() -> None:
+    assert shown("--model", "llama3-70b", "--gpus", "8", "--strategy", "zero1").startswith("does not fit: ")
+
+
+def test_an_output_in_ascii_is_no_error() -> None:
+    result = CliRunner(charset="ascii").invoke(cli.app, ["plan", *EIGHT, "--strategy", "zero3"])
+    assert result.exit_code == 0
+    assert result.stdout_bytes.isascii()
+    assert b"8 ? H100" in result.stdout_bytes
+
+
+def test_sizing_is_said_in_a_sentence() -> None:
+    output = shown("--model", "llama3-70b", "--gpu", "h100-sxm", "--min-gpus")
+    assert output.startswith("14 is only the floor for model states; ")
+
+
+def test_what_was_assumed_is_said() -> None:
+    output = shown("--model", "llama3-8b", "--gpus", "8", "--strategy", "zero3")
+    assert "note: No GPU was named" in output
+    assert "note: No sequence length was given" in output
+
+
+def test_python_prints_what_the_command_prints() -> None:
+    asked: dict[str, Any] = {"gpus": 8, "gpu": "h100-sxm", "sequence": 4096}
+    for strategy in ("zero3", None):
+        printed = str(tz.plan("llama3-8b", strategy=strategy, **asked))
+        named = ["--strategy", strategy] if strategy else []
+        assert shown(*EIGHT, "--seq", "4096", *named).startswith(f"{printed}\n")
+    assert str(tz.plan("llama3-405b", **asked)).startswith("does not fit: ")
+
+
+def test_limits_of_another_framework_are_listed() -> None:
+    arguments = ["--model", "llama3-8b", "--gpus", "16", "--strategy", "zero3", "--offload", "nvme"]
+    own = {each["rule"]: each["severity"] for each in answer(*arguments)["findings"]}
+    assert "planned" in own.values()
+    fsdp = answer(*arguments, "--framework", "fsdp2")["findings"]
+    assert "refuse" in [each["severity"] for each in fsdp]  # FSDP has no NVMe tier
+    assert "known not to work: " in shown(*arguments, "--framework", "fsdp2")
+
+
+def test_explain_prints_formula_and_source() -> None:
+    output = shown(*EIGHT, "--strategy", "zero3", "--explain", "gathered weights")
+    assert output.startswith(("gathered weights (memory)\n", "gathered (memory)\n"))
+    assert "source: " in output
+    assert "GiB" in output
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_is_planned_as_it_is() -> None:
+    quickstart = str(ROOT / "examples/quickstart.yaml")
+    found = answer(quickstart, "plan.name=zero1", "batch.micro_batch=4", "launch.ranks=4")
+    assert found["setup"]["strategy"] == "zero1"
+    assert found["setup"]["gpus"] == 4
+    elsewhere = answer(quickstart, "--gpu", "h100-sxm", "--gpus", "1")
+    assert elsewhere["setup"]["gpu"].startswith("H100")
+    assert elsewhere["setup"]["gpus"] == 1
+
+
+def test_calibrate_measures_the_configuration_and_says_where_the_record_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, list[str]]] = []
+
+    def calibrate(path: Path, overrides: list[str]) -> tuple[Any, Path]:
+        asked.append((path, overrides))
+        return SimpleNamespace(steps=6), Path("/records/this.json")
+
+    monkeypatch.setattr("terrazzo.cli.planning_config.calibrate", calibrate)
+    found = answer(str(ROOT / "examples/quickstart.yaml"), "plan.name=zero2", "--calibrate")
+    assert asked == [(ROOT / "examples/quickstart.yaml", ["plan.name=zero2"])]
+    assert any("/records/this.json" in note for note in found["warnings"])
+
+
+def test_what_is_emitted_is_what_was_planned(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    arguments = ["--model", "gpt2", "--gpu", "h100-sxm", "--gpus", "8", "--seq", "512", "--global-batch", "64"]
+    planned = answer(*arguments, "--strategy", "zero2", "--micro-batch", "4", "--ac", "full", "--emit", str(path))
+    written = yaml.safe_load(path.read_text())
+    assert written["plan"]["name"] == "zero2"
+    assert written["batch"] == {"global_batch": 64, "micro_batch": 4, "sequence_length": 512}
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["model_type"] == "gpt2"
+    again = answer(str(path), "--gpu", "h100-sxm")
+    assert again["memory"]["terms"] == pytest.approx(planned["memory"]["terms"])
+    assert again["traffic"]["total_gb"] == pytest.approx(planned["traffic"]["total_gb"])
+
+
+def test_emit_refuses_what_cannot_run(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    assert "does not fit" in refusal(
+        "--model", "llama3-405b", "--gpus", "8", "--strategy", "zero3", "--emit", str(path)
+    )
+    assert "planned" in refusal(*EIGHT, "--strategy", "zero3", "--tp", "2", "--emit", str(path))
+    assert "attention flash" in refusal(*EIGHT, "--attention", "math", "--emit", str(path))
+    assert "loss full" in refusal(*EIGHT, "--loss", "chunked", "--emit", str(path))
+    assert not list(tmp_path.iterdir())
+    assert "--emit" not in shown(*EIGHT, "--strategy", "zero3", "--loss", "fused")
+
+
+def test_emit_replaces_its_own_file_and_no_other_model(tmp_path: Path) -> None:
+    arguments = ["--model", "gpt2", "--gpu", "h100-sxm", "--gpus", "8", "--emit", str(tmp_path / "gpt2.json")]
+    shown(*arguments)
+    shown(*arguments)
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "mine"}')
+    assert "another model" in refusal(*arguments)
+
+
+@pytest.mark.parametrize("option", ["--emit", "--picture"])
+def test_a_folder_is_not_a_file(option: str, tmp_path: Path) -> None:
+    folder = tmp_path / ("a.yaml" if option == "--emit" else "a.png")
+    folder.mkdir()
+    assert "is a folder" in refusal(*EIGHT, option, str(folder))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_written(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"memory.{suffix}"
+    shown(*EIGHT, "--picture", str(path))
+    start = path.read_bytes()[:8]
+    assert start.startswith(b"\x89PNG" if suffix == "png" else b"<svg")
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "No model was given"),
+        (["--params", "70e9"], "--world"),
+        (["--params", "70x", "--world", "8"], "70B"),
+        (["--params", "0", "--world", "8"], "'0'"),
+        (["--params", "-1", "--world", "8"], "'-1'"),
+        (["--params", "70e9", "--model", "gpt2", "--world", "8"], "--model and --params"),
+        (["--model", "nope", "--gpus", "8"], "neither a preset nor a file"),
+        (["--model", "llama3-8", "--gpus", "8"], "Did you mean 'llama3-8b'"),
+        (["--model", "llama3-8b", "--gpu", "h100-sxn", "--gpus", "8"], "Did you mean 'H100-SXM5-80GB'"),
+        ([*EIGHT, "--strategy", "zero33"], "Did you mean 'zero3'"),
+        ([*EIGHT, "--ac", "ful"], "Did you mean 'full'"),
+        ([*EIGHT, "--precision", "bf61"], "Did you mean 'bf16'"),
+        ([*EIGHT, "--optimizer", "adamx"], "Did you mean 'adam"),
+        ([*EIGHT, "--framework", "deepsped"], "Did you mean 'deepspeed'"),
+        ([*EIGHT, "--attention", "flesh"], "Did you mean 'flash'"),
+        ([*EIGHT, "--strategy", "zero3", "--explain", "activatoins"], "Did you mean 'activations'"),
+        ([*EIGHT, "--strategy", "zero3", "--offload", "cup"], "Did you mean 'cpu'"),
+        ([*EIGHT, "--offload", "cpu"], "--strategy"),
+        ([*EIGHT, "--tp", "3"], "2.667"),
+        (["--model", "llama3-8b", "--gpus", "24", "--strategy", "zero1", "--tp", "3"], "32 / 3"),
+        ([*EIGHT, "--global-batch", "4"], "8 data ranks, but a global batch of 4"),
+        ([*EIGHT, "--global-batch", "64", "--micro-batches", "2"], "one of them"),
+        (["--model", "llama3-8b", "--gpus", "0"], "gpus is 0"),
+        (["--model", "llama3-8b", "--gpus", "-8"], "gpus is -8"),
+        (["--model", "llama3-8b", "--gpus", "64..8"], "ends before it begins"),
+        (["--model", "llama3-8b", "--gpus", "many"], "8..1024"),
+        ([*EIGHT, "--seq", "-1"], "sequence is -1"),
+        ([*EIGHT, "--micro-batch", "0"], "micro_batch is 0"),
+        ([*EIGHT, "--memory-gb", "nan"], "--memory-gb is nan"),
+        ([*EIGHT, "--price", "-1"], "price"),
+        ([*EIGHT, "--picture", "a.pdf"], ".png or .svg"),
+        ([*EIGHT, "--picture", "/nowhere/a.png"], "no folder"),
+        ([*EIGHT, "--emit", "a.txt"], ".yaml"),
+        ([*EIGHT, "--emit", "/nowhere/a.yaml"], "no folder"),
+        ([*EIGHT, "--calibrate"], "CONFIG"),
+        (["--model", "llama3-8b", "--gpus", ""], "gpus is empty"),
+        ([*EIGHT, "--min-gpus", "--memory-gb", "1"], "need 129 GPUs"),
+        (["--params", "70e9", "--world", "8..16"], "one number"),
+        (["--params", "70e9", "--world", "8", "--offload", "cpu"], "--offload says nothing"),
+        (["--params", "70e9", "--world", "8", "--seq", "4096"], "--seq says nothing"),
+        (["--params", "70e9", "--world", "8", "--tp", "8"], "--tp says nothing"),
+        (["--params", "70e9", "--world", "8", "--pp", "8"], "--pp says nothing"),
+        (["--params", "70e9", "--world", "8", "--strategy", "zero3@cpu"], "offload says nothing"),
+        (["--params", "70e9", "--world", "8", "--strategy", "hpz"], "two or more shard groups"),
+        (["--params", "70e9", "--world", "8", "--precision", ""], "precision is empty"),
+        (["--params", "9" * 400, "--world", "8"], "70B"),
+        ([*EIGHT, "--strategy", ""], "strategy is empty"),
+        ([*EIGHT, "--ac", ""], "checkpointing is empty"),
+        ([*EIGHT, "--precision", ""], "precision is empty"),
+        ([*EIGHT, "--framework", ""], "no framework ''"),
+        (["--model", "llama3-8b", "--gpu", "", "--gpus", "8"], "gpu is empty"),
+        (["--model", "llama3-8b", "--gpus", "9" * 5000], "give a number such as 64"),
+        (["--model", "llama3-8b", "--gpus", "9" * 400], "gpus is a number of 1329 bits"),
+        ([*EIGHT, "--seq", "9" * 400], "at most 1e+18"),
+        ([*EIGHT, "--framework", f"deepspeed@{'9' * 5000}"], "numbers and dots"),
+        ([str(ROOT / "examples/quickstart.yaml"), "--calibrate", "--gpu", "t4", "--gpus", "1"], "no --gpu"),
+        (["--params", "1e9", "--world", "8", "--explain", "weights"], "--explain says nothing"),
+        ([str(ROOT / "examples/quickstart.yaml"), "--tp", "2"], "--tp was given beside"),
+        ([str(ROOT / "examples/quickstart.yaml"), "--model", "gpt2"], "CONFIG and --model were given"),
+        ([str(ROOT / "examples/quickstart.yaml"), "plan.name=zero7"], "zero7"),
+        ([str(ROOT / "examples/nothing.yaml")], "nothing.yaml"),
+    ],
+)
+def test_impossible_input_is_refused_in_words(arguments: list[str], named: str) -> None:
+    assert named in refusal(*arguments)
+
+
+def test_a_refusal_ends_with_2_and_prints_no_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["terrazzo", "plan", *EIGHT, "--tp", "3", "--json"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    output = capsys.readouterr()
+    assert caught.value.code == 2
+    assert output.out == ""
+    assert output.err.startswith("Error: ")
+    assert "8 GPUs are not a multiple of tp 3" in output.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seq", "many"], ["--tensor-parallel", "8"], ["--seq", "9" * 5000], ["--gpu", "h100-sxn"]]
+)
+def test_a_program_that_asks_wrongly_gets_nothing_on_stdout_and_the_code_2(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["terrazzo", "plan", *EIGHT, *arguments, "--json"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    output = capsys.readouterr()
+    assert caught.value.code == 2
+    assert output.out == ""
+    assert output.err
+
+
+def test_help_groups_the_options() -> None:
+    result = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}).invoke(cli.app, ["plan", "--help"])
+    assert all(panel in result.output for panel in ("Model", "Machines", "Training", "Splitting", "Output"))
