@@ -400,6 +400,7 @@ def test_a_picture_is_written(suffix: str, tmp_path: Path) -> None:
         ([*EIGHT, "--strategy", "zero3", "--explain", "activatoins"], "Did you mean 'activations'"),
         ([*EIGHT, "--strategy", "zero3", "--offload", "cup"], "Did you mean 'cpu'"),
         ([*EIGHT, "--offload", "cpu"], "--strategy"),
+        ([*EIGHT, "--strategy", "zero3", "--offload", "any"], "name a tier"),
         ([*EIGHT, "--tp", "3"], "2.667"),
         (["--model", "llama3-8b", "--gpus", "24", "--strategy", "zero1", "--tp", "3"], "32 / 3"),
         ([*EIGHT, "--global-batch", "4"], "8 data ranks, but a global batch of 4"),
@@ -480,3 +481,48 @@ def test_a_program_that_asks_wrongly_gets_nothing_on_stdout_and_the_code_2(
 def test_help_groups_the_options() -> None:
     result = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}).invoke(cli.app, ["plan", "--help"])
     assert all(panel in result.output for panel in ("Model", "Machines", "Training", "Splitting", "Output"))
+
+
+# -- what is known of frameworks ----------------------------------------------------------------------------------
+
+
+def test_a_search_for_another_framework_leaves_out_what_fails_there() -> None:
+    found = answer(*EIGHT, "--framework", "megatron")
+    assert {plan["strategy"] for plan in found["frontier"]} <= {"zero0", "zero1"}
+    assert "Megatron-FSDP" in next(row["reason"] for row in found["refused"] if row["strategy"] == "zero3")
+
+
+def test_a_plan_that_fails_in_a_framework_says_so_before_it_says_that_it_fits() -> None:
+    first, second, *_ = shown(*EIGHT, "--strategy", "zero3", "--pp", "2", "--framework", "deepspeed").splitlines()
+    assert first.startswith("known not to work: DeepSpeed's PipelineEngine")
+    assert second.startswith("fits")
+
+
+def test_reasons_name_only_the_numbers_of_gpus_that_they_hold_for() -> None:
+    text = shown("--model", "llama3-70b", "--gpu", "h100-sxm", "--gpus", "8..32")
+    alone = [line for line in text.splitlines() if "alone are 131 of" in line]
+    assert [line.partition(" GPUs:")[0].strip() for line in alone] == [
+        "zero3, shard_grad_op on 8",
+        "hybrid_shard, hybrid_shard_zero2 on 16, 24, 32",
+    ]
+
+
+@pytest.mark.parametrize("total", ["reserved", "device", "upper", "memory.upper"])
+def test_totals_are_explained_too(total: str) -> None:
+    (term,) = answer(*EIGHT, "--strategy", "zero3", "--explain", total)["terms"]
+    assert term["formula"] == f"memory.{total.removeprefix('memory.')}"
+    assert 0 < term["inputs"]["allocated"] < term["value"]
+
+
+def test_what_does_not_fit_is_not_said_how_to_run() -> None:
+    small = ["model.dim=256", "launch.device=cpu"]
+    config = str(ROOT / "examples/quickstart.yaml")
+    assert "To run it" in shown(config, *small)
+    text = shown(config, "model.dim=20480", "model.layers=100", "launch.device=cpu")
+    assert text.startswith("does not fit")
+    assert "To run it" not in text
+
+
+def test_plans_for_several_hosts_are_started_on_each() -> None:
+    text = shown("--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "16", "--strategy", "zero3")
+    assert "torchrun --nnodes 2 --nproc-per-node 8 " in text.splitlines()[-1]

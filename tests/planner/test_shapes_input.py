@@ -182,3 +182,13 @@ def test_the_largest_accepted_config_takes_no_time() -> None:
     assert shape.layers == 10_000
     assert len(shape.units) == 3
     assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("hidden_sise", "hidden_size"), ("num_hidden_layer", "num_hidden_layers"), ("vocab_sizes", "vocab_size")],
+)
+def test_a_misspelt_field_is_not_passed_over(wrong: str, right: str) -> None:
+    values = {key: value for key, value in LLAMA.items() if key != right} | {wrong: 8}
+    with pytest.raises(BadInput, match=f"{wrong}.*Did you mean '{right}'"):
+        model_shape(values)

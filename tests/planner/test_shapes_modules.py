@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import terrazzo as tz
 from terrazzo.errors import BadInput
+from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.loading import model_shape
@@ -267,3 +269,11 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_shape("qwen3-8b").layers == 36
     with pytest.raises(BadInput, match=r"'cohere' is not among.*terrazzo\[hf\].*llama, mistral"):
         model_shape({"model_type": "cohere", **SMALL})
+
+
+def test_a_module_that_cannot_be_read_is_not_said_to_fit_without_a_word() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    found = tz.plan(model, gpus=2, gpu="h100-sxm", strategy="zero3", sequence=128)
+    assert isinstance(found, Estimate)
+    assert any("activations and logits are not counted" in warning for warning in found.warnings)

@@ -19,6 +19,7 @@ from terrazzo.planner.api import calibration_of, estimate_here
 from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.gate.gate import findings, runnable
 from terrazzo.planner.gate.stack import Stack
+from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.report.answer import Answer, nearest
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.blocks import Block, Line, show
@@ -67,7 +68,7 @@ def run(asked: Asked, given: Collection[str]) -> None:
     source = _source(asked)
     _refuse_options(source, asked, given)
     stack = Stack.parse(asked["framework"])
-    answer = _answer(source, asked)
+    answer = _answer(source, asked, stack)
     if isinstance(answer, Answer):
         answer = _in_framework(answer, stack)
     explanation = None if asked["explain"] is None else explained(_best(answer), asked["explain"])
@@ -83,9 +84,9 @@ def run(asked: Asked, given: Collection[str]) -> None:
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _answer(source: str, asked: Asked) -> Answer | BareAnswer:
+def _answer(source: str, asked: Asked, stack: Stack) -> Answer | BareAnswer:
     if source == "--model":
-        return _of_model(asked)
+        return _of_model(asked, stack)
     if source == "--params":
         return _of_count(asked)
     from terrazzo.cli.planning_config import of_config  # imports the trainer
@@ -93,10 +94,10 @@ def _answer(source: str, asked: Asked) -> Answer | BareAnswer:
     return of_config(asked, _request({**asked, "model": 1}))
 
 
-def _of_model(asked: Asked) -> Answer:
+def _of_model(asked: Asked, stack: Stack) -> Answer:
     request = _request(asked)
     if asked["min_gpus"] or (request.gpus is None and request.strategy is None):
-        sizing = min_gpus(request)
+        sizing = min_gpus(request, stack=stack)
         if not sizing.steps:
             raise BadInput(
                 f"The model states alone need {sizing.floor:,} GPUs, and --gpus {request.gpus or '1..1024'} does not "
@@ -105,7 +106,7 @@ def _of_model(asked: Asked) -> Answer:
         return _of_search(request, sizing.answer or sizing.steps[-1], sizing)
     if request.strategy is not None and not isinstance(request.gpus, str):
         return Answer(_assumed(request, estimate_here(build_setup(request))), estimate_here)
-    return _of_search(request, search(request, calibration_of(request)))
+    return _of_search(request, search(request, calibration_of(request), stack))
 
 
 def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
@@ -151,6 +152,10 @@ def _request(asked: Asked) -> Request:
 
 def _strategy(name: str | None, tier: str | None) -> tuple[str | None, bool]:
     """A strategy with its tier, and whether the search may choose one."""
+    if tier == "any" and name is not None:
+        raise BadInput(
+            f"--offload any leaves the strategy open, and --strategy {name} is given: name a tier, such as cpu."
+        )
     if tier is None or tier == "any":
         return name, tier == "any"
     if name is None:
@@ -237,19 +242,28 @@ def _print(answer: Answer | BareAnswer, asked: Asked) -> None:
 
 def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
     """The commands that run the plan, where this version can."""
+    if asked["config"] is not None and answer.best.memory.fits is False:
+        return []
     if asked["config"] is not None:
         command = shlex.join(["terrazzo", "train", str(asked["config"]), *(asked["overrides"] or [])])
         return [Line(f"\nTo run it: {command}", copied=True)]
+    start = _start(answer.best.setup.cluster)
     if asked["emit"] is not None:
-        return [
-            Line(
-                f"\nwritten: {asked['emit']}. To run it: terrazzo train {shlex.quote(str(asked['emit']))}", copied=True
-            )
-        ]
+        written = str(asked["emit"])
+        return [Line(f"\nwritten: {written}. To run it: {start} train {shlex.quote(written)}", copied=True)]
     if answer.best.memory.fits is False or not runnable(answer.best.setup):
         return []
     command = shlex.join(["terrazzo", *sys.argv[1:], "--emit", "plan.yaml"])
-    return [Line(f"\nTo run it: {command} && terrazzo train plan.yaml", copied=True)]
+    return [Line(f"\nTo run it: {command} && {start} train plan.yaml", copied=True)]
+
+
+def _start(cluster: Cluster) -> str:
+    """What starts ranks on every host; on one `terrazzo` does."""
+    if cluster.nodes == 1 or cluster.device.kind == "cpu":
+        return "terrazzo"
+    ranks = min(cluster.count, cluster.device.per_node)
+    meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun --nnodes {cluster.nodes} --nproc-per-node {ranks} {meeting} -m terrazzo"
 
 
 def _best(answer: Answer | BareAnswer) -> Estimate:

@@ -32,10 +32,18 @@ def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
     memory, traffic = memory_of(setup), traffic_of(setup)
     memory = memory if calibration is None else measured_memory(memory, calibration, setup)
     time = time_of(setup, traffic, calibration)
-    warnings = tuple(str(finding) for finding in findings(setup))
+    warnings = _uncounted(setup) + tuple(str(finding) for finding in findings(setup))
     if isinstance(time, str):
         return Estimate(setup, memory, traffic, None, time, warnings)
     return Estimate(setup, memory, traffic, time, "", warnings)
+
+
+def _uncounted(setup: Setup) -> tuple[str, ...]:
+    """Of a model whose blocks are not known, what its memory leaves out."""
+    if not setup.model.aligned or (all(unit.block for unit in setup.model.blocks) and setup.model.blocks):
+        return ()
+    unknown = f"What the blocks of {setup.model.name} compute is not known"
+    return (f"{unknown}: activations and logits are not counted, and it may not fit where this says it does.",)
 
 
 def estimate_here(setup: Setup) -> Estimate:

@@ -203,7 +203,7 @@ def measured_memory(memory: Memory, record: Calibration, setup: Setup) -> Memory
     return replace(
         memory,
         device_bytes=memory.device_bytes + offset,
-        upper_bytes=max(memory.upper_bytes, memory.device_bytes + offset),
+        upper_bytes=memory.upper_bytes + max(0, offset),
     )
 
 

@@ -96,7 +96,7 @@ def device(name: str) -> Device:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise BadInput(
         f"There is no GPU {name!r} in the table.{hint} It holds {', '.join(found.name for found in devices())}. "
-        "Another device can be described by its figures, with terrazzo.planner.machine.devices.Device."
+        "Of another device --memory-gb gives the memory, and terrazzo.planner.machine.devices.Device all figures."
     )
 
 

@@ -1,6 +1,7 @@
 """The shape of a model from its Hugging Face config, in closed form: no framework, no weights, no code of the model's.
 
-Every field that decides a shape is checked, since a config may come from anyone; all other fields are ignored.
+Every field that decides a shape is checked, since a config may come from anyone; all other fields are ignored, but for
+one that looks like a missing one misspelt.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def _read(values: Mapping[str, Any], name: str) -> tuple[Fields, dict[str, int]]
     if family is None:
         raise BadInput(f"{name}: model_type {values.get('model_type')!r} has no closed form here.")
     fields = Fields(values, family, name)
+    fields.check_spelling()
     return fields, _sizes_of(fields)
 
 

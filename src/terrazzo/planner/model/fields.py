@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,9 @@ LIMIT = 1 << 24
 LONGEST = 1 << 40
 """Far above every model there is: what exceeds them is a mistake, and no answer about it would mean anything."""
 
+_NEARLY = 0.9
+"""Likeness of two keys (difflib's ratio) from which one is taken for the other misspelt: a letter wrong in ten."""
+
 _MAY_BE_ZERO = frozenset(
     {"positions", "window", "window_from", "experts", "shared_ffn", "shared_experts", "dense_layers"}
 )
@@ -66,6 +70,20 @@ class Fields:
         usual = KEYS.get(field, (field,))
         keys = [own] if own is not None and field not in _SYNONYMS else [own or usual[0], *usual]
         return next((key for key in keys if key in self.values), keys[0])
+
+    def check_spelling(self) -> None:
+        """Errors: `BadInput` where a key that decides a shape is missing and one that is none of them is nearly it.
+
+        Other keys are ignored: configs are full of them.
+        """
+        known = {key for keys in KEYS.values() for key in keys} | set(self.family.keys.values())
+        missing = {key for field in KEYS if (key := self.key(field))} - set(self.values)
+        for key in {key for key in self.values if not key.startswith("_")} - known:
+            if near := difflib.get_close_matches(key, missing, n=1, cutoff=_NEARLY):
+                raise BadInput(
+                    f"{self.name}: {_short(key)} is no field of this family, and {near[0]} is not given. Did you mean "
+                    f"{near[0]!r}? Rename it, or remove it."
+                )
 
     def integer(self, field: str) -> int | None:
         """A size; None where the config says null, or where it says nothing and its class has no default."""

@@ -183,9 +183,12 @@ def _refusals(frontier: Frontier) -> list[Block]:
         reasons.setdefault(reason, {}).setdefault(refusal.strategy, []).append(refusal.gpus)
     lines = []
     for reason, strategies in list(reasons.items())[:ROWS]:
-        counts = sorted({count for found in strategies.values() for count in found})
-        where = f" on {', '.join(map(str, counts))} GPUs" if len(tried) > 1 else ""
-        lines.append(Line(f"  {', '.join(strategies)}{where}: {reason}"))
+        alike: dict[tuple[int, ...], list[str]] = {}  # strategies by the numbers of GPUs that it holds them back on
+        for strategy, found in strategies.items():
+            alike.setdefault(tuple(sorted(set(found))), []).append(strategy)
+        for counts, names in alike.items():
+            where = f" on {', '.join(map(str, counts))} GPUs" if len(tried) > 1 else ""
+            lines.append(Line(f"  {', '.join(names)}{where}: {reason}"))
     return [Line("\nwhat does not run", "bold"), *lines] if lines else []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.estimate import Estimate, Memory
 from terrazzo.planner.formulas import FORMULAS, Term
 from terrazzo.planner.report.blocks import Block, Line
 from terrazzo.planner.report.schema import ExplainedReport, ExplainedTerm
@@ -43,8 +43,19 @@ def _terms(estimate: Estimate) -> Iterator[tuple[str, Term]]:
         "disk writes": estimate.memory.disk_writes,
         "traffic": estimate.traffic.collectives,
         "time": estimate.time.terms if estimate.time else (),
+        "totals": _totals(estimate.memory),
     }
     return ((part, term) for part, terms in parts.items() for term in terms)
+
+
+def _totals(memory: Memory) -> tuple[Term, ...]:
+    """What is counted beside tensors, as terms."""
+    given = {"allocated": memory.expected_bytes}
+    if memory.capacity_bytes is not None:
+        given["memory of the device"] = float(memory.capacity_bytes)
+    totals = {"reserved": memory.reserved_bytes, "device": memory.device_bytes, "upper": memory.upper_bytes}
+    given_by = dict.fromkeys(totals, given) | {"upper": given | {"upper values": sum(t.upper for t in memory.terms)}}
+    return tuple(Term(name, value, value, f"memory.{name}", given_by[name]) for name, value in totals.items())
 
 
 def _names(term: Term) -> tuple[str, ...]:

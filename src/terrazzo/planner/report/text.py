@@ -28,14 +28,16 @@ SEVERITIES = {"refuse": "known not to work", "planned": "not runnable yet", "war
 
 
 def detail(estimate: Estimate, found: Sequence[Finding] = ()) -> list[Block]:
-    """One plan, whole, and what the gate found against it."""
+    """One plan, whole, and what the gate found against it: what cannot work stands above everything."""
     memory = estimate.memory
+    refused = [Line(f"{SEVERITIES['refuse']}: {one}", "bold red") for one in found if one.severity == "refuse"]
     blocks: list[Block] = [
+        *refused,
         Line(verdict(memory), _verdict_style(memory)),
         Line(setup_text(estimate.setup)),
         *_time_lines(estimate),
     ]
-    blocks += [Line(f"{SEVERITIES[finding.severity]}: {finding}", "yellow") for finding in found]
+    blocks += [Line(f"{SEVERITIES[one.severity]}: {one}", "yellow") for one in found if one.severity != "refuse"]
     blocks += [Line(f"note: {warning}", "yellow") for warning in estimate.warnings if warning not in map(str, found)]
     blocks += [
         _memory_table(memory),

@@ -11,6 +11,7 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.estimate import Estimate, Memory, printed
 from terrazzo.planner.gate.gate import findings
+from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.states import state_terms
@@ -22,7 +23,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.step import time_of
 from terrazzo.planner.traffic.volumes import traffic_of
 
-__all__ = ["Frontier", "Refusal", "search", "spread"]
+__all__ = ["TERRAZZO", "Frontier", "Refusal", "search", "spread"]
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,17 @@ class Frontier:
         return printed(self)
 
 
-def search(request: Request, calibration: Calibration | None = None) -> Frontier:
+TERRAZZO = Stack()
+
+
+def search(request: Request, calibration: Calibration | None = None, stack: Stack = TERRAZZO) -> Frontier:
     """Compare all plans, meshes, checkpointing modes and micro-batches that a request leaves open.
 
     Without `request.parallel` only the data axes are tried, which is what the engine runs; without `request.offload`
     only strategies that keep all states on the device.
+
+    Args:
+        stack: the framework that is to run it: what is known to fail there is refused.
 
     Errors: `BadInput` where the request itself is impossible; a choice that is impossible is refused instead.
     """
@@ -94,7 +101,7 @@ def search(request: Request, calibration: Calibration | None = None) -> Frontier
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
-    found = _Found(request, calibration)
+    found = _Found(request, calibration, stack)
     for count in counts:
         found.try_all(tuple(meshes(replace(request, gpus=count))))
     if not found.considered:
@@ -118,8 +125,8 @@ def _is_round(count: int) -> bool:
 class _Found:
     """Collects estimates that fit, and why the others do not."""
 
-    def __init__(self, request: Request, calibration: Calibration | None) -> None:
-        self.request, self.calibration = request, calibration
+    def __init__(self, request: Request, calibration: Calibration | None, stack: Stack) -> None:
+        self.request, self.calibration, self.stack = request, calibration, stack
         self.fitting: list[Estimate] = []
         self.refusals: dict[tuple[str, int], Refusal] = {}
         self.considered = 0
@@ -151,7 +158,7 @@ class _Found:
             check(setup)
         except BadInput as error:
             return self._refuse(choice, str(error), untried)
-        if reason := _refused_by_gate(setup):
+        if reason := _refused_by_gate(setup, self.stack):
             return self._refuse(choice, reason, untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
@@ -219,8 +226,8 @@ class _Found:
         self.refusals[strategy, choice.gpus] = refusal
 
 
-def _refused_by_gate(setup: Setup) -> str:
-    return next((str(found) for found in findings(setup) if found.severity == "refuse"), "")
+def _refused_by_gate(setup: Setup, stack: Stack) -> str:
+    return next((str(found) for found in findings(setup, stack) if found.severity == "refuse"), "")
 
 
 def _states_bytes(setup: Setup) -> float:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
+from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.memory.states import state_terms
-from terrazzo.planner.search.search import Frontier, search, spread
+from terrazzo.planner.search.search import TERRAZZO, Frontier, search, spread
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 
 __all__ = ["Sizing", "floor_gpus", "min_gpus"]
@@ -65,7 +66,7 @@ class Sizing:
         return f"{alone}; {self.gpus} is the first that runs{sooner}."
 
 
-def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing:
+def min_gpus(request: Request, calibration: Calibration | None = None, stack: Stack = TERRAZZO) -> Sizing:
     """The fewest devices, in whole hosts, on which some plan within the request surely fits.
 
     Searches upwards from the floor; `request.gpus` may bound it by a range. Beyond the first `IN_TURN` numbers of
@@ -88,13 +89,13 @@ def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing
     leanest = replace(request, checkpointing=request.checkpointing or "full", micro_batch=request.micro_batch or 1)
 
     def runs(count: int) -> bool:
-        tried[count] = search(replace(leanest, gpus=count), calibration)
+        tried[count] = search(replace(leanest, gpus=count), calibration, stack)
         return any(found.memory.fits_surely for found in tried[count].ranked)
 
     gpus = _first(counts, runs)
     if tried:
         shown = gpus or max(tried)
-        tried[shown] = search(replace(request, gpus=shown), calibration)
+        tried[shown] = search(replace(request, gpus=shown), calibration, stack)
     steps = tuple(tried[count] for count in sorted(tried))
     expected = next((count for count in sorted(tried) if tried[count].ranked), None)
     return Sizing(floor, states, steps, gpus, expected)
