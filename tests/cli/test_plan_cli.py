@@ -526,3 +526,24 @@ def test_what_does_not_fit_is_not_said_how_to_run() -> None:
 def test_plans_for_several_hosts_are_started_on_each() -> None:
     text = shown("--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "16", "--strategy", "zero3")
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in text.splitlines()[-1]
+
+
+# -- machines of one's own -----------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_device_can_be_replaced() -> None:
+    plan = [*EIGHT, "--strategy", "zero3", "--seq", "4096", "--ac", "full"]
+    known, slow = answer(*plan)["time"], answer(*plan, "--peak-tflops", "494.5")["time"]
+    assert slow["step_s"] > 1.2 * known["step_s"]
+    starved = answer(*plan, "--scaleup-gb-s", "5")["time"]
+    assert starved["bound_by"] == "communication"
+    assert starved["step_s"] > 3 * known["step_s"]
+
+
+def test_a_device_that_nobody_knows_has_no_time_until_its_figures_are_given() -> None:
+    plan = ["--model", "llama3-8b", "--gpu", "Zorg9000", "--gpus", "8", "--memory-gb", "100", "--strategy", "zero3"]
+    found = answer(*plan)
+    assert found["time"] is None
+    assert "peak" in found["no_time"]
+    figures = ["--peak-tflops", "400", "--memory-tb-s", "2", "--scaleup-gb-s", "200", "--pcie-gb-s", "30"]
+    assert answer(*plan, *figures)["time"]["mfu"] == pytest.approx(0.45, abs=0.2)

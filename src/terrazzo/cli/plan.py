@@ -44,6 +44,18 @@ MemoryGb = Annotated[
     _option(MACHINES, "--memory-gb", metavar="GB", help="of one GPU, in place of the table's, in 1e9 bytes"),
 ]
 PerNode = Annotated[int | None, _option(MACHINES, "--per-node", metavar="N", help="GPUs of one host")]
+PeakTflops = Annotated[
+    float | None,
+    _option(MACHINES, "--peak-tflops", metavar="TFLOP/S", help="dense peak of one GPU, in place of the table's"),
+]
+MemoryTbS = Annotated[float | None, _option(MACHINES, "--memory-tb-s", metavar="TB/S", help="speed of its memory")]
+ScaleupGbS = Annotated[
+    float | None, _option(MACHINES, "--scaleup-gb-s", metavar="GB/S", help="to GPUs of the same domain, one way")
+]
+InternodeGbS = Annotated[
+    float | None, _option(MACHINES, "--internode-gb-s", metavar="GB/S", help="to other hosts, one way and per GPU")
+]
+PcieGbS = Annotated[float | None, _option(MACHINES, "--pcie-gb-s", metavar="GB/S", help="to its host, one way")]
 HostGb = Annotated[float | None, _option(MACHINES, "--host-memory-gb", metavar="GB", help="memory of one host")]
 DiskGb = Annotated[float | None, _option(MACHINES, "--disk-gb", metavar="GB", help="disk of one host")]
 DiskSpeed = Annotated[float | None, _option(MACHINES, "--disk-gb-s", metavar="GB/S", help="speed of that disk")]
@@ -138,6 +150,11 @@ def plan(  # structure: signature fixed by the command line
     min_gpus: MinGpus = False,
     memory_gb: MemoryGb = None,
     per_node: PerNode = None,
+    peak_tflops: PeakTflops = None,
+    memory_tb_s: MemoryTbS = None,
+    scaleup_gb_s: ScaleupGbS = None,
+    internode_gb_s: InternodeGbS = None,
+    pcie_gb_s: PcieGbS = None,
     host_memory_gb: HostGb = None,
     disk_gb: DiskGb = None,
     disk_gb_s: DiskSpeed = None,

@@ -42,15 +42,18 @@ SAME = (
     "attention", "loss", "tp", "pp", "cp", "ep", "dp_replicate", "virtual_stages", "pipeline", "parallel", "per_node",
     "prefetch", "accumulate_locally", "rank", "gpus",
 )  # fmt: skip
-GIGA = {
-    "memory_gb": "memory_bytes", "host_memory_gb": "host_memory_bytes", "disk_gb": "disk_bytes",
-    "disk_gb_s": "disk_bandwidth",
+SCALED = {
+    "memory_gb": ("memory_bytes", 1e9), "host_memory_gb": ("host_memory_bytes", 1e9), "disk_gb": ("disk_bytes", 1e9),
+    "disk_gb_s": ("disk_bandwidth", 1e9), "peak_tflops": ("peak_flops", 1e12),
+    "memory_tb_s": ("memory_bandwidth", 1e12), "scaleup_gb_s": ("scaleup_bandwidth", 1e9),
+    "internode_gb_s": ("internode_bandwidth", 1e9), "pcie_gb_s": ("pcie_bandwidth", 1e9),
 }  # fmt: skip
-"""Arguments and the fields of a `Request` that they are: under another name, as they are, and in units of 1e9."""
+"""Arguments and the fields of a `Request` that they are: under another name, as they are, and in a larger unit."""
 
 BESIDE_CONFIG = (
     "config", "overrides", "gpu", "gpus", "memory_gb", "per_node", "host_memory_gb", "disk_gb", "disk_gb_s", "price",
-    "as_json", "explain", "emit", "picture", "calibrate", "framework",
+    "peak_tflops", "memory_tb_s", "scaleup_gb_s", "internode_gb_s", "pcie_gb_s", "as_json", "explain", "emit",
+    "picture", "calibrate", "framework",
 )  # fmt: skip
 BESIDE_PARAMS = (
     "params", "gpu", "gpus", "memory_gb", "per_node", "precision", "optimizer", "strategy", "dp_replicate", "as_json",
@@ -141,10 +144,10 @@ def _of_count(asked: Asked) -> BareAnswer:
 
 def _request(asked: Asked) -> Request:
     fields = {field: asked[name] for name, field in RENAMED.items()} | {name: asked[name] for name in SAME}
-    for name, field in GIGA.items():
+    for name, (field, unit) in SCALED.items():
         if asked[name] is not None:
             check_number(f"--{name.replace('_', '-')}", asked[name])
-            fields[field] = asked[name] * 1e9
+            fields[field] = asked[name] * unit
     fields["strategy"], fields["offload"] = _strategy(asked["strategy"], asked["offload"])
     fields["precision"] = "bf16" if asked["precision"] is None else asked["precision"]
     return Request(**fields, sequence_parallel=not asked["no_sequence_parallel"])

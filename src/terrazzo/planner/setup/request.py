@@ -33,6 +33,10 @@ LARGEST, LIMIT = 1024, 1_000_000
 """Devices that are tried when a request names no number, and the most that it may name."""
 
 
+BANDWIDTHS = ("memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth")
+FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+
+
 @dataclass(frozen=True)
 class Request:
     """None leaves a choice open: `build_setup` then takes the default, `search` tries what makes sense.
@@ -50,7 +54,8 @@ class Request:
         checkpointing: of activations: `none` (default), `selective`, `full`, `every_N`.
         precision, optimizer: names in `recipes`, by default `bf16` and `adamw`.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
-        memory_bytes, per_node: in place of the device's own.
+        memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
+            place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
         price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
         rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
@@ -84,6 +89,11 @@ class Request:
     accumulate_locally: bool | None = None
     memory_bytes: float | None = None
     per_node: int | None = None
+    peak_flops: float | None = None
+    memory_bandwidth: float | None = None
+    scaleup_bandwidth: float | None = None
+    internode_bandwidth: float | None = None
+    pcie_bandwidth: float | None = None
     price_per_hour: float | None = None
     host_memory_bytes: float | None = None
     disk_bytes: float | None = None
@@ -216,8 +226,12 @@ def _device(request: Request) -> Device:
     device = name if isinstance(name, Device) else _named_device(name, request.memory_bytes)
     if request.memory_bytes is not None:
         device = replace(device, memory_bytes=int(request.memory_bytes))
-    if request.per_node is not None:
-        device = replace(device, per_node=request.per_node)
+    if request.peak_flops is not None:  # and no measured rate of the device that the table has
+        device = replace(device, peak_flops=dict.fromkeys(FORMATS, request.peak_flops), matmul_flops={})
+    given = {name: getattr(request, name) for name in ("per_node", *BANDWIDTHS) if getattr(request, name) is not None}
+    device = replace(device, **given)
+    if request.scaleup_bandwidth is not None and device.scaleup_domain == 1:  # links that the table has not: of a host
+        device = replace(device, scaleup_domain=device.per_node)
     return device
 
 
