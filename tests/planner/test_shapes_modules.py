@@ -22,6 +22,7 @@ from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape, Role
+from terrazzo.planner.search.search import Frontier
 from terrazzo.train.model import DecoderConfig, build_model
 from tests.planner.test_shapes import CONFIGS, EXPERTS, SMALL, assert_same_units, label, on_meta, tensors_of
 
@@ -277,3 +278,7 @@ def test_a_module_that_cannot_be_read_is_not_said_to_fit_without_a_word() -> Non
     found = tz.plan(model, gpus=2, gpu="h100-sxm", strategy="zero3", sequence=128)
     assert isinstance(found, Estimate)
     assert any("activations and logits are not counted" in warning for warning in found.warnings)
+    searched = tz.plan(model, gpus=2, gpu="h100-sxm", sequence=128)
+    assert isinstance(searched, Frontier)
+    assert searched.best
+    assert any("activations and logits are not counted" in warning for warning in searched.best.warnings)

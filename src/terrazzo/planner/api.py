@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.assemble import assemble
 from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.machine.calibration import Calibration, find_calibration, measured_memory
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Model, Request, assumptions, build_setup
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.step import time_of
-from terrazzo.planner.traffic.volumes import traffic_of
 
 if TYPE_CHECKING:
     from terrazzo.planner.search.search import Frontier
@@ -29,21 +27,9 @@ def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
     Errors: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
     """
     check(setup)
-    memory, traffic = memory_of(setup), traffic_of(setup)
+    memory = memory_of(setup)
     memory = memory if calibration is None else measured_memory(memory, calibration, setup)
-    time = time_of(setup, traffic, calibration)
-    warnings = _uncounted(setup) + tuple(str(finding) for finding in findings(setup))
-    if isinstance(time, str):
-        return Estimate(setup, memory, traffic, None, time, warnings)
-    return Estimate(setup, memory, traffic, time, "", warnings)
-
-
-def _uncounted(setup: Setup) -> tuple[str, ...]:
-    """Of a model whose blocks are not known, what its memory leaves out."""
-    if not setup.model.aligned or (all(unit.block for unit in setup.model.blocks) and setup.model.blocks):
-        return ()
-    unknown = f"What the blocks of {setup.model.name} compute is not known"
-    return (f"{unknown}: activations and logits are not counted, and it may not fit where this says it does.",)
+    return assemble(setup, memory, calibration)
 
 
 def estimate_here(setup: Setup) -> Estimate:

@@ -11,7 +11,7 @@ import torch
 
 from terrazzo.engine import Precision
 from terrazzo.errors import BadInput
-from terrazzo.planner.machine.devices import Cluster, Device, this_machine
+from terrazzo.planner.machine.devices import Cluster, Device, cpu_host, this_machine
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, UnitShape
 from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
@@ -82,10 +82,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
 def machine_of(config: Config) -> Cluster:
     """This machine, as ranks of `config` use it: on a host of GPUs a run may still be one on its CPUs."""
     here = this_machine()
-    if here.device.kind == resolve_device(config.launch):
-        return here
-    name, memory_bytes = f"CPU with {os.cpu_count() or 1} cores", here.host_memory_bytes
-    return Cluster(Device(name, "cpu", memory_bytes=memory_bytes, per_node=1, source="this machine"))
+    return here if here.device.kind == resolve_device(config.launch) else cpu_host(here.host_memory_bytes)
 
 
 def _of_one_rank(device: Device, world_size: int) -> Device:

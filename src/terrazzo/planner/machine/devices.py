@@ -16,7 +16,7 @@ import torch
 
 from terrazzo.errors import BadInput
 
-__all__ = ["Cluster", "Device", "device", "devices", "this_machine"]
+__all__ = ["Cluster", "Device", "cpu_host", "device", "devices", "this_machine"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def this_machine() -> Cluster:
     unless a measurement is at hand.
     """
     if not torch.cuda.is_available():
-        return Cluster(Device(_cpu_name(), "cpu", memory_bytes=_host_memory_bytes(), per_node=1, source="this machine"))
+        return cpu_host(_host_memory_bytes())
     found = torch.cuda.get_device_properties(0)
     try:
         known = device(found.name)
@@ -121,6 +121,12 @@ def this_machine() -> Cluster:
     count = torch.cuda.device_count()
     here = replace(known, memory_bytes=found.total_memory, per_node=count)
     return Cluster(here, count, host_memory_bytes=_host_memory_bytes())
+
+
+def cpu_host(memory_bytes: int | None) -> Cluster:
+    """The CPUs that this process may use, as one device with the memory of its host."""
+    name = f"CPU with {_cores()} cores"
+    return Cluster(Device(name, "cpu", memory_bytes=memory_bytes, per_node=1, source="this machine"))
 
 
 def _words(name: str) -> list[str]:
@@ -188,10 +194,6 @@ def _device(row: Mapping[str, str]) -> Device:
 
 _VISIBLE = 0.98
 """Least share of the nominal decimal GB that torch sees on the devices of the table where it is known (GDDR6, ECC)."""
-
-
-def _cpu_name() -> str:
-    return f"CPU with {_cores()} cores"
 
 
 def _cores() -> int:

@@ -9,6 +9,7 @@ from itertools import product
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
+from terrazzo.planner.assemble import assemble
 from terrazzo.planner.estimate import Estimate, Memory, printed
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Stack
@@ -20,8 +21,6 @@ from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.step import time_of
-from terrazzo.planner.traffic.volumes import traffic_of
 
 __all__ = ["TERRAZZO", "Frontier", "Refusal", "search", "spread"]
 
@@ -188,21 +187,13 @@ class _Found:
                 if not largest:
                     self._refuse(choice, reason, 0, setup, memory)
                 break
-            found = self._estimate(setup, memory)
+            found = assemble(setup, memory, self.calibration)
             self.fitting.append(found)
             largest = size
             if _tokens_per_s(found) < rate:
                 break
             rate = _tokens_per_s(found)
         return largest
-
-    def _estimate(self, setup: Setup, memory: Memory) -> Estimate:
-        traffic = traffic_of(setup)
-        time = time_of(setup, traffic, self.calibration)
-        warnings = tuple(str(finding) for finding in findings(setup))
-        if isinstance(time, str):
-            return Estimate(setup, memory, traffic, None, time, warnings)
-        return Estimate(setup, memory, traffic, time, "", warnings)
 
     def _refuse(
         self, choice: Request, reason: str, candidates: int, setup: Setup | None = None, memory: Memory | None = None
