@@ -5,6 +5,7 @@
     │   └── Damaged  a checkpoint that is not what was written: use an older one         (CLI exit code 2)
     ├── Misuse       a correct object used at the wrong moment: fix the calling code     (CLI exit code 1)
     ├── SaveFailed   a checkpoint could not be written; earlier ones are intact          (CLI exit code 1)
+    ├── SwapFailed   a state in a swap file cannot be had any more; checkpoints are      (CLI exit code 1)
     └── Diverged     the numbers left the range that training can recover from           (CLI exit code 1)
 
 Every message is one paragraph that names the value found, what was expected, and the edit that fixes it.
@@ -16,7 +17,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BadInput", "Damaged", "Diverged", "Misuse", "SaveFailed", "TerrazzoError", "did_you_mean", "printable"]
+__all__ = [
+    "BadInput",
+    "Damaged",
+    "Diverged",
+    "Misuse",
+    "SaveFailed",
+    "SwapFailed",
+    "TerrazzoError",
+    "did_you_mean",
+    "printable",
+]
 
 
 class TerrazzoError(Exception):
@@ -37,6 +48,10 @@ class Misuse(TerrazzoError, RuntimeError):
 
 class SaveFailed(TerrazzoError, RuntimeError):
     """A checkpoint could not be written completely; it is not visible, and earlier ones are intact."""
+
+
+class SwapFailed(TerrazzoError, RuntimeError):
+    """A state could not be written to a swap file, or read back as it was; checkpoints are intact."""
 
 
 class Diverged(TerrazzoError, ArithmeticError):

@@ -1,0 +1,1 @@
+"""Tiers: where states rest that are not on the device. Read settings, host, disk, store, in that order."""
