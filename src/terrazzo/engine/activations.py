@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from terrazzo.engine.offloaded_activations import OffloadedActivations
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
 
@@ -32,7 +33,13 @@ SAVED_OPS = (
 
 
 def checkpoint_activations(
-    model: nn.Module, mode: str, *, units: Units | None = None, every: int = 1, ops: Sequence[str] | None = None
+    model: nn.Module,
+    mode: str,
+    *,
+    units: Units | None = None,
+    every: int = 1,
+    ops: Sequence[str] | None = None,
+    offload: bool = False,
 ) -> None:
     """Recompute units' activations in backward instead of keeping them. Call it before `tz.shard`.
 
@@ -41,8 +48,9 @@ def checkpoint_activations(
         units: as for `tz.shard`.
         every: only the first of every so many units is treated; 1 for all.
         ops: names of aten operators such as `"mm"`, for `selective`.
+        offload: keep the units' inputs in host memory; see `offloaded_activations`.
 
-    Errors: `BadInput` for an unknown mode, operator or count.
+    Errors: `BadInput` for an unknown mode, operator or count, or an offload without checkpointing.
     """
     if mode not in MODES:
         raise BadInput(
@@ -51,10 +59,18 @@ def checkpoint_activations(
     if every < 1:
         raise BadInput(f"activation checkpointing on every {every}th unit: the count must be 1 or more.")
     if mode == "none":
+        if offload:
+            raise BadInput(
+                "Activations can be offloaded from units that are checkpointed, and the mode is 'none': choose 'full', "
+                "which leaves least on the device, or 'selective'."
+            )
         return
     context = _selective_context(SAVED_OPS if ops is None else ops) if mode == "selective" else None
+    offloading = OffloadedActivations() if offload else None
     for module in _unit_modules(model, units)[::every]:
-        module.forward = _checkpointed(module.forward, context)
+        module.forward = _checkpointed(module.forward, context, keeps_keywords=offload)
+        if offloading is not None:
+            module.forward = offloading.wrap(module.forward)
 
 
 def compile_units(model: nn.Module, *, units: Units | None = None, **options: Any) -> None:
@@ -65,7 +81,12 @@ def compile_units(model: nn.Module, *, units: Units | None = None, **options: An
         options: for `torch.compile`.
     """
     for module in _unit_modules(model, units):
-        module.forward = torch.compile(module.forward, **options)
+        forward: Any = module.forward
+        offloading: OffloadedActivations | None = getattr(forward, "offloading", None)
+        if offloading is None:
+            module.forward = torch.compile(forward, **options)
+        else:  # copies stay out of compiled graphs
+            module.forward = offloading.wrap(torch.compile(forward.__wrapped__, **options))
 
 
 def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
@@ -73,7 +94,14 @@ def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
     return [model.get_submodule(name) for name in names]
 
 
-def _checkpointed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
+def _checkpointed(
+    forward: Callable[..., Any], context: Callable[[], Any] | None, keeps_keywords: bool
+) -> Callable[..., Any]:
+    """`forward`, run again in backward.
+
+    Args:
+        keeps_keywords: let autograd keep tensors given by keyword, like the others; torch would hold them itself.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if context is not None:
         options["context_fn"] = context
@@ -82,9 +110,19 @@ def _checkpointed(forward: Callable[..., Any], context: Callable[[], Any] | None
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+        if not keeps_keywords:
+            return checkpoint(forward, *args, **options, **kwargs)
+        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        tensors = [kwargs.pop(name) for name in names]
+        run = functools.partial(_run, forward, len(args), names)
+        return checkpoint(run, *args, *tensors, **options, **kwargs)
 
     return wrapped
+
+
+def _run(forward: Callable[..., Any], count: int, names: Sequence[str], /, *values: Any, **others: Any) -> Any:
+    """`forward` of `count` positional values, and of further ones by `names`."""
+    return forward(*values[:count], **dict(zip(names, values[count:], strict=True)), **others)
 
 
 def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
