@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo import checkpoint
 from terrazzo.engine import (
     LossScaling,
+    Offload,
     Place,
     Plan,
     Precision,
@@ -20,7 +21,7 @@ from terrazzo.engine import (
     gathered,
     shard,
 )
-from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, SaveFailed, TerrazzoError
+from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, SaveFailed, SwapFailed, TerrazzoError
 
 if TYPE_CHECKING:
     from terrazzo.planner.api import plan
@@ -33,10 +34,12 @@ __all__ = [
     "Diverged",
     "LossScaling",
     "Misuse",
+    "Offload",
     "Place",
     "Plan",
     "Precision",
     "SaveFailed",
+    "SwapFailed",
     "TerrazzoError",
     "__version__",
     "accumulate",

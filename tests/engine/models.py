@@ -10,18 +10,19 @@ from torch import Tensor, nn
 
 VOCABULARY = 19
 WIDTH = 13
+WIDE = 65
 EXPERTS = 4
 
 
 class Block(nn.Module):
     """A residual block with a 0-d parameter; `tied` shares one weight between its two matrices."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, width: int = WIDTH) -> None:
         super().__init__()
-        hidden = WIDTH if tied else 2 * WIDTH + 1
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
+        hidden = width if tied else 2 * width + 1
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
         self.scale = nn.Parameter(torch.tensor(0.5))
         if tied:
             self.down.weight = self.up.weight
@@ -33,12 +34,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks, head: the root unit and three units of class `Block`."""
 
-    def __init__(self, tied_blocks: bool = False, experts: int = 0) -> None:
+    def __init__(self, tied_blocks: bool = False, experts: int = 0, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed = nn.Embedding(VOCABULARY, width)
         self.experts = nn.ModuleList(Block() for _ in range(experts))
         self.blocks = nn.ModuleList(Block(tied_blocks) for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -76,6 +77,28 @@ class Reordered(Routed):
         self._modules["experts"] = self._modules.pop("experts")
 
 
+class Fickle(Block):
+    """In each batch one of its biases is not used, so that its gradients, and its states, come and go."""
+
+    def forward(self, x: Tensor, odd: bool) -> Tensor:
+        hidden = F.linear(self.norm(x), self.up.weight, None if odd else self.up.bias)
+        return x + self.scale * F.linear(F.gelu(hidden), self.down.weight, self.down.bias if odd else None)
+
+
+class Wide(Net):
+    """A rank's part of a block has more than 8,192 elements; bit 2 of the first token tells which biases are used."""
+
+    def __init__(self) -> None:
+        super().__init__(width=WIDE)
+        self.blocks = nn.ModuleList(Fickle(width=WIDE) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, bool(int(tokens[0, 0]) & 4))
+        return self.head(x)
+
+
 @functools.cache
 def base_model(variant: str) -> nn.Module:
     """The model that every rank and the reference copy; never trained itself."""
@@ -83,6 +106,8 @@ def base_model(variant: str) -> nn.Module:
         torch.manual_seed(7)
         if variant in ("unused", "reordered"):
             return Routed() if variant == "unused" else Reordered()
+        if variant == "wide":
+            return Wide()
         model = Net(tied_blocks=variant == "tied")
         if variant in ("tied", "tied_across"):  # across two blocks, and inside the root unit
             model.head.weight = model.embed.weight

@@ -35,6 +35,7 @@ class Case:
     Attributes:
         precision: the preset that the reference follows.
         dtypes: what the engine is given instead of that preset.
+        tiers: of states that do not rest on the device, as (state, tier).
     """
 
     plan: str | tz.Plan = "zero3"
@@ -49,10 +50,17 @@ class Case:
     compiled: bool = False
     denominator: float | None = None
     steps: int = 5
+    tiers: tuple[tuple[str, str], ...] = ()
+    offload: tz.Offload | None = None
 
     @property
     def ranks(self) -> int:
         return (self.replicas or 1) * self.shards
+
+    @property
+    def placed(self) -> tz.Plan:
+        plan = tz.Plan.named(self.plan) if isinstance(self.plan, str) else self.plan
+        return plan.on(**dict(self.tiers))
 
     @property
     def recipe(self) -> Recipe:
@@ -110,15 +118,23 @@ class Runner:
         self.model, self.optimizer = tz.shard(
             model,
             self.make_optimizer(model),
-            case.plan,
+            case.placed,
             units=[Block],
             precision=case.dtypes or case.precision,
             mesh=case.mesh(),
+            offload=case.offload,
         )
         self.model.set_gradient_denominator(case.denominator)
         self.steps_done = 0
 
     def step(self) -> Trace:
+        trace = Trace(self.backward())
+        trace.grads = gradients_of(self.model)
+        self.update()
+        return self.look(trace)
+
+    def backward(self) -> list[float]:
+        """All micro-batches of a step; their losses."""
         case = self.case
         losses = []
         for micro in range(case.micro_batches):
@@ -128,11 +144,16 @@ class Runner:
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
         self.tune(self.model, self.optimizer)
-        trace = Trace(losses, gradients_of(self.model))
+        return losses
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.after_step()
         self.steps_done += 1
+
+    def look(self, trace: Trace) -> Trace:
+        """Note this rank's parts of all states."""
         for piece in engine_of(self.model).pieces():
             if piece.kind == "weight":
                 trace.weights.setdefault(piece.name, []).append((piece.start, piece.tensor.clone()))
@@ -143,9 +164,13 @@ class Runner:
     def run(self) -> tuple[list[Trace], dict[str, Tensor]]:
         """The traces of all steps, and the full compute weights at the end."""
         traces = [self.step() for _ in range(self.case.steps)]
+        return traces, self.computed()
+
+    def computed(self) -> dict[str, Tensor]:
+        """The full weights that modules read, flat."""
         with tz.gathered(self.model) as parameters:
             names = [name for name, _ in self.model.named_parameters()]
-            return traces, {name: parameters[name].detach().flatten().clone() for name in names}
+            return {name: parameters[name].detach().flatten().clone() for name in names}
 
 
 def gradients_of(model: nn.Module) -> dict[str, list[Fragment]]:
@@ -153,10 +178,10 @@ def gradients_of(model: nn.Module) -> dict[str, list[Fragment]]:
     grads: dict[str, list[Fragment]] = {}
     for bucket in engine_of(model).trainable():
         own = bucket.master.range
-        for slot, seen in zip(bucket.slots, bucket.seen, strict=True):
+        for slot, seen in zip(bucket.slots, bucket.gradient.seen, strict=True):
             held = own.intersect(slot.range)
-            if seen and bucket.grad is not None and held.numel:
-                grads[slot.name] = [(held.start - slot.offset, bucket.grad[held.within(own)].clone())]
+            if seen and bucket.gradient.finished is not None and held.numel:
+                grads[slot.name] = [(held.start - slot.offset, bucket.gradient.whole()[held.within(own)].clone())]
     return grads
 
 

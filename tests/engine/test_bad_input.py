@@ -56,7 +56,20 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
         lambda m: tz.shard(m, None, "hybrid_shard"),
         ["hybrid_shard", "dp_replicate", "dp_shard", "init_device_mesh"],
     ),
-    "offload tier": (lambda m: tz.shard(m, None, tz.Plan("D", "D", "D", "D@cpu")), ["optim", "'cpu'", "Remove '@cpu'"]),
+    "offload tier": (lambda m: tz.shard(m, None, tz.Plan("D", "D", "D", "D@disk")), ["optim", "'disk'", "device, cpu"]),
+    "offload of what is kept": (lambda m: tz.shard(m, None, tz.Plan("D", "D@cpu", "D", "D")), ["between", "'cpu'"]),
+    "files without a folder": (lambda m: tz.shard(m, None, "zero3@nvme"), ["nvme", "tz.Offload(path="]),
+    "a folder that is not there": (
+        lambda m: tz.shard(m, None, "zero3@nvme-all", offload=tz.Offload(path="/nowhere/at/all")),
+        ["/nowhere/at/all"],
+    ),
+    "offload mode": (lambda m: tz.Offload(step="overlaped"), ["'overlaped'", "overlapped"]),  # type: ignore[arg-type]
+    "offload block": (lambda m: tz.Offload(block_mib=0.001), ["block_mib", "4 KiB"]),
+    "offload depth": (lambda m: tz.Offload(depth=0), ["depth", "from 1"]),
+    "fp16 stepped in backward": (
+        lambda m: tz.shard(m, None, "zero3@cpu", precision="fp16", offload=tz.Offload(step="backward")),
+        ["loss scaling", "overlapped"],
+    ),
     "mesh without data axes": (
         lambda m: tz.shard(m, None, mesh=mesh_2d(names=("tp", "pp"))),
         ["tp", "pp", "dp_shard"],

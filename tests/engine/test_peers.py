@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import peers
 from terrazzo.engine.collectives import GlooCollectives, collectives_for
-from terrazzo.engine.peers import Memory, Worker, find_neighbours
+from terrazzo.engine.peers import Memory, find_neighbours
 from terrazzo.engine.transfer import Ledger, Traffic, Transfer
+from terrazzo.engine.worker import Worker
 from tests.engine.test_collectives import check_all_gather, check_all_reduce, check_everything, check_reduce_scatter
 from tests.helpers.processes import Pool, RankFailed
 
@@ -124,7 +125,7 @@ def test_a_worker_does_jobs_in_order_and_hands_over_errors() -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    worker = Worker()
+    worker = Worker("test")
     jobs = [worker.submit(lambda n=n: done.append(n)) for n in range(5)]
     failing, last = worker.submit(fail), worker.submit(lambda: done.append(5))
     with pytest.raises(ValueError, match="no"):
@@ -135,7 +136,7 @@ def test_a_worker_does_jobs_in_order_and_hands_over_errors() -> None:
 
 
 def test_a_job_that_is_done_holds_no_memory() -> None:
-    worker, held = Worker(), torch.zeros(10)
+    worker, held = Worker("test"), torch.zeros(10)
     alive = weakref.ref(held)
 
     def use(tensor: torch.Tensor = held) -> None:
@@ -148,7 +149,7 @@ def test_a_job_that_is_done_holds_no_memory() -> None:
 
 
 def test_the_thread_ends_with_its_worker() -> None:
-    worker = Worker()
+    worker = Worker("test")
     thread = worker.thread
     assert thread.daemon
     del worker

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terrazzo.engine.place import PLANS, Place, Plan
+from terrazzo.engine.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.errors import BadInput
 
 S, R = "dp_shard", "dp_replicate"
@@ -152,7 +152,55 @@ def test_an_absent_axis_is_named() -> None:
         Plan("tensor", "tensor", "tensor", "tensor").resolve(ONE)
 
 
-@pytest.mark.parametrize(("tier", "word"), [("cpu", "device"), ("nvme", "device"), ("disk", "tiers are")])
-def test_tiers_that_cannot_be_used_are_refused(tier: str, word: str) -> None:
+@pytest.mark.parametrize(
+    ("tier", "word"),
+    [
+        ("disk", "one of device, cpu, nvme"),
+        ("cpu:0.7,cpu:0.1", "twice"),
+        ("cpu:1.5", "from 0 to 1"),
+        ("cpu:nan", "from 0 to 1"),
+        ("cpu:", "from 0 to 1"),
+        ("cpu:0.7,nvme:0.7", "more than all"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(tier: str, word: str) -> None:
     with pytest.raises(BadInput, match=word):
         Plan("D", "D", "D", f"D@{tier}").resolve(ONE)
+
+
+@pytest.mark.parametrize(
+    ("tier", "shares"),
+    [
+        ("device", {"device": 1.0}),
+        ("cpu", {"cpu": 1.0}),
+        ("cpu:0.75", {"device": 0.25, "cpu": 0.75}),
+        ("cpu:0.75,device:0.25", {"device": 0.25, "cpu": 0.75}),
+        ("nvme:0.5,cpu:0.25", {"device": 0.25, "cpu": 0.25, "nvme": 0.5}),
+        ("cpu:0", {"device": 1.0}),
+    ],
+)
+def test_shares_of_a_tier(tier: str, shares: dict[str, float]) -> None:
+    assert Place(("D",), tier).shares == shares
+
+
+@given(units=st.integers(1, 200), host=st.floats(0, 1, allow_nan=False), files=st.floats(0, 1, allow_nan=False))
+def test_units_get_their_tiers_in_order_and_by_their_shares(units: int, host: float, files: float) -> None:
+    host, files = round(host * (1 - files), 6), round(files, 6)
+    place = Place(("D",), f"cpu:{host},nvme:{files}")
+    tiers = [place.tier_of(index, units) for index in range(units)]
+    assert tiers == sorted(tiers, key=["device", "cpu", "nvme"].index)
+    for tier, share in place.shares.items():
+        assert abs(tiers.count(tier) - share * units) <= 1.001
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_preset_with_an_offload_is_the_preset_on_other_tiers(offload: str) -> None:
+    plan = Plan.named(f"Zero3@{offload}")
+    assert plan.name == f"zero3@{offload}"
+    assert {state: place.tier for state, place in plan.places().items() if place.offloaded} == OFFLOADS[offload]
+    assert _axes(plan) == _axes(Plan.named("zero3"))
+
+
+def test_an_unknown_offload_is_refused_with_the_nearest() -> None:
+    with pytest.raises(BadInput, match=r"'nvme-al'.*nvme-all"):
+        Plan.named("zero3@nvme-al")

@@ -82,7 +82,7 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
     """What is wrong with the states of each parameter, seen from what they are to become."""
     engine = engine_of(model)
     for bucket in engine.buckets():
-        weight = bucket.master.data.dtype if bucket.trainable else bucket.weight_dtype
+        weight = bucket.master.dtype if bucket.trainable else bucket.weight_dtype
         for member in bucket.members:
             if (name := source.resolve(member.names)) is None:
                 continue

@@ -177,7 +177,7 @@ class _Staging:
         """The bytes of all parts, at their offsets."""
         for part in snapshot.job.parts:
             if part.count_bytes:
-                self._view(part.offset, part.count_bytes, dtype_of(part.dtype)).copy_(snapshot.tensors[part.key])
+                self._view(part.offset, part.count_bytes, dtype_of(part.dtype)).copy_(snapshot.tensors[part.key]())
 
     def close(self) -> None:
         self._memory = None

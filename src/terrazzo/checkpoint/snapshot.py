@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -33,15 +34,15 @@ __all__ = ["Snapshot", "take"]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A job, and the live tensors that hold the bytes of its parts."""
+    """A job, and what gives the live tensors that hold the bytes of its parts."""
 
     job: Job
     store: Store
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Callable[[], Tensor]]
 
     def data(self, part: Part) -> memoryview:
-        """The bytes of a part, from where they are; from another device, a copy."""
-        return bytes_of(self.tensors[part.key])
+        """The bytes of a part, from where they are; from another device or from files, a copy."""
+        return bytes_of(self.tensors[part.key]())
 
 
 def take(
@@ -76,7 +77,7 @@ def take(
         alone={"rng": capture_rng()},
         common=together(describe, BadInput),
     )
-    return Snapshot(job, store, {part.key: tensor for part, tensor in held})
+    return Snapshot(job, store, {part.key: read for part, read in held})
 
 
 def _check(store: Store, name: str, extra: dict[str, Any]) -> None:
@@ -106,12 +107,12 @@ def _check_dtypes(parts: list[Part]) -> None:
             )
 
 
-def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Part, Tensor]]:
+def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Part, Callable[[], Tensor]]]:
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
     held = [
         (
-            Part(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, _dtype(piece.tensor.dtype)),
-            piece.tensor,
+            Part(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, _dtype(piece.dtype)),
+            piece.read,
         )
         for piece in engine_of(model).pieces(with_optimizer)
     ]
@@ -122,10 +123,9 @@ def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Part, Tens
     return held
 
 
-def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Part, Tensor]:
-    return Part(
-        name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), _dtype(tensor.dtype)
-    ), tensor.reshape(-1)
+def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Part, Callable[[], Tensor]]:
+    part = Part(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), _dtype(tensor.dtype))
+    return part, lambda: tensor.reshape(-1)
 
 
 def _dtype(dtype: torch.dtype) -> str:

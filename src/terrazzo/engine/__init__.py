@@ -7,6 +7,7 @@ from terrazzo.engine.place import PLANS, Place, Plan
 from terrazzo.engine.precision import PRECISIONS, LossScaling, Precision
 from terrazzo.engine.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.state import Piece
+from terrazzo.engine.store.settings import Offload
 from terrazzo.engine.transfer import Traffic
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Engine",
     "LossScaling",
     "MemoryBill",
+    "Offload",
     "Piece",
     "Place",
     "Plan",

@@ -5,21 +5,26 @@ States follow from shapes, places and dtypes, the transient peak from a step reh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.optimizer import StateSpec
+from terrazzo.engine.needs import Templates, need_of
 from terrazzo.engine.rehearsal import rehearse
 from terrazzo.engine.segment import held_range, runs
+from terrazzo.engine.store.drive import cell_numel, padded_bytes
+from terrazzo.engine.store.settings import Offload
+from terrazzo.engine.store.store import disk_bytes, host_bytes
 from terrazzo.engine.unit import Unit
 
-__all__ = ["MemoryBill", "memory_bill"]
+__all__ = ["MemoryBill", "PaperStep", "memory_bill"]
 
 
 @dataclass(frozen=True)
 class MemoryBill:
     """Bytes that the engine holds on this rank. Activations and the framework's own memory come on top.
+
+    All but the last two lie on the device; on CPU ranks `host_bytes` come out of the same memory.
 
     Attributes:
         weight_bytes: weights at rest; they include the master weights wherever both are one memory.
@@ -28,6 +33,8 @@ class MemoryBill:
         moments_bytes: what the optimizer keeps after its first step.
         transient_bytes: the most ever held at once beside these: gathered weights, unreduced gradients, receive
             buffers, weights kept between forward and backward.
+        host_bytes: states in the host's memory, and buffers for those in files.
+        disk_bytes: states in files.
     """
 
     weight_bytes: int
@@ -35,9 +42,12 @@ class MemoryBill:
     grad_bytes: int
     moments_bytes: int
     transient_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
+        """On the device."""
         return self.weight_bytes + self.master_bytes + self.grad_bytes + self.moments_bytes + self.transient_bytes
 
     def table(self) -> str:
@@ -49,42 +59,68 @@ class MemoryBill:
             "transient peak": self.transient_bytes,
             "total": self.total_bytes,
         }
+        rows |= {"host memory": self.host_bytes} if self.host_bytes else {}
+        rows |= {"files": self.disk_bytes} if self.disk_bytes else {}
         return "\n".join(f"  {name:<16}{value / 2**20:>12,.1f} MiB" for name, value in rows.items())
 
 
-def memory_bill(
-    units: Sequence[Unit],
-    templates: Sequence[Mapping[str, StateSpec]],
-    prefetch: int,
-    micro_batches: int,
-    local_sums: bool,
-) -> MemoryBill:
+@dataclass(frozen=True)
+class PaperStep:
+    """A step that a bill is made for.
+
+    Attributes:
+        prefetch: units gathered ahead.
+        micro_batches: in the step.
+        local_sums: whether those before the last only add their gradients on this rank.
+    """
+
+    prefetch: int
+    micro_batches: int = 1
+    local_sums: bool = False
+
+
+def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, step: PaperStep) -> MemoryBill:
     """The bill of these units, whether or not they have been built.
 
     Args:
         units: in registration order.
         templates: `state_of` each param group; none without an optimizer.
-        prefetch: units gathered ahead.
-        micro_batches: in a step.
-        local_sums: whether those before the last only add their gradients on this rank.
+        offload: how states beside the device are kept.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     trainable = [bucket for bucket in buckets if bucket.trainable]
+    updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
     precision = buckets[0].recipe.precision
+    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
+    mastered = [bucket for bucket in updated_here if bucket.has_own_master]
+    finished = [bucket for bucket in trainable if bucket.tiers.grad == "device"]
+    resting = [bucket for bucket in buckets if bucket.tiers.weight == "device"]
     return MemoryBill(
-        weight_bytes=sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in buckets),
-        master_bytes=sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in trainable if b.has_own_master),
-        grad_bytes=sum(_numel(b, b.optim_axes) * precision.accumulate.itemsize for b in trainable),
-        moments_bytes=_moments_bytes(trainable, templates) if templates else 0,
-        transient_bytes=rehearse(units, prefetch, micro_batches, local_sums)[0].peak_bytes,
+        weight_bytes=sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in resting),
+        master_bytes=sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in mastered),
+        grad_bytes=sum(_numel(b, b.optim_axes) * precision.accumulate.itemsize for b in finished),
+        moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
+        transient_bytes=rehearse(units, step.prefetch, step.micro_batches, step.local_sums)[0].peak_bytes,
+        host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),
+        disk_bytes=disk_bytes(need),
     )
+
+
+def _partial_bytes(bucket: Bucket, step: PaperStep) -> int:
+    """Host memory for the sums of micro-batches that are reduced one by one."""
+    recipe = bucket.recipe
+    if bucket.tiers.grad == "device" or step.micro_batches == 1 or step.local_sums:
+        return 0
+    axes = bucket.gradient.first_axes(last=False)
+    dtype = recipe.precision.accumulate if recipe.axes.live(axes) else recipe.precision.reduce
+    return padded_bytes(_numel(bucket, axes) * dtype.itemsize)
 
 
 def _numel(bucket: Bucket, axes: tuple[str, ...]) -> int:
     return bucket.space.range(axes).numel
 
 
-def _moments_bytes(buckets: Sequence[Bucket], templates: Sequence[Mapping[str, StateSpec]]) -> int:
+def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:
     total = 0
     for bucket in buckets:
         moment_bytes = bucket.recipe.precision.moments.itemsize

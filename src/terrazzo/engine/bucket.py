@@ -1,4 +1,4 @@
-"""One flat index space of a unit and its states on this rank: weight, gradient and master weight.
+"""One flat index space of a unit and its states on this rank: weight, gradient, master weight and moments.
 
 A unit has one bucket of trainable parameters and one per kind of frozen ones. Which states exist, and which share
 memory, follows from the plan's four places and the precision's dtypes alone:
@@ -8,26 +8,29 @@ memory, follows from the plan's four places and the precision's dtypes alone:
     weight less split, same dtype                     the master is a view into the weight
     weight less split, other dtype                    two memories
     weight not split, dtype as computed with          modules see that memory itself, nothing is gathered
+
+On different tiers they are two memories. Away from the device so are a weight and a master of different dtypes, whose
+cast would cross over in the wider of the two, and in files those of different axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.buffer import Buffer, Space
+from terrazzo.engine.buffer import Buffer, Resting, Space
+from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.pages import use_large_pages
 from terrazzo.engine.parameter import Guard
-from terrazzo.engine.place import Plan
-from terrazzo.engine.precision import Precision
+from terrazzo.engine.recipe import Recipe, Tiers
+from terrazzo.engine.store.store import Store
 from terrazzo.engine.transfer import Moves
 
-__all__ = ["Bucket", "Member", "Recipe"]
+__all__ = ["Bucket", "Member"]
 
 
 @dataclass
@@ -48,15 +51,6 @@ class Member:
         return self.parameter.requires_grad
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What every bucket of a model follows. `plan`'s places hold only axes with more than one rank."""
-
-    axes: Axes
-    plan: Plan
-    precision: Precision
-
-
 @dataclass(eq=False)
 class Bucket:
     """Parameters of one unit that share a flat index space.
@@ -65,13 +59,14 @@ class Bucket:
         members: the parameters, in layout order.
         keep: hold full weights between forward and backward whatever the plan says (the root unit, which would be
             gathered again at once).
-        filled_numel: elements of the parameters whose gradients are in the unreduced gradient.
+        tiers: where its states rest.
+        moments: what the optimizer keeps for each element away from the device, by its own names.
     """
 
     members: list[Member]
     recipe: Recipe
     keep: bool = False
-    seen: list[bool] = field(default_factory=list)
+    tiers: Tiers = Tiers("device", "device", "device")  # noqa: RUF009 (it cannot change)
 
     def __post_init__(self) -> None:
         axes, plan, precision = self.recipe.axes, self.recipe.plan, self.recipe.precision
@@ -86,18 +81,26 @@ class Bucket:
         self.optim_axes = plan.optim.axes if self.trainable else plan.weight.axes
         self.has_own_master = self.trainable and not self._weight_serves_as_master(stored)
         self.weight_dtype = stored if self.has_own_master or not self.trainable else precision.master
-        self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype
-        self.seen = [False] * len(self.members)
-        self.grad: Tensor | None = None
-        self.pending: Tensor | None = None
-        self._partial: Tensor | None = None
-        self._empty()
+        on_device = self.tiers.weight == "device"
+        self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype and on_device
+        fetched_again = self.between_axes == self.weight_axes and not on_device
+        self.keeps_full = self.keep or (self.between_axes == () and not fetched_again)
+        self.gradient = Gradient(self.space, self.recipe, self.optim_axes, self.tiers.grad)
+        self.moments: dict[str, Resting] = {}
 
     def _weight_serves_as_master(self, stored: torch.dtype) -> bool:
-        master = self.recipe.precision.master
+        master, tier = self.recipe.precision.master, self.tiers.weight
+        same_axes = self.weight_axes == self.optim_axes
+        if tier != self.tiers.optim:
+            return False
         if stored == master:
-            return True
-        return self.weight_axes == self.optim_axes != () and stored == self.compute_dtype
+            return same_axes or tier != "nvme"
+        return tier == "device" and same_axes and self.weight_axes != () and stored == self.compute_dtype
+
+    @property
+    def updated_apart(self) -> bool:
+        """Whether the optimizer steps it away from the device."""
+        return self.trainable and self.tiers.optim != "device"
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -105,31 +108,45 @@ class Bucket:
 
     # -- building ----------------------------------------------------------------------------------------------
 
-    def build(self) -> None:
+    def build(self, store: Store) -> None:
         """Allocate the states, fill them from the parameters' values, and make the parameters views."""
-        self.weight = self.space.zeros(self.weight_axes, self.weight_dtype)
-        self.master = self.weight.narrow(self.optim_axes)
+        precision, tiers = self.recipe.precision, self.tiers
+        self.weight = store.state(self.space, self.weight_axes, self.weight_dtype, tiers.weight)
         if self.has_own_master:
-            self.master = self.space.zeros(self.optim_axes, self.recipe.precision.master)
+            self.master = store.state(self.space, self.optim_axes, precision.master, tiers.optim)
+        else:
+            self.master = self.weight.narrow(self.optim_axes) if isinstance(self.weight, Buffer) else self.weight
+        if self.trainable:
+            self.gradient.build(store)
         for slot, member in zip(self.slots, self.members, strict=True):
             self.write(slot, member.parameter.detach())
-        self.full = self.weight if self.resident else self.space.empty((), self.compute_dtype)
+        resident = self.weight if self.resident else None
+        self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
         self._held: Buffer | None = None
         self._present = True
         self._guard = Guard([(member.parameter, member.name) for member in self.members])
         for slot, member in zip(self.slots, self.members, strict=True):
-            member.parameter.data = self._view(self.full.data, slot)
+            member.parameter.data = view(self.full.data, slot)
         if not self.resident:
             self.recipe.axes.ledger.take(self.full.data.nbytes)
             self.release()
 
+    def build_moments(self, store: Store, names: Iterable[str]) -> None:
+        """Allocate what the optimizer will keep for each element away from the device."""
+        dtype = self.recipe.precision.moments
+        self.moments = {name: store.state(self.space, self.optim_axes, dtype, self.tiers.optim) for name in names}
+
+    def states(self) -> list[Resting]:
+        """The memories that hold the parameters' values: the weight, and the master where it is another one."""
+        return [self.master, self.weight] if self.has_own_master else [self.weight]
+
     def write(self, slot: Slot, value: Tensor) -> None:
         """Set one parameter from its full value: this rank keeps its own part of it."""
         flat = value.reshape(-1)
-        for state in (self.master, self.weight) if self.has_own_master else (self.weight,):
-            held = state.range.intersect(slot.range)
-            if held.numel:
-                state.part(slot.range).copy_(flat[held.within(slot.range)])
+        for state in self.states():
+            for part in state.cuts(slot.range):
+                with state.opened(part, "change") as data:
+                    data.copy_(flat[part.within(slot.range)])
 
     def take_written(self) -> None:
         """Adopt what was written into the gathered weights.
@@ -138,17 +155,9 @@ class Bucket:
         lower precision loses nothing.
         """
         if not self.resident:
-            written = self.full.narrow(self.weight_axes).data
-            self.weight.data.copy_(
-                torch.where(written == self.weight.data.to(written.dtype), self.weight.data, written)
-            )
+            _adopt(self.weight, self.full)
         if self.has_own_master:
-            written = self.weight.narrow(self.optim_axes).data
-            master = self.master.data
-            master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
-
-    def _view(self, flat: Tensor, slot: Slot) -> Tensor:
-        return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)
+            _adopt(self.master, self.weight)
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -159,7 +168,7 @@ class Bucket:
 
     def gather(self) -> Moves:
         """Bring the full weights to this rank, from where they rest."""
-        source = self._held or self.weight
+        source: Resting = self._held or self.weight
         storage = self.full.data.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.data.nbytes)
@@ -176,7 +185,7 @@ class Bucket:
 
     def rest_between(self) -> None:
         """From forward to backward: keep the part of the full weights that the plan's `between` names."""
-        if self.resident or not self._present or self.between_axes == ():
+        if self.resident or not self._present or self.keeps_full:
             return
         if self.between_axes != self.weight_axes and self._held is None:
             kept = self.full.narrow(self.between_axes)
@@ -206,124 +215,55 @@ class Bucket:
             self.recipe.axes.ledger.give(self._held.data.nbytes)
             self._held = None
 
-    def publish(self) -> Moves:
-        """After an update: bring the weights at rest in line with the master weights."""
-        return (yield from self.weight.gather(self.master))
+    def hide(self) -> None:
+        """The weights are being updated elsewhere: they must not be read before `publish` and `install`."""
+        if self.resident and self._present:
+            self._present = False
+            self._guard.close()
 
-    # -- gradients ---------------------------------------------------------------------------------------------
-
-    def take_gradient(self, index: int, dtype: torch.dtype) -> None:
-        """Move a parameter's `.grad` into the unreduced gradient, adding to what earlier micro-batches left there.
-
-        Args:
-            index: which member.
-            dtype: of the unreduced gradient, if this is its first part.
-        """
-        parameter = self.members[index].parameter
-        if parameter.grad is None:
-            return
-        if self.pending is None:
-            self.pending = self._start_pending(dtype)
-        target = self._view(self.pending, self.slots[index])
-        if self._filled[index]:
-            target.add_(parameter.grad)
-        else:
-            target.copy_(parameter.grad)
-            self.filled_numel += self.slots[index].numel
-        parameter.grad = None
-        self._filled[index] = self.seen[index] = True
-
-    def _empty(self) -> None:
-        """Nothing is in the unreduced gradient."""
-        self._filled, self.filled_numel = [False] * len(self.members), 0
-
-    def _start_pending(self, dtype: torch.dtype) -> Tensor:
-        pending = self.space.empty((), dtype).data
-        for gap in self.space.layout.gaps:
-            pending[gap.start : gap.stop].zero_()
-        self.recipe.axes.ledger.take(pending.nbytes)
-        return pending
-
-    def reduce(self, denominator: float | None) -> Moves:
-        """Sum the unreduced gradient over ranks; parameters without one count as zero.
+    def publish(self, copied: bool = False) -> Moves:
+        """After an update: bring the weights at rest in line with the master weights.
 
         Args:
-            denominator: divides the finished sum on the last micro-batch; None on earlier ones, whose sums stay at the
-                plan's `grad` place.
+            copied: whether this rank's own part of the weights has been brought in line already; see `own_weight`.
         """
-        precision, ledger = self.recipe.precision, self.recipe.axes.ledger
-        last = denominator is not None
-        first = self.first_reduction(last)
-        pending = self._take_pending(precision.reduce)
-        held_bytes = pending.nbytes
-        data = yield from Buffer(self.space, (), pending).reduce(first, precision.reduce, precision.accumulate)
-        if data is not pending:
-            del pending  # its memory goes as soon as its sum has arrived
-            ledger.give(held_bytes)
-            held_bytes = 0
-        if self._partial is not None:
-            ledger.give(self._partial.nbytes)
-            data, self._partial = self._partial.add_(data), None
-        if denominator is None:
-            self._partial = data
-            ledger.take(data.nbytes)
-        else:
-            counted = data.nbytes if not held_bytes and self.moves_after(first) else 0
-            ledger.take(counted)
-            data = yield from self._finish(Buffer(self.space, first, data), denominator)
-            ledger.give(counted)
-        ledger.give(held_bytes)
-        return data
-
-    def first_reduction(self, last: bool) -> tuple[str, ...]:
-        """The axes over which a micro-batch's gradient is reduced before it meets those of earlier micro-batches."""
-        return self.recipe.plan.grad.axes or (self.optim_axes if last else ())
+        if isinstance(self.weight, Buffer) and not self.gathers_apart:
+            if copied:
+                return (yield from self.weight.complete(self.optim_axes))
+            return (yield from self.weight.gather(self.master))
+        if not self.gathers_apart:
+            if not copied and self.has_own_master:
+                for part in self.weight.cuts(self.weight.range):
+                    with self.weight.opened(part, "replace") as weight, self.master.opened(part) as master:
+                        weight.copy_(master)
+            return self.full.data
+        with self.recipe.axes.ledger.holding(self.weight.nbytes):
+            gathered = self.space.empty(self.weight_axes, self.weight_dtype)
+            yield from gathered.gather(self.master)
+            self.weight.save(gathered)
+        return self.full.data
 
     @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """Data axes whose ranks hold the same optimizer state."""
-        return tuple(axis for axis in self.recipe.axes.names if axis not in self.optim_axes)
-
-    def moves_after(self, first: tuple[str, ...]) -> bool:
-        """Whether a sum over `first` still has to be reduced further at the end of a step."""
-        return first != self.optim_axes or bool(self.recipe.axes.live(self.replica_axes))
-
-    def _finish(self, partial: Buffer, denominator: float) -> Moves:
-        """From the plan's `grad` place to `optim`'s, summed over every data rank and divided once."""
-        wire, dtype = self.recipe.precision.reduce, self.recipe.precision.accumulate
-        own = Buffer(self.space, self.optim_axes, (yield from partial.reduce(self.optim_axes, wire, dtype)))
-        data = yield from own.average(self.replica_axes, wire, dtype, denominator)
-        self.grad = data if self.grad is None else self.grad.add_(data)
-        return self.grad
-
-    def _take_pending(self, dtype: torch.dtype) -> Tensor:
-        if self.pending is None:
-            self.pending = self._start_pending(dtype)
-        for slot, filled in zip(self.slots, self._filled, strict=True):
-            if not filled:
-                self.pending[slot.range.start : slot.range.stop].zero_()
-        pending = self.pending
-        self.pending = None
-        self._empty()
-        return pending
+    def gathers_apart(self) -> bool:
+        """Whether new weights are gathered in device memory of their own, on their way to where they rest."""
+        reached = self.tiers.weight == "device" or (
+            self.tiers.weight == "cpu" and self.recipe.axes.device.type == "cpu"
+        )
+        return not reached and self.weight_axes != self.optim_axes
 
     @property
-    def unfinished(self) -> bool:
-        """Whether micro-batches have left gradients that no last one has finished."""
-        return self.pending is not None or self._partial is not None
+    def own_weight(self) -> Resting | None:
+        """Where an update can put this rank's part of the new weights itself; None if that is for `publish` to do."""
+        if not self.has_own_master:
+            return None
+        if isinstance(self.weight, Buffer):
+            return self.weight.narrow(self.optim_axes)
+        return self.weight if self.weight_axes == self.optim_axes and self.tiers.optim == "nvme" else None
 
-    def drop_unfinished(self) -> None:
-        """Forget gradients of a step that was abandoned or has been consumed."""
-        for part in (self.pending, self._partial):
-            if part is not None:
-                self.recipe.axes.ledger.give(part.nbytes)
-        self.pending = self._partial = None
-        self._empty()
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""
-        self.drop_unfinished()
-        if set_to_none or self.grad is None:
-            self.grad, self.seen = None, [False] * len(self.members)
-        else:
-            self.grad.zero_()
+def _adopt(state: Resting, written: Resting) -> None:
+    """Replace the values of `state` where those that they round to in `written` are others."""
+    for part in state.cuts(state.range):
+        with state.opened(part, "change") as kept, written.opened(part) as new:
+            value = new.to(kept.device)
+            kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype)))

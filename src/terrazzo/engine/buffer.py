@@ -1,12 +1,17 @@
-"""One rank's range of a state, and the moves between places: gather, reduce, narrow and cast.
+"""One rank's range of a state, and the moves between places: gather, reduce, narrow, cast, fetch and commit.
 
 Ranges nest (see `layout`), so each move is one contiguous collective per mesh axis that it adds or removes, straight
-between the memory it comes from and the memory it ends in.
+between the memory it comes from and the memory it ends in. A state may also rest where no tensor can point to it, in a
+file; `Resting` is what can be asked of a state wherever it lies.
 """
 
 from __future__ import annotations
 
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +22,10 @@ from terrazzo.engine.layout import Layout, Range, share
 from terrazzo.engine.pages import use_large_pages
 from terrazzo.engine.transfer import Moves
 
-__all__ = ["Buffer", "Space"]
+__all__ = ["Access", "Buffer", "Resting", "Space"]
+
+Access = Literal["read", "change", "replace"]
+"""What is done with opened elements: they are read; read and written; all written, whatever they were before."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Space:
         return share(self.layout.whole, self.axes.cuts(axes))
 
     def empty(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
-        """Uninitialised memory for this rank's part."""
+        """Uninitialised device memory for this rank's part."""
         data = torch.empty(self.range(axes).numel, dtype=dtype, device=self.axes.device)
         return Buffer(self, axes, use_large_pages(data))
 
@@ -42,17 +50,54 @@ class Space:
         return buffer
 
 
+class Resting(ABC):
+    """The elements of `space.range(axes)` of one state, at rest on some tier."""
+
+    space: Space
+    axes: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def range(self) -> Range:
+        return self.space.range(self.axes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.range.numel * self.dtype.itemsize
+
+    @abstractmethod
+    def cuts(self, wanted: Range) -> Iterator[Range]:
+        """What is held of `wanted`, in parts that need little memory when they are opened one after the other."""
+
+    @abstractmethod
+    def opened(self, wanted: Range, access: Access = "read") -> contextlib.AbstractContextManager[Tensor]:
+        """What is held of `wanted`, in memory; what is written into it is kept if `access` says so."""
+
+    @abstractmethod
+    def load(self, into: Tensor) -> Moves:
+        """Copy all of it into a tensor of any dtype in the device's memory."""
+
+    def save(self, source: Buffer) -> None:
+        """Replace what is held by what `source` holds of it; blocks."""
+        for part in self.cuts(self.range):
+            with self.opened(part, "replace") as data:
+                data.copy_(source.part(part))
+
+
 @dataclass
-class Buffer:
-    """The elements of `space.range(axes)`, in `data` (1-D)."""
+class Buffer(Resting):
+    """The elements of `space.range(axes)`, in `data` (1-D), in the memory of the device or of the host."""
 
     space: Space
     axes: tuple[str, ...]
     data: Tensor
 
     @property
-    def range(self) -> Range:
-        return self.space.range(self.axes)
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
 
     def narrow(self, axes: tuple[str, ...]) -> Buffer:
         """The part of this buffer that splitting over the longer list `axes` leaves; shares its memory."""
@@ -62,12 +107,28 @@ class Buffer:
         """The elements of `wanted` that this buffer holds, as a view."""
         return self.data[self.range.intersect(wanted).within(self.range)]
 
-    def gather(self, source: Buffer) -> Moves:
+    def cuts(self, wanted: Range) -> Iterator[Range]:
+        held = self.range.intersect(wanted)
+        if held.numel:
+            yield held
+
+    @contextlib.contextmanager
+    def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
+        yield self.part(wanted)
+
+    def load(self, into: Tensor) -> Moves:
+        yield from ()
+        return into.copy_(self.data, non_blocking=True)
+
+    def gather(self, source: Resting) -> Moves:
         """Fill this buffer from `source`, which is split over more axes: cast, then one all-gather per axis."""
         own = self.narrow(source.axes).data
-        if own.data_ptr() != source.data.data_ptr():
-            own.copy_(source.data)
-        axes = source.axes
+        if not (isinstance(source, Buffer) and source.data.data_ptr() == own.data_ptr()):
+            yield from source.load(own)
+        return (yield from self.complete(source.axes))
+
+    def complete(self, axes: tuple[str, ...]) -> Moves:
+        """Fill this buffer from the parts that splitting over the longer list `axes` leaves on each rank."""
         while len(axes) > len(self.axes):
             axis, axes = axes[-1], axes[:-1]
             if self.space.axes.along(axis).size > 1:

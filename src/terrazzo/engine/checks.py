@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.collectives import backend_of
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.store.settings import Offload
+from terrazzo.engine.store.store import no_folder
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = [
@@ -23,10 +26,14 @@ __all__ = [
     "check_device",
     "check_mesh",
     "check_model",
+    "check_offload",
     "check_precision",
     "model_facts",
     "optimizer_facts",
+    "together",
 ]
+
+T = TypeVar("T")
 
 
 def check_model(model: nn.Module) -> None:
@@ -109,6 +116,32 @@ def check_agreement(axes: Axes, facts: Mapping[str, object]) -> None:
             f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
             "Give every rank the same model and arguments."
         )
+
+
+def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:
+    """Errors: `BadInput` for settings of offload that cannot work with the tiers in use."""
+    if "nvme" in tiers and not offload.folders:
+        raise no_folder()
+    if offload.step == "backward" and precision.loss_scaling:
+        raise BadInput(
+            "offload: step 'backward' updates units before the gradients of all are known, but fp16 loss scaling "
+            "must see them all. Use step='overlapped', or precision='bf16'."
+        )
+
+
+def together(axes: Axes, action: Callable[[], T]) -> T:
+    """What `action` returns. Errors: what it raises here, and `BadInput` where it raises on another rank."""
+    problem: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        problem = error
+    failed = axes.maximum(torch.tensor([int(problem is not None)], device=axes.device))
+    if problem is not None:
+        raise problem
+    if failed.item():
+        raise BadInput("Another rank cannot do its part of this: its own message says why.")
+    return result
 
 
 def optimizer_facts(optimizer: Optimizer | None) -> list[object]:

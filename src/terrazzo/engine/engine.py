@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.bill import MemoryBill, memory_bill
-from terrazzo.engine.bucket import Bucket, Recipe
+from terrazzo.engine.bill import MemoryBill, PaperStep, memory_bill
+from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.layout import Slot
-from terrazzo.engine.optimizer import OptimizerDriver, StateSpec
+from terrazzo.engine.needs import Templates
+from terrazzo.engine.optimizer import OptimizerDriver
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.rehearsal import rehearse
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.state import (
@@ -27,6 +29,7 @@ from terrazzo.engine.state import (
     restore_model,
     restore_optimizer,
 )
+from terrazzo.engine.store.store import Store
 from terrazzo.engine.transfer import Traffic, Transfer
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
@@ -43,6 +46,7 @@ class Engine:
         recipe: the same with only the axes that have more than one rank, and the precision.
         units: in registration order, root first.
         why_units: how the units were found.
+        store: memory and files of what does not rest on the device.
         templates: what the optimizer keeps for a parameter of each param group.
         driver: of the optimizer, or None.
         denominator: of finished gradient sums, where the user has set one.
@@ -54,7 +58,8 @@ class Engine:
     why_units: str
     schedule: Schedule
     hooks: Hooks
-    templates: Sequence[Mapping[str, StateSpec]] = ()
+    store: Store
+    templates: Templates = ()
     driver: OptimizerDriver | None = None
     denominator: float | None = None
 
@@ -78,8 +83,8 @@ class Engine:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
         """
-        sums_locally = self.sums_locally(local)
-        return memory_bill(self.units, self.templates, self.schedule.prefetch, micro_batches, sums_locally)
+        step = PaperStep(self.schedule.prefetch, micro_batches, self.sums_locally(local))
+        return memory_bill(self.units, self.templates, self.store.settings, step)
 
     @property
     def traffic(self) -> Traffic:
@@ -116,10 +121,20 @@ class Engine:
             )
         return local is True or not self.recipe.plan.grad.axes
 
-    def publish(self) -> None:
-        """Bring resting compute weights in line with the master weights."""
+    def settle(self) -> None:
+        """Return once every state is at rest: no update is under way, nothing is still to be written. Collective."""
         self.schedule.rest()
-        for transfer in [Transfer(unit.publish()) for unit in self.units]:
+        self.finish_updates()
+
+    def finish_updates(self) -> None:
+        """Return once no update is under way; gathered weights stay. Collective."""
+        if self.driver is not None:
+            self.driver.settle()
+
+    def publish(self) -> None:
+        """Bring resting compute weights in line with the master weights; those that are being updated follow later."""
+        self.schedule.rest()
+        for transfer in [Transfer(unit.republish()) for unit in self.units if not unit.updating]:
             transfer.finish()
 
     def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
@@ -134,6 +149,7 @@ class Engine:
     @contextlib.contextmanager
     def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
         """Full weights of the whole model; see `tz.gathered`."""
+        self.settle()
         with self.schedule.gathered():
             members = [member for bucket in self.buckets() for member in bucket.members]
             yield {name: member.parameter for member in members for name in member.names}
@@ -166,7 +182,7 @@ class Engine:
         ]
         if wrong:
             raise BadInput(f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}.")
-        self.schedule.rest()
+        self.settle()
         with torch.no_grad():
             for bucket, slot, name in slots:
                 if name is not None:
@@ -175,7 +191,8 @@ class Engine:
                 buffer.copy_(state[name])
 
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
-        """This rank's share of all state, by original names; over all ranks each element comes once."""
+        """This rank's share of all state, by original names; over all ranks each element comes once. Collective."""
+        self.settle()
         yield from model_pieces(self.buckets())
         if self.driver is not None and with_optimizer:
             yield from optimizer_pieces(self.driver)
@@ -186,7 +203,7 @@ class Engine:
         Args:
             read: may come from any plan and number of ranks.
         """
-        self.schedule.rest()
+        self.settle()
         with torch.no_grad():
             restore_model(self.buckets(), read)
             if self.driver is not None and with_optimizer:
@@ -198,8 +215,14 @@ class Engine:
         sizes = ", ".join(f"{axis} {self.axes.along(axis).size}" for axis in self.axes.names)
         lines = [f"plan {self.plan.name} on {sizes} ({self.axes.device})", *places, f"precision: {self.precision}"]
         lines.append(f"{len(self.units)} units ({self.why_units}):")
-        lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements" for unit in self.units]
+        lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements{_elsewhere(unit)}" for unit in self.units]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _elsewhere(unit: Unit) -> str:
+    """Tiers of a unit's states that are not on the device."""
+    tiers = unit.buckets[0].tiers._asdict()
+    return "".join(f"  {state}@{tier}" for state, tier in tiers.items() if tier != "device")
 
 
 def _name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:

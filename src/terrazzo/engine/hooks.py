@@ -118,7 +118,7 @@ class Hooks:
                 "the model's forward, in tuples, lists or dicts."
             )
         dtype = self.precision.accumulate if self.schedule.sums_locally else self.precision.reduce
-        bucket.take_gradient(index, dtype)
+        bucket.gradient.take(index, bucket.members[index].parameter, dtype)
         if self.schedule.holds_back(unit) and unit.half_filled:
             self.schedule.halfway()
         if unit.index in self.schedule.closed:
@@ -169,7 +169,7 @@ class Hooks:
         """After a backward that raised, some gradients hold its part and some do not: none can be used."""
         for unit in self.units:
             for bucket in unit.trainable():
-                bucket.zero_grad(set_to_none=True)
+                bucket.gradient.zero(set_to_none=True)
 
     # -- the end of a step -------------------------------------------------------------------------------------
 
@@ -191,13 +191,13 @@ class Hooks:
         schedule = self.schedule
         buckets = [bucket for unit in self.units for bucket in unit.trainable()]
         late = [int(unit.index in self._late) for unit in self.units]
-        seen = [int(flag) for bucket in buckets for flag in bucket.seen]
+        seen = [int(flag) for bucket in buckets for flag in bucket.gradient.seen]
         values = torch.tensor([int(schedule.strayed), *late, *seen], dtype=torch.int64, device=self.axes.device)
         flags: list[int] = self.axes.maximum(values).tolist()
         late, seen = flags[1 : 1 + len(late)], flags[1 + len(late) :]
         for bucket in buckets:
-            count = len(bucket.seen)
-            bucket.seen, seen = [bool(flag) for flag in seen[:count]], seen[count:]
+            count = len(bucket.members)
+            bucket.gradient.seen, seen = [bool(flag) for flag in seen[:count]], seen[count:]
         for unit in (unit for unit in self.units if late[unit.index]):
             schedule.start_reducing(unit)
         if flags[0]:

@@ -12,11 +12,12 @@ import sys
 
 from torch import Tensor
 
-__all__ = ["keep_freed", "use_large_pages"]
+__all__ = ["give_back_freed", "keep_freed", "use_large_pages"]
 
 _LARGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+_SMALL_BLOCK_BYTES = 256 << 10
 _LARGEST_IN_HEAP_BYTES, _INT_MAX = 32 << 20, (1 << 31) - 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _kept_bytes = 0
@@ -47,3 +48,15 @@ def keep_freed(count_bytes: int) -> None:
         _kept_bytes = min(count_bytes, _INT_MAX)
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP_BYTES)
         _libc.mallopt(_M_TRIM_THRESHOLD, _kept_bytes)
+
+
+def give_back_freed() -> None:
+    """Let malloc give freed memory back at once, and do without `keep_freed`: where memory is what there is least of.
+
+    By itself glibc comes to serve blocks of up to 32 MiB from a heap that it can only give back from its end.
+    """
+    global _kept_bytes
+    if _libc is not None and hasattr(_libc, "mallopt") and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        _kept_bytes = 0
+        _libc.mallopt(_M_MMAP_THRESHOLD, _SMALL_BLOCK_BYTES)
+        _libc.mallopt(_M_TRIM_THRESHOLD, _SMALL_BLOCK_BYTES)

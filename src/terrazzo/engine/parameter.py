@@ -61,7 +61,7 @@ class AtRest(nn.Parameter):
         name = touched.terrazzo_name if touched is not None else "a parameter"
         raise Misuse(
             f"{getattr(func, '__name__', func)!s} was called on {name!r}, whose values are sharded over ranks: outside "
-            "its unit's forward and backward they are not on this rank. Read or write them inside "
+            "its unit's forward and backward they are not on this rank, or not up to date. Read or write them inside "
             "'with tz.gathered(model):', or use the module's own forward."
         )
 

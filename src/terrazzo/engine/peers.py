@@ -11,21 +11,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import queue
 import socket
 import struct
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Memory", "Neighbour", "Worker", "find_neighbours"]
+__all__ = ["Memory", "Neighbour", "find_neighbours"]
 
 _PR_SET_PTRACER = 0x59616D61
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -220,55 +217,3 @@ def _permit_siblings() -> None:
     """Where the Yama security module guards processes, let those that this one's parent started read its memory."""
     if _libc is not None and os.getppid() > 1:
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-
-
-class Job(Future[None]):
-    """Something that a `Worker` will have done."""
-
-    def wait(self) -> None:
-        """Return once it is done. Errors: what it raised."""
-        self.result()
-
-
-class Worker:
-    """A thread that does jobs one after the other, in the order they came; it ends with the object."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
-        # A daemon: a rank that has lost a peer must be able to exit while a job waits for it.
-        self.thread = threading.Thread(target=_work, args=(self._jobs,), name="terrazzo-peers", daemon=True)
-        self.thread.start()
-
-    def __del__(self) -> None:
-        self._jobs.put(None)
-
-    def submit(self, job: Callable[[], None]) -> Job:
-        done = Job()
-        self._jobs.put((done, job))
-        return done
-
-
-def _work(jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> None:
-    with torch.no_grad():
-        while _do_next(jobs):
-            pass
-
-
-def _do_next(jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> bool:
-    """False at the end. What a job holds is gone when it counts as done, and when the next one is awaited."""
-    item = jobs.get()
-    if item is None:
-        return False
-    done, job = item
-    del item
-    failure: BaseException | None = None
-    try:
-        job()
-    except BaseException as error:
-        failure = error
-    del job
-    if failure is None:
-        done.set_result(None)
-    else:
-        done.set_exception(failure)
-    return True

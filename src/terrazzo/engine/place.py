@@ -18,13 +18,14 @@ from dataclasses import dataclass
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["DATA_AXES", "PLANS", "Place", "Plan"]
+__all__ = ["DATA_AXES", "OFFLOADS", "PLANS", "TIERS", "Place", "Plan"]
 
 DATA_AXES = ("dp_shard", "cp", "dp_replicate")
 """Mesh axes along which ranks see different data, innermost first: the order in which `D` cuts a state."""
 
 _SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES, "-": ()}
-_TIERS = ("device", "cpu", "nvme")
+TIERS = ("device", "cpu", "nvme")
+"""Where a state can lie: the device's memory, the host's, files on a drive."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Place:
 
     Attributes:
         axes: mesh axes or the symbols S, R, D, in cutting order; empty means a full copy on every rank.
-        tier: `device`; `cpu` and `nvme` are reserved for offload.
+        tier: `device`, `cpu` or `nvme`, or tiers with their shares of the units, `cpu:0.7` or `nvme:0.5,cpu:0.3`; what
+            they leave is on the device.
     """
 
     axes: tuple[str, ...] = ()
@@ -41,7 +43,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """`"-"`, `"D"`, `"S,R"`, `"dp_shard"`, `"D@cpu"`."""
+        """`"-"`, `"D"`, `"S,R"`, `"dp_shard"`, `"D@cpu"`, `"D@cpu:0.7"`."""
         axes, _, tier = text.partition("@")
         names = tuple(part.strip() for part in axes.split(",") if part.strip() not in ("", "-"))
         return cls(names, tier.strip() or "device")
@@ -50,15 +52,51 @@ class Place:
         axes = ",".join(self.axes) or "-"
         return axes if self.tier == "device" else f"{axes}@{self.tier}"
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether any unit's part lies elsewhere than on the device."""
+        return self.tier != "device"
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Tier to its share of the units; device first, nvme last. Errors: `BadInput` for what is no tier or share."""
+        given: dict[str, float] = {}
+        for part in self.tier.split(","):
+            name, colon, share = part.strip().partition(":")
+            if name not in TIERS or name in given:
+                raise BadInput(
+                    f"{self.tier!r} names the tier {name!r}{' twice' if name in given else ''}; {_TIER_FORM}"
+                )
+            given[name] = _share(share, self.tier) if colon else 1.0
+        total = sum(given.values())
+        if total > 1 + 1e-9:
+            raise BadInput(f"{self.tier!r} gives away {total:g} of the units, more than all; {_TIER_FORM}")
+        given["device"] = given.get("device", 0.0) + 1 - total
+        return {tier: given[tier] for tier in TIERS if given.get(tier, 0) > 1e-9}
+
+    def tier_of(self, index: int, units: int) -> str:
+        """The tier of one unit.
+
+        The first units stay on the device, and the last ones go furthest: their gradients come first in backward, and
+        the first units' weights are needed first in forward, so that what takes longest has most time.
+
+        Args:
+            index: in the order of registration, root first.
+            units: how many there are.
+        """
+        reached = 0.0
+        for tier, share in self.shares.items():
+            reached += share
+            if index + 0.5 <= reached * units + 1e-9:
+                return tier
+        return tier
+
     def resolve(self, mesh_axes: Sequence[str], state: str, plan: str) -> Place:
         """The same place in axes that `mesh_axes` has. Errors: `BadInput` for an absent axis or an unusable tier."""
-        if self.tier not in _TIERS:
-            raise BadInput(f"plan {plan}: {state} names the tier {self.tier!r}; tiers are {', '.join(_TIERS)}.")
-        if self.tier != "device":
-            raise BadInput(
-                f"plan {plan}: {state} is placed on {self.tier!r}, but this version keeps every state on the device. "
-                f"Remove '@{self.tier}'."
-            )
+        try:
+            _ = self.shares
+        except BadInput as error:
+            raise BadInput(f"plan {plan}: {state}: {error}") from None
         resolved: list[str] = []
         for axis in self.axes:
             present = [name for name in _SYMBOLS.get(axis, (axis,)) if name in mesh_axes]
@@ -70,6 +108,19 @@ class Place:
                 )
             resolved += [name for name in present if name not in resolved]
         return Place(tuple(resolved), self.tier)
+
+
+_TIER_FORM = 'write one of device, cpu, nvme, or shares of the units such as "cpu:0.7" or "nvme:0.5,cpu:0.3".'
+
+
+def _share(text: str, tier: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise BadInput(f"{tier!r}: the share {text!r} is not a number from 0 to 1; {_TIER_FORM}")
+    return share
 
 
 _TABLE = {
@@ -88,7 +139,16 @@ _ALIASES = {"ddp": "zero0", "no_shard": "zero0", "full_shard": "zero3"}
 _NEED_TWO_AXES = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
 
 PLANS = (*_TABLE, *_ALIASES)
-"""Names that `Plan.named` knows."""
+"""Names that `Plan.named` knows, each of which may be followed by `@` and one of `OFFLOADS`."""
+
+OFFLOADS: dict[str, dict[str, str]] = {
+    "cpu": {"grad": "cpu", "optim": "cpu"},
+    "cpu-all": {"weight": "cpu", "grad": "cpu", "optim": "cpu"},
+    "nvme": {"grad": "cpu", "optim": "nvme"},
+    "nvme-all": {"weight": "nvme", "grad": "cpu", "optim": "nvme"},
+}
+"""Tiers by state: ZeRO-Offload (arXiv 2101.06840), FSDP's CPU offload, and ZeRO-Infinity (arXiv 2104.07857) with the
+optimizer alone or the weights too on disk."""
 
 
 @dataclass(frozen=True, init=False)
@@ -119,12 +179,27 @@ class Plan:
 
     @classmethod
     def named(cls, name: str) -> Plan:
-        """The preset of that name. Errors: `BadInput` with the nearest name."""
-        key = name.lower().replace("-", "_")
+        """The preset of that name, such as `zero3` or `zero3@cpu`. Errors: `BadInput` with the nearest name."""
+        base, at, offload = name.strip().lower().partition("@")
+        key, offload = base.replace("-", "_"), offload.replace("_", "-")
         row = _TABLE.get(_ALIASES.get(key, key))
         if row is None:
             raise BadInput(f"There is no plan {name!r}.{did_you_mean(key, PLANS)} Plans are {', '.join(PLANS)}.")
-        return cls(*row, name=key)
+        if at and offload not in OFFLOADS:
+            raise BadInput(
+                f"There is no offload {offload!r} in plan {name!r}.{did_you_mean(offload, OFFLOADS)} "
+                f"Offloads are {', '.join(OFFLOADS)}, such as {key}@cpu."
+            )
+        plan = cls(*row, name=key)
+        return plan.on(**OFFLOADS[offload], name=f"{key}@{offload}") if at else plan
+
+    def on(
+        self, weight: str | None = None, grad: str | None = None, optim: str | None = None, *, name: str | None = None
+    ) -> Plan:
+        """This plan with other tiers, each as in `Place`; None leaves a state where it is."""
+        tiers = {"weight": weight, "grad": grad, "optim": optim}
+        rows = {state: Place(place.axes, tiers.get(state) or place.tier) for state, place in self.places().items()}
+        return Plan(**rows, name=name or self.name)
 
     def places(self) -> dict[str, Place]:
         return {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
@@ -136,7 +211,7 @@ class Plan:
             mesh_axes: names of the mesh's data axes.
         """
         known = [axis for axis in DATA_AXES if axis in mesh_axes]
-        if self.name in _NEED_TWO_AXES and not {"dp_shard", "dp_replicate"} <= set(known):
+        if self.name.partition("@")[0] in _NEED_TWO_AXES and not {"dp_shard", "dp_replicate"} <= set(known):
             raise BadInput(
                 f"plan {self.name} needs the axes dp_replicate and dp_shard; this mesh has {', '.join(known) or 'none'}"
                 '. Pass mesh=init_device_mesh(device, (nodes, ranks), mesh_dim_names=("dp_replicate", "dp_shard")).'
@@ -144,6 +219,11 @@ class Plan:
         rows = {state: place.resolve(known, state, self.name) for state, place in self.places().items()}
         resolved = Plan(**rows, name=self.name)
         resolved._check_prefixes()
+        if self.between.offloaded:
+            raise BadInput(
+                f"plan {self.name}: between is placed on {self.between.tier!r}, but what is kept from forward to "
+                "backward stays on the device, or is the resting weight itself. Remove the tier from between."
+            )
         return resolved
 
     def _check_prefixes(self) -> None:

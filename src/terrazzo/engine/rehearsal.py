@@ -160,7 +160,7 @@ class _PaperBucket:
 
     def rest_between(self) -> None:
         bucket = self.real
-        if bucket.resident or bucket.between_axes == ():
+        if bucket.resident or bucket.keeps_full:
             return
         if bucket.between_axes != bucket.weight_axes and not self._held_bytes:
             self._held_bytes = self._numel(bucket.between_axes) * bucket.compute_dtype.itemsize
@@ -185,8 +185,8 @@ class _PaperBucket:
 
     def reduce(self, last: bool) -> Moves:
         bucket, held_bytes = self.real, self._pending_bytes
-        self._pending_bytes = 0
-        first = bucket.first_reduction(last)
+        gradient, self._pending_bytes = bucket.gradient, 0
+        first = gradient.first_axes(last)
         yield from self._reduce_scatter((), first)
         if self._axes.live(first):
             self._ledger.give(held_bytes)
@@ -194,14 +194,15 @@ class _PaperBucket:
         self._ledger.give(self._partial_bytes)
         self._partial_bytes = 0
         if not last:
-            self._partial_bytes = self._numel(first) * bucket.recipe.precision.accumulate.itemsize
+            on_device = bucket.tiers.grad == "device"
+            self._partial_bytes = on_device * self._numel(first) * bucket.recipe.precision.accumulate.itemsize
             self._ledger.take(self._partial_bytes)
         else:
             rest_bytes = self._numel(first) * bucket.recipe.precision.accumulate.itemsize
-            counted = rest_bytes if not held_bytes and bucket.moves_after(first) else 0
+            counted = rest_bytes if not held_bytes and gradient.moves_after(first) else 0
             self._ledger.take(counted)
             yield from self._reduce_scatter(first, bucket.optim_axes)
-            for axis in self._axes.live(bucket.replica_axes):
+            for axis in self._axes.live(gradient.replica_axes):
                 yield from self._all_reduce(axis)
             self._ledger.give(counted)
         self._ledger.give(held_bytes)
@@ -231,4 +232,7 @@ class _PaperBucket:
         return torch.empty(0)
 
     def publish(self) -> None:
-        self._all_gather(self.real.optim_axes, self.real.weight_axes, self.real.weight_dtype.itemsize)
+        bucket = self.real
+        apart_bytes = bucket.gathers_apart * self._numel(bucket.weight_axes) * bucket.weight_dtype.itemsize
+        with self._ledger.holding(apart_bytes):
+            self._all_gather(bucket.optim_axes, bucket.weight_axes, bucket.weight_dtype.itemsize)

@@ -52,6 +52,7 @@ class Schedule:
 
     Attributes:
         denominator: divides finished gradient sums.
+        reduced: told of each unit whose gradients are finished.
         visits: what the last forward of the model ran.
         strayed: whether a unit has come elsewhere than in the order, since the last agreement.
         closed: units whose gradients are being reduced, or are complete, in this backward.
@@ -62,6 +63,7 @@ class Schedule:
     def __init__(self, units: Sequence[Runnable], order: Order, prefetch: int) -> None:
         self.units, self.order, self.prefetch = units, order, prefetch
         self.denominator: Callable[[], float] = lambda: 1.0
+        self.reduced: Callable[[int], None] = lambda unit: None
         self.accumulating = False
         self.reduce_each = True
         self.visits: list[Visit] = []
@@ -69,7 +71,7 @@ class Schedule:
         self.closed: set[int] = set()
         self.in_forward = self.in_backward = False
         self._awaited: set[int] = set()
-        self._reducing: list[Transfer] = []
+        self._reducing: list[tuple[int, Transfer]] = []
         self._held_back: Sequence[int] = ()
         self._forward_cursor = self._backward_cursor = 0
 
@@ -181,7 +183,7 @@ class Schedule:
 
     def abandon_backward(self) -> None:
         """A backward raised, here and on every other rank: let go of what it left behind."""
-        for transfer in self._reducing:
+        for _, transfer in self._reducing:
             with contextlib.suppress(RuntimeError, OSError):
                 transfer.finish()
         self._reducing.clear()
@@ -230,9 +232,14 @@ class Schedule:
         self._held_back = ()
 
     def _finish_reducing(self) -> None:
-        for transfer in self._reducing:
+        for unit, transfer in self._reducing:
             transfer.finish()
+            self._tell(unit)
         self._reducing.clear()
+
+    def _tell(self, unit: int) -> None:
+        if not self.accumulating:
+            self.reduced(unit)
 
     def _fetch(self, position: int) -> None:
         """Start gathering the unit at `position` of forward and those to prefetch."""
@@ -247,10 +254,13 @@ class Schedule:
 
     def start_reducing(self, unit: Runnable) -> None:
         """Start summing a unit's gradients, after moving the earlier reductions one collective on."""
-        for transfer in self._reducing:
+        for reducing, transfer in self._reducing:
             transfer.advance()
-        self._reducing = [transfer for transfer in self._reducing if not transfer.done]
-        self._reducing.append(Transfer(unit.reduce(None if self.accumulating else self.denominator())))
+            if transfer.done:
+                self._tell(reducing)
+        self._reducing = [(reducing, transfer) for reducing, transfer in self._reducing if not transfer.done]
+        reduction = Transfer(unit.reduce(None if self.accumulating else self.denominator()))
+        self._reducing.append((unit.index, reduction))
 
     @property
     def sums_locally(self) -> bool:

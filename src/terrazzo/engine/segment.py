@@ -12,22 +12,32 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buffer import Buffer
+from terrazzo.engine.gradient import Finished
 from terrazzo.engine.layout import Range, Slot
 
-__all__ = ["Segment", "held_range", "runs", "segments_of"]
+__all__ = ["Segment", "held_range", "runs", "scaled", "segments_of"]
 
 
 @dataclass(eq=False)
 class Segment:
-    """Members `first` to `last` (exclusive) of a bucket; never empty on this rank."""
+    """Members `first` to `last` (exclusive) of a bucket, within `window`; never empty on this rank.
+
+    Attributes:
+        window: of the bucket's flat space; on drives a cell, which is read, updated and written as one.
+        parameter: the elements, a view into the master weights; on drives a stand-in without memory, on `meta`, and so
+            are the states that the optimizer keeps for each of its elements.
+    """
 
     bucket: Bucket
     first: int
     last: int
+    window: Range
     parameter: nn.Parameter
 
     @property
@@ -37,21 +47,31 @@ class Segment:
     @property
     def range(self) -> Range:
         """In the bucket's flat space, cut to what this rank holds."""
-        return held_range(self.bucket, self.first, self.last)
+        return held_range(self.bucket, self.first, self.last).intersect(self.window)
 
     def slots(self) -> Iterator[tuple[Slot, Range]]:
         """Each parameter of which this rank holds a part, with that part's range in the flat space."""
         for slot in self.bucket.slots[self.first : self.last]:
-            held = self.bucket.master.range.intersect(slot.range)
+            held = self.bucket.master.range.intersect(self.window).intersect(slot.range)
             if held.numel:
                 yield slot, held
 
-    def gradient(self) -> Tensor | None:
-        """This rank's part of the finished gradient in the master's dtype, None where no rank had one."""
-        if self.bucket.grad is None or not self.bucket.seen[self.first]:
-            return None
-        part = self.bucket.grad[self.range.within(self.bucket.master.range)]
-        return part.to(self.parameter.dtype)
+    @property
+    def due(self) -> bool:
+        """Whether there is a finished gradient for it on any rank."""
+        return self.bucket.gradient.finished is not None and self.seen[0]
+
+    def gradient(self, finished: Finished) -> Tensor:
+        """This rank's part of the finished gradient, scaled, in the master's dtype."""
+        if finished.landing is not None:
+            finished.landing.wait()
+        with finished.data.opened(self.range) as part:
+            return scaled(part, finished.factor).to(device=self.device, dtype=self.parameter.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is updated."""
+        return self.parameter.device if self.parameter.device.type != "meta" else torch.device("cpu")
 
     def cut(self, labels: Sequence[Hashable], optimizer: Optimizer) -> list[Segment]:
         """Split between members whose labels differ, optimizer state included.
@@ -65,7 +85,7 @@ class Segment:
         pieces, start = [], self.first
         for _, equal in itertools.groupby(labels):
             stop = start + len(list(equal))
-            pieces += _segment(self.bucket, start, stop)
+            pieces += _segment(self.bucket, start, stop, self.window)
             start = stop
         for piece in pieces if state else ():
             part = piece.range.within(self.range)
@@ -75,7 +95,7 @@ class Segment:
     @property
     def seen(self) -> list[bool]:
         """For each member, whether any rank had a gradient for it."""
-        return self.bucket.seen[self.first : self.last]
+        return self.bucket.gradient.seen[self.first : self.last]
 
     def _cut_state(self, value: Any, part: slice) -> Any:
         if not isinstance(value, Tensor):
@@ -83,9 +103,25 @@ class Segment:
         return value[part] if value.shape == self.parameter.shape else value.clone()
 
 
+def scaled(part: Tensor, factor: Tensor | None) -> Tensor:
+    """`part` multiplied in place."""
+    return part if factor is None else part.mul_(factor.to(part.device))
+
+
 def segments_of(buckets: Iterable[Bucket]) -> list[Segment]:
-    """One segment per run of parameters with the same param group."""
-    return [segment for bucket in buckets for first, last in runs(bucket) for segment in _segment(bucket, first, last)]
+    """One segment per run of parameters with the same param group; on drives, per run within a cell."""
+    return [
+        segment
+        for bucket in buckets
+        for window in _windows(bucket)
+        for first, last in runs(bucket)
+        for segment in _segment(bucket, first, last, window)
+    ]
+
+
+def _windows(bucket: Bucket) -> Iterator[Range]:
+    master = bucket.master
+    return iter([master.range]) if isinstance(master, Buffer) else master.cuts(master.range)
 
 
 def runs(bucket: Bucket) -> Iterator[tuple[int, int]]:
@@ -97,9 +133,18 @@ def runs(bucket: Bucket) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _segment(bucket: Bucket, first: int, last: int) -> list[Segment]:
-    held = held_range(bucket, first, last)
-    return [Segment(bucket, first, last, nn.Parameter(bucket.master.part(held)))] if held.numel else []
+def _segment(bucket: Bucket, first: int, last: int, window: Range) -> list[Segment]:
+    """Empty where this rank holds nothing of it; members that lie outside the window are left out."""
+    within = [index for index in range(first, last) if held_range(bucket, index, index + 1).intersect(window).numel]
+    if not within:
+        return []
+    first, last = within[0], within[-1] + 1
+    held, master = held_range(bucket, first, last).intersect(window), bucket.master
+    if isinstance(master, Buffer):
+        parameter = nn.Parameter(master.part(held))
+    else:
+        parameter = nn.Parameter(torch.empty(held.numel, dtype=master.dtype, device="meta"))
+    return [Segment(bucket, first, last, window, parameter)]
 
 
 def held_range(bucket: Bucket, first: int, last: int) -> Range:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.bill import MemoryBill, memory_bill
-from terrazzo.engine.bucket import Bucket, Member, Recipe
+from terrazzo.engine.bill import MemoryBill, PaperStep, memory_bill
+from terrazzo.engine.bucket import Bucket, Member
 from terrazzo.engine.checks import (
     check_agreement,
     check_device,
     check_mesh,
     check_model,
+    check_offload,
     check_precision,
     model_facts,
     optimizer_facts,
@@ -29,23 +30,29 @@ from terrazzo.engine.checks import (
 from terrazzo.engine.engine import Engine, engine_of
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.materialize import check_initializable, initializer_of, materialize, move_buffers, synchronize
+from terrazzo.engine.module import adopt_model
+from terrazzo.engine.needs import Templates, moment_names, open_store
 from terrazzo.engine.optimizer import (
     OptimizerDriver,
     adopt,
     assign_groups,
     check_optimizer,
+    choose_kernel,
     clip_grad_norm,
-    forget_gradients,
     state_of,
 )
 from terrazzo.engine.order import Order
-from terrazzo.engine.pages import keep_freed
+from terrazzo.engine.pages import give_back_freed, keep_freed
 from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
 from terrazzo.engine.place import Place, Plan
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.state import reading, restore_optimizer
+from terrazzo.engine.store.settings import Offload
+from terrazzo.engine.store.store import Store
 from terrazzo.engine.unit import Unit
+from terrazzo.engine.update import Updater
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
@@ -64,6 +71,7 @@ def shard(  # structure: signature fixed by the design
     precision: Precision | str = "fp32",
     mesh: DeviceMesh | None = None,
     prefetch: int = 1,
+    offload: Offload | None = None,
 ) -> tuple[M, Any]:
     """Place a model's weights, gradients and optimizer state over ranks as `plan` says.
 
@@ -76,29 +84,34 @@ def shard(  # structure: signature fixed by the design
         optimizer: an elementwise `torch.optim` optimizer over `model.parameters()`, whose state is sharded with it; a
             callable that builds one from the parameters; or None.
         plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
-            `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`.
+            `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`.
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
         precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`.
         mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.
         prefetch: how many units ahead of the running one are gathered; 0 for none.
+        offload: how states that the plan places on `cpu` or `nvme` are kept and updated; see `tz.Offload`.
 
     Errors: `BadInput` or `Misuse` on every rank, before anything is changed.
     """
-    prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch))
+    prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch, offload or Offload()))
     recipe, planned, built = prepared.recipe, prepared.units, prepared.optimizer
-    _build_units(model, planned, recipe.axes)
+    store = open_store(prepared.units, prepared.templates, offload or Offload())
+    if store.drive is not None:
+        give_back_freed()  # before anything large is built
+    _build_units(model, planned, store)
 
     schedule = Schedule(planned, Order.of_registration(planned), prefetch)
     hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, None)
-    engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks)
+    engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks, store, prepared.templates)
     schedule.denominator = _weak_call(engine.gradient_denominator)
     if built is not None:
         _drive(engine, built)
     hooks.attach(model)
-    _adopt_model(model, engine)
+    adopt_model(model, engine)
     if recipe.axes.device.type == "cpu":
         bill = engine.bill
-        keep_freed(bill.grad_bytes + bill.transient_bytes)
+        if store.drive is None:
+            keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, built
 
 
@@ -111,15 +124,15 @@ def estimate(  # structure: signature fixed by that of shard
     precision: Precision | str = "fp32",
     mesh: DeviceMesh | None = None,
     prefetch: int = 1,
+    offload: Offload | None = None,
 ) -> MemoryBill:
     """The memory that `shard` with the same arguments would need on this rank; nothing is allocated or changed.
 
     The model may be on the meta device, and the process group may be torch's `fake` one of any size.
     """
-    prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch))
-    groups = prepared.optimizer.param_groups if prepared.optimizer is not None else []
-    templates = [state_of(prepared.optimizer, group) for group in groups if prepared.optimizer is not None]
-    return memory_bill(prepared.units, templates, prefetch, 1, local_sums=False)
+    options = _Options(units, precision, mesh, prefetch, offload or Offload())
+    prepared = _prepare(model, optimizer, plan, options)
+    return memory_bill(prepared.units, prepared.templates, options.offload, PaperStep(prefetch))
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,7 @@ class _Options:
     precision: Precision | str
     mesh: DeviceMesh | None
     prefetch: int
+    offload: Offload
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,7 @@ class _Prepared:
     units: list[Unit]
     why: str
     optimizer: Optimizer | None
+    templates: Templates
 
 
 def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: _Options) -> _Prepared:
@@ -157,9 +172,13 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     check_initializable(model, [member for spec in specs for member in spec.members])
     built = _build_optimizer(model, optimizer, specs)
     facts = {"plan": str(plan), "precision": repr(precision), "prefetch": options.prefetch}
+    facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
     check_agreement(axes, {**facts, "parameters": model_facts(specs), "optimizer": optimizer_facts(built)})
     recipe = Recipe(axes, _live(plan, axes), precision)
-    return _Prepared(plan, recipe, _plan_units(specs, recipe), why, built)
+    planned = _plan_units(specs, recipe)
+    check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, precision, options.offload)
+    templates = [state_of(built, group) for group in built.param_groups] if built is not None else []
+    return _Prepared(plan, recipe, planned, why, built, templates)
 
 
 @contextlib.contextmanager
@@ -197,11 +216,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     engine = engine_of(model)
     if not max_norm > 0 or not norm_type > 0:
         raise BadInput(f"clip_grad_norm_ with max_norm {max_norm} and norm_type {norm_type}: both must be positive.")
-    if any(bucket.unfinished for bucket in engine.trainable()):
+    if any(bucket.gradient.unfinished for bucket in engine.trainable()):
         raise Misuse(
             "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
             "backward outside 'with tz.accumulate(model)' first."
         )
+    if engine.driver is not None and engine.driver.background is not None:
+        engine.driver.background.prepare_clipping(max_norm)
     return clip_grad_norm(engine.trainable(), engine.recipe, max_norm, float(norm_type))
 
 
@@ -215,75 +236,6 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Ten
     """
     with engine_of(model).gathered(write) as parameters:
         yield parameters
-
-
-class _Loaded(NamedTuple):
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-
-
-class ShardedModule(nn.Module):
-    """Mixed into the class of a sharded model."""
-
-    _terrazzo: Engine
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, as the optimizer's `zero_grad` does."""
-        forget_gradients(self._terrazzo.trainable(), self._terrazzo.schedule, set_to_none)
-
-    def set_gradient_denominator(self, denominator: float | None) -> None:
-        """From now on, divide the sum of gradients over ranks and micro-batches by this.
-
-        Args:
-            denominator: such as the number of valid tokens in the global batch when losses are sums over tokens; None
-                for the number of data ranks, DDP's mean.
-        """
-        if denominator is not None and not denominator > 0:
-            raise BadInput(f"The gradient denominator is {denominator}; it must be positive.")
-        self._terrazzo.denominator = denominator
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy."""
-        engine, buffers = self._terrazzo, _persistent_buffers(self)
-        known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names} | set(buffers)
-        missing = sorted(engine.missing(state_dict) | {name for name in buffers if name not in state_dict})
-        unexpected = [name for name in state_dict if name not in known]
-        if strict and (missing or unexpected):
-            raise BadInput(
-                f"load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. Pass "
-                "strict=False to load what matches."
-            )
-        found = {name: buffer for name, buffer in buffers.items() if name in state_dict}
-        engine.load(state_dict, found)
-        return _Loaded(missing, unexpected)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What `.to`, `.half` and their like do to parameters: nothing, or an error if it would be something."""
-        for bucket in self._terrazzo.buckets():
-            probe = torch.empty(0, dtype=bucket.compute_dtype, device=self._terrazzo.axes.device)
-            changed = fn(probe)
-            if (changed.dtype, changed.device) != (probe.dtype, probe.device):
-                raise Misuse(
-                    f"This would turn parameters on {probe.device} in {probe.dtype} into {changed.dtype} on "
-                    f"{changed.device}, but the weights of a sharded model are views of the engine's memory. Convert "
-                    "the model before tz.shard, or choose its 'precision'."
-                )
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise Misuse(
-            f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy "
-            "the model before tz.shard, or load its weights into a second model."
-        )
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    buffers = {}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers[f"{path}.{name}" if path else name] = buffer
-    return buffers
 
 
 def _one_of(kind: type[N], value: N | str, argument: str) -> N:
@@ -321,20 +273,21 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe) -> list[Unit]:
     """The units, with nothing allocated yet."""
     units = []
     for index, spec in enumerate(specs):
-        buckets = [Bucket(group, recipe, keep=not spec.name) for group in _bucket_groups(spec.members)]
+        tiers = recipe.tiers(index, len(specs))
+        buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members)]
         units.append(Unit(spec.name, index, spec.module, buckets))
     return units
 
 
-def _build_units(model: nn.Module, units: list[Unit], axes: Axes) -> None:
+def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
-    initialize = initializer_of(model)
+    initialize, axes = initializer_of(model), units[0].buckets[0].recipe.axes
     for unit in units:
         members = [member for bucket in unit.buckets for member in bucket.members]
         materialize(members, initialize, axes.device)
         synchronize([member.parameter for member in members], axes)
         for bucket in unit.buckets:
-            bucket.build()
+            bucket.build(store)
     move_buffers(model, initialize, axes)
     axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
     axes.traffic.reset()
@@ -342,15 +295,21 @@ def _build_units(model: nn.Module, units: list[Unit], axes: Axes) -> None:
 
 def _drive(engine: Engine, optimizer: Optimizer) -> None:
     """Put the optimizer on the engine's master weights, with whatever state it had."""
-    engine.templates = [state_of(optimizer, group) for group in optimizer.param_groups]
     states = {
         member.name: dict(optimizer.state.pop(member.parameter))
         for bucket in engine.trainable()
         for member in bucket.members
         if member.parameter in optimizer.state
     }
-    engine.driver = OptimizerDriver(optimizer, engine.trainable(), engine.recipe, engine.schedule, engine.publish)
+    engine.driver = OptimizerDriver(optimizer, engine.units, engine.recipe, engine.schedule, engine.publish)
     engine.hooks.scaler = engine.driver.scaler
+    apart = [bucket for bucket in engine.trainable() if bucket.updated_apart]
+    if apart:
+        choose_kernel(optimizer)
+    for bucket in apart:
+        bucket.build_moments(engine.store, moment_names(bucket, engine.templates))
+    if apart:
+        engine.driver.update_apart(Updater(engine.store), engine.store.settings.step)
     if states:
         restore_optimizer(engine.driver, engine.templates, reading(states))
     adopt(optimizer, engine.driver)
@@ -376,11 +335,3 @@ def _bucket_groups(members: list[Member]) -> list[list[Member]]:
         key = (not member.trainable, "" if dtype.is_floating_point else str(dtype))
         groups.setdefault(key, []).append(member)
     return [groups[key] for key in sorted(groups)]
-
-
-def _adopt_model(model: nn.Module, engine: Engine) -> None:
-    kind = type(model)
-    model._terrazzo = engine  # type: ignore[assignment]
-    model.__class__ = type(
-        kind.__name__, (ShardedModule, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buffer import Resting
 from terrazzo.engine.layout import Range, Slot
 from terrazzo.engine.optimizer import OptimizerDriver, StateSpec
 from terrazzo.engine.segment import Segment
@@ -44,8 +45,9 @@ class Piece:
         kind: `weight`, or the optimizer's own key such as `exp_avg`; a state that is not per element, such as `step`,
             is given whole as [0, its number of elements).
         shape: the parameter's.
-        tensor: 1-D, of the elements.
         numel: of the whole state.
+        dtype: of the elements.
+        read: gives them, 1-D: a view where they are in memory, a copy where they are in files.
     """
 
     name: str
@@ -53,8 +55,14 @@ class Piece:
     start: int
     stop: int
     shape: tuple[int, ...]
-    tensor: Tensor
     numel: int
+    dtype: torch.dtype
+    read: Callable[[], Tensor] = field(repr=False, compare=False)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The elements, 1-D, read now."""
+        return self.read()
 
 
 def model_pieces(buckets: list[Bucket]) -> Iterator[Piece]:
@@ -63,7 +71,7 @@ def model_pieces(buckets: list[Bucket]) -> Iterator[Piece]:
         state = bucket.master if bucket.trainable else bucket.weight
         for slot in bucket.slots:
             if (held := _share(bucket).intersect(slot.range)).numel:
-                yield _piece(slot, "weight", held, state.part(held))
+                yield _piece(slot, "weight", held, state)
 
 
 def optimizer_pieces(driver: OptimizerDriver) -> Iterator[Piece]:
@@ -75,22 +83,27 @@ def optimizer_pieces(driver: OptimizerDriver) -> Iterator[Piece]:
                 continue
             for kind, value in state.items():
                 if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
-                    yield _piece(slot, kind, held, value[held.within(segment.range)])
+                    yield _moment(segment, slot, kind, held, value)
                 elif held.start == slot.offset:
                     whole = torch.as_tensor(value).reshape(-1)
-                    yield Piece(slot.name, kind, 0, whole.numel(), slot.shape, whole, whole.numel())
+                    yield _whole(slot, kind, whole)
 
 
 def restore_model(buckets: list[Bucket], read: Read) -> None:
     """Set weights, master weights included; a parameter that `read` does not have keeps its values."""
     for bucket in buckets:
-        for state in (bucket.master, bucket.weight) if bucket.has_own_master else (bucket.weight,):
+        for state in bucket.states():
             for slot in bucket.slots:
-                held = state.range.intersect(slot.range)
-                if held.numel:
-                    value = read(slot.name, "weight", held.start - slot.offset, held.stop - slot.offset)
-                    if value is not None:
-                        state.part(held).copy_(value)
+                _restore(state, slot, "weight", state.range, read)
+
+
+def _restore(state: Resting, slot: Slot, kind: str, within: Range, read: Read) -> None:
+    """Set what `state` holds of one parameter inside `within`."""
+    for part in state.cuts(slot.range.intersect(within)):
+        value = read(slot.name, kind, part.start - slot.offset, part.stop - slot.offset)
+        if value is not None:
+            with state.opened(part, "change") as data:
+                data.copy_(value)
 
 
 def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, StateSpec]], read: Read) -> None:
@@ -107,7 +120,7 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, 
     driver.recut(optimizer, parts)
     for segment in driver.segments:
         template = templates[segment.group]
-        fixed = _read_fixed(_slots(segment)[0], template, read)
+        fixed = _read_fixed(_slots(segment)[0], template, read, segment.device)
         if fixed is not None:
             before = held.get(segment.parameter, {})
             moments = {
@@ -121,6 +134,8 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, 
 def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tensor:
     """A state per element, in the memory of the one `before` it where that fits: fresh memory would cost its pages."""
     dtype = segment.bucket.recipe.precision.moments
+    if kind in segment.bucket.moments:
+        return _read_apart(segment, kind, read)
     if isinstance(before, Tensor) and (before.shape, before.dtype) == (segment.parameter.shape, dtype):
         whole = before.zero_()
     else:
@@ -132,8 +147,24 @@ def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tenso
     return whole
 
 
-def _read_fixed(slot: Slot, template: Mapping[str, StateSpec], read: Read) -> dict[str, Any] | None:
-    """The states of a parameter that are not per element; None when it has no state at all."""
+def _read_apart(segment: Segment, kind: str, read: Read) -> Tensor:
+    """A state per element of a segment that is updated away from the device; for one in files, its stand-in."""
+    home = segment.bucket.moments[kind]
+    for part in home.cuts(segment.range):
+        with home.opened(part, "change") as data:
+            data.zero_()
+    for slot, held in segment.slots():
+        _restore(home, slot, kind, held, read)
+    if segment.parameter.is_meta:
+        return torch.empty(segment.range.numel, dtype=home.dtype, device="meta")
+    with home.opened(segment.range) as data:
+        return data
+
+
+def _read_fixed(
+    slot: Slot, template: Mapping[str, StateSpec], read: Read, device: torch.device | None = None
+) -> dict[str, Any] | None:
+    """The states of a parameter that are not per element, on `device` if given; None when it has no state at all."""
     fixed: dict[str, Any] = {}
     for kind, spec in template.items():
         if spec.per_element:
@@ -143,7 +174,7 @@ def _read_fixed(slot: Slot, template: Mapping[str, StateSpec], read: Read) -> di
         value = read(slot.name, kind, 0, math.prod(spec.shape))
         if value is None:
             return None
-        fixed[kind] = spec.restored(value)
+        fixed[kind] = spec.restored(value, device)
     return fixed
 
 
@@ -163,6 +194,23 @@ def _share(bucket: Bucket) -> Range:
     return bucket.space.range((*held, *(axis for axis in axes.names if axis not in held)))
 
 
-def _piece(slot: Slot, kind: str, held: Range, tensor: Tensor) -> Piece:
+def _piece(slot: Slot, kind: str, held: Range, state: Resting) -> Piece:
+    def read() -> Tensor:
+        with state.opened(held) as data:
+            return data
+
     start, stop = held.start - slot.offset, held.stop - slot.offset
-    return Piece(slot.name, kind, start, stop, slot.shape, tensor, slot.numel)
+    return Piece(slot.name, kind, start, stop, slot.shape, slot.numel, state.dtype, read)
+
+
+def _moment(segment: Segment, slot: Slot, kind: str, held: Range, value: Tensor) -> Piece:
+    """One of the states that the optimizer keeps for each element; `value` is a stand-in where they are in files."""
+    if value.is_meta:
+        return _piece(slot, kind, held, segment.bucket.moments[kind])
+    start, stop = held.start - slot.offset, held.stop - slot.offset
+    part = value[held.within(segment.range)]
+    return Piece(slot.name, kind, start, stop, slot.shape, slot.numel, value.dtype, lambda: part)
+
+
+def _whole(slot: Slot, kind: str, value: Tensor) -> Piece:
+    return Piece(slot.name, kind, 0, value.numel(), slot.shape, value.numel(), value.dtype, lambda: value)

@@ -9,6 +9,7 @@ from torch import nn
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.transfer import Moves, Transfer
+from terrazzo.engine.worker import Job
 
 __all__ = ["Unit"]
 
@@ -25,6 +26,7 @@ class Unit:
         self.name, self.index, self.buckets = name, index, buckets
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
         self._gathering: Transfer | None = None
+        self._update: Job | None = None
         self._trainable_numel = sum(slot.numel for bucket in self.trainable() for slot in bucket.slots)
 
     def __repr__(self) -> str:
@@ -53,7 +55,7 @@ class Unit:
     @property
     def regathered(self) -> bool:
         """Whether backward gathers weights again that forward has put down."""
-        return any(not bucket.resident and bucket.between_axes for bucket in self.buckets)
+        return any(not bucket.resident and not bucket.keeps_full for bucket in self.buckets)
 
     @property
     def fills_gradually(self) -> bool:
@@ -73,17 +75,21 @@ class Unit:
     @property
     def half_filled(self) -> bool:
         """Whether gradients for half of the trainable elements, or more, are here."""
-        return 2 * sum(bucket.filled_numel for bucket in self.buckets) >= self._trainable_numel
+        return 2 * sum(bucket.gradient.filled_numel for bucket in self.buckets) >= self._trainable_numel
 
     def trainable(self) -> Iterator[Bucket]:
         return (bucket for bucket in self.buckets if bucket.trainable)
 
     def fetch(self) -> None:
-        """Start gathering full weights, unless they are here or on their way."""
-        if self._gathering is None and not self.present:
+        """Start gathering full weights, unless they are here or on their way; weights from a drive, a step further."""
+        if self._gathering is not None:
+            if any(bucket.tiers.weight == "nvme" for bucket in self.buckets):
+                self._gathering.advance()
+        elif not self.present or self._update is not None:
             self._gathering = Transfer(self._gather_all())
 
     def _gather_all(self) -> Moves:
+        yield from self.publish()
         for bucket in self.buckets:
             if not bucket.present:
                 yield from bucket.gather()
@@ -97,6 +103,24 @@ class Unit:
             self._gathering = None
         for bucket in self.buckets:
             bucket.install()
+
+    def begin_update(self, update: Job) -> None:
+        """Its master weights change from now on, until `update` has ended: weights at rest wait for that."""
+        self._update = update
+        for bucket in self.trainable():
+            bucket.hide()
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is under way, or has ended and the weights at rest are not in line yet."""
+        return self._update is not None
+
+    def catch_up(self) -> None:
+        """Wait for the update that is under way, and bring resting weights in line."""
+        if self._gathering is not None:
+            self.wait()
+        elif self._update is not None:
+            Transfer(self.publish()).finish()
 
     def rest_between(self) -> None:
         """From forward to backward: keep what the plan's `between` names."""
@@ -121,14 +145,25 @@ class Unit:
             self.wait()
 
     def reduce(self, denominator: float | None) -> Moves:
-        """Sum the unit's gradients over ranks; see `Bucket.reduce`."""
+        """Sum the unit's gradients over ranks; see `Gradient.reduce`."""
         buckets = list(self.trainable())
         for bucket in buckets:
-            data = yield from bucket.reduce(denominator)
+            data = yield from bucket.gradient.reduce(denominator)
         return data
 
     def publish(self) -> Moves:
-        """Bring resting weights in line with updated master weights."""
+        """Bring resting weights in line with updated master weights, once their update has ended."""
+        if self._update is not None:
+            self._update.wait()
+            self._update = None
+            for bucket in self.trainable():
+                yield from bucket.publish(copied=bucket.own_weight is not None)
+                if bucket.resident:
+                    bucket.install()
+        return self.buckets[0].full.data
+
+    def republish(self) -> Moves:
+        """Bring resting weights in line with master weights that have been written or stepped on this thread."""
         for bucket in self.trainable():
             yield from bucket.publish()
-        return self.buckets[0].weight.data
+        return self.buckets[0].full.data

@@ -1,0 +1,107 @@
+"""When states away from the device are updated: behind the next forward, behind backward, or on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.segment import Segment
+from terrazzo.engine.store.settings import StepMode
+from terrazzo.engine.unit import Unit
+from terrazzo.engine.update import Twin, Updater
+from terrazzo.errors import Misuse
+
+__all__ = ["Background"]
+
+
+class Background:
+    """Starts the updates of one model's units, and waits for them.
+
+    Args:
+        segments: gives those that the optimizer steps now.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        updater: Updater,
+        mode: StepMode,
+        segments: Callable[[], Iterable[Segment]],
+    ) -> None:
+        self.units, self.schedule, self.mode = units, schedule, mode
+        self._updater, self._segments = updater, segments
+        self._apart = [unit for unit in units if any(bucket.updated_apart for bucket in unit.buckets)]
+        self._early: Twin | None = None
+        self._begun: set[int] = set()
+        self._fresh = False
+
+    @property
+    def in_backward(self) -> bool:
+        return self.mode == "backward"
+
+    def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
+        """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
+        unit, self._fresh = self.units[index], True
+        if index in self._begun:
+            raise Misuse(
+                f"Gradients of unit {unit.name or 'root'!r} came after its update had begun: with offload step "
+                "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and after an "
+                "exception it begins with optimizer.zero_grad(). Or use tz.Offload(step='overlapped')."
+            )
+        if self.in_backward and unit in self._apart and all(all(b.gradient.seen) for b in unit.trainable()):
+            if self._early is None:
+                self._early = Twin(optimizer)
+            self._begun.add(index)
+            self._begin(unit, self._early)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()`: start the updates that are not under way, in the order of forward."""
+        early, begun, fresh = self._early, set(self._begun), self._fresh
+        self.forget()
+        if early is not None and (changed := early.changed_since(optimizer)):
+            raise Misuse(
+                f"The optimizer's {', '.join(changed)} changed between backward and optimizer.step(), but with "
+                "offload step 'backward' units are updated while backward runs. Change hyper-parameters after "
+                "optimizer.step(), or use tz.Offload(step='overlapped')."
+            )
+        twin = early or Twin(optimizer)
+        order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
+        for unit in (self.units[index] for index in order if index not in begun):
+            if unit in self._apart and (fresh or not unit.updating):  # else an optimizer's step calls its base class's
+                unit.catch_up()
+                self._begin(unit, twin)
+
+    def forget(self) -> None:
+        """No gradient of a step that has ended, or was given up, is waited for."""
+        self._early, self._fresh = None, False
+        self._begun.clear()
+
+    def _begin(self, unit: Unit, twin: Twin) -> None:
+        segments: dict[Bucket, list[Segment]] = {}
+        buckets = [bucket for bucket in unit.buckets if bucket.updated_apart]
+        for segment in self._segments():
+            if segment.bucket in buckets:
+                segments.setdefault(segment.bucket, []).append(segment)
+        unit.begin_update(self._updater.begin(segments, twin))
+
+    def settle(self) -> None:
+        """Wait for every update, bring all weights at rest in line, and let everything be written."""
+        for unit in self.units:
+            unit.catch_up()
+        self._updater.flush().wait()
+
+    def prepare_clipping(self, max_norm: float) -> None:
+        """No update reads or scales gradients from now on. Errors: `Misuse` where they have been used already."""
+        if not self.in_backward:
+            if any(unit.updating for unit in self._apart):
+                self.settle()
+        elif max_norm != float("inf"):
+            raise Misuse(
+                "tz.clip_grad_norm_ was called, but with offload step 'backward' units have been updated while "
+                "backward ran. Use tz.Offload(step='overlapped'), whose result is that of clipping on the spot; a "
+                "max_norm of infinity only measures the norm."
+            )

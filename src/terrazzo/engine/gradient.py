@@ -1,0 +1,276 @@
+"""The gradient of a bucket on this rank, on its way from autograd to the optimizer.
+
+It is unreduced while backward fills it, a partial sum between micro-batches that are reduced one by one, and finished
+once the last one has been summed over all ranks and divided. Finished and partial ones rest on the plan's tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.buffer import Buffer, Resting, Space
+from terrazzo.engine.layout import Slot
+from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.store.store import Store
+from terrazzo.engine.transfer import Moves
+from terrazzo.engine.worker import Job
+
+__all__ = ["Finished", "Gradient", "view"]
+
+
+class Finished(NamedTuple):
+    """A finished gradient as the optimizer finds it.
+
+    Attributes:
+        data: where it rests.
+        factor: what it has still to be multiplied by; None for nothing.
+        landing: what has to end before it is there; None for nothing.
+    """
+
+    data: Resting
+    factor: Tensor | None
+    landing: Job | None
+
+
+class Gradient:
+    """Summed and divided for every parameter of a flat space.
+
+    Args:
+        optim_axes: over which a finished gradient is split.
+        tier: where it rests.
+
+    Attributes:
+        seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
+        filled_numel: elements of the parameters whose gradients are in the unreduced gradient.
+        factor: what the finished gradient has still to be multiplied by, from clipping; None for nothing.
+    """
+
+    def __init__(self, space: Space, recipe: Recipe, optim_axes: tuple[str, ...], tier: str) -> None:
+        self.space, self.recipe, self.optim_axes, self.tier = space, recipe, optim_axes, tier
+        self.seen = [False] * len(space.layout.slots)
+        self.factor: Tensor | None = None
+        self.pending: Tensor | None = None
+        self._partial: Buffer | None = None
+        self._partial_home: Buffer | None = None
+        self._finished: Resting | None = None
+        self._landing: Job | None = None
+        self._empty()
+
+    def build(self, store: Store) -> None:
+        """Allocate what lies elsewhere than on the device."""
+        self._store = store
+        dtype = self.recipe.precision.accumulate
+        self._home = None if self.tier == "device" else store.state(self.space, self.optim_axes, dtype, self.tier)
+
+    @property
+    def finished(self) -> Resting | None:
+        """The finished gradient, if there is one."""
+        if self._landing is not None:
+            self._landing.wait()
+            self._landing = None
+        return self._finished
+
+    def handed_over(self) -> Finished:
+        """The finished gradient for an update, which waits for it, and scales in place what it finds in memory."""
+        assert self._finished is not None, "no gradient is finished"
+        finished = Finished(self._finished, self.factor, self._landing)
+        if isinstance(self._finished, Buffer):
+            self.factor = None
+        return finished
+
+    # -- within a micro-batch ----------------------------------------------------------------------------------
+
+    def take(self, index: int, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Move a parameter's `.grad` into the unreduced gradient, adding to what earlier micro-batches left there.
+
+        Args:
+            index: which parameter.
+            dtype: of the unreduced gradient, if this is its first part.
+        """
+        if parameter.grad is None:
+            return
+        if self.pending is None:
+            self.pending = self._start_pending(dtype)
+        slot = self.space.layout.slots[index]
+        target = view(self.pending, slot)
+        if self._filled[index]:
+            target.add_(parameter.grad)
+        else:
+            target.copy_(parameter.grad)
+            self.filled_numel += slot.numel
+        parameter.grad = None
+        self._filled[index] = self.seen[index] = True
+
+    def _empty(self) -> None:
+        """Nothing is in the unreduced gradient."""
+        self._filled, self.filled_numel = [False] * len(self.space.layout.slots), 0
+
+    def _start_pending(self, dtype: torch.dtype) -> Tensor:
+        pending = self.space.empty((), dtype).data
+        for gap in self.space.layout.gaps:
+            pending[gap.start : gap.stop].zero_()
+        self.recipe.axes.ledger.take(pending.nbytes)
+        return pending
+
+    def _take_pending(self, dtype: torch.dtype) -> Tensor:
+        if self.pending is None:
+            self.pending = self._start_pending(dtype)
+        for slot, filled in zip(self.space.layout.slots, self._filled, strict=True):
+            if not filled:
+                self.pending[slot.range.start : slot.range.stop].zero_()
+        pending = self.pending
+        self.pending = None
+        self._empty()
+        return pending
+
+    # -- over the ranks ----------------------------------------------------------------------------------------
+
+    def first_axes(self, last: bool) -> tuple[str, ...]:
+        """The axes over which a micro-batch's gradient is reduced before it meets those of earlier micro-batches."""
+        return self.recipe.plan.grad.axes or (self.optim_axes if last else ())
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Data axes whose ranks hold the same optimizer state."""
+        return tuple(axis for axis in self.recipe.axes.names if axis not in self.optim_axes)
+
+    def moves_after(self, first: tuple[str, ...]) -> bool:
+        """Whether a sum over `first` still has to be reduced further at the end of a step."""
+        return first != self.optim_axes or bool(self.recipe.axes.live(self.replica_axes))
+
+    def reduce(self, denominator: float | None) -> Moves:
+        """Sum the unreduced gradient over ranks; parameters without one count as zero.
+
+        Args:
+            denominator: divides the finished sum on the last micro-batch; None on earlier ones, whose sums stay at the
+                plan's `grad` place.
+        """
+        precision, ledger = self.recipe.precision, self.recipe.axes.ledger
+        last = denominator is not None
+        first = self.first_axes(last)
+        pending = self._take_pending(precision.reduce)
+        held_bytes = pending.nbytes
+        data = yield from Buffer(self.space, (), pending).reduce(first, precision.reduce, precision.accumulate)
+        if data is not pending:
+            del pending  # its memory goes as soon as its sum has arrived
+            ledger.give(held_bytes)
+            held_bytes = 0
+        data = self._add_partial(data)
+        if denominator is None:
+            self._keep_partial(Buffer(self.space, first, data))
+        else:
+            counted = data.nbytes if not held_bytes and self.moves_after(first) else 0
+            ledger.take(counted)
+            data = yield from self._finish(Buffer(self.space, first, data), denominator)
+            ledger.give(counted)
+        ledger.give(held_bytes)
+        return data
+
+    def _add_partial(self, data: Tensor) -> Tensor:
+        """`data` and what earlier micro-batches have left."""
+        if self._partial is None:
+            return data
+        partial, self._partial = self._partial.data, None
+        if self.tier != "device":
+            return data.add_(partial.to(data.device))
+        self.recipe.axes.ledger.give(partial.nbytes)
+        return partial.add_(data)
+
+    def _keep_partial(self, sums: Buffer) -> None:
+        """Sums of micro-batches that are not the last go no further than the host's memory."""
+        if self.tier == "device":
+            self._partial = sums
+            self.recipe.axes.ledger.take(sums.nbytes)
+            return
+        if self._partial_home is None:
+            home = self._store.further(sums.nbytes).view(sums.dtype)
+            self._partial_home = Buffer(self.space, sums.axes, home)
+        self._partial_home.save(sums)
+        self._partial = self._partial_home
+
+    def _finish(self, partial: Buffer, denominator: float) -> Moves:
+        """From the plan's `grad` place to `optim`'s, summed over every data rank and divided once."""
+        wire, dtype = self.recipe.precision.reduce, self.recipe.precision.accumulate
+        own = Buffer(self.space, self.optim_axes, (yield from partial.reduce(self.optim_axes, wire, dtype)))
+        data = yield from own.average(self.replica_axes, wire, dtype, denominator)
+        self._land(Buffer(self.space, self.optim_axes, data))
+        return data
+
+    def _land(self, data: Buffer) -> None:
+        """Bring a finished gradient to its tier, or add it to the one that is there."""
+        there = self.finished
+        if there is not None:
+            self._apply_factor()
+            for part in there.cuts(there.range):
+                with there.opened(part, "change") as kept:
+                    kept.add_(data.part(part).to(kept.device))
+        elif self._home is None:
+            self._finished = data
+        else:
+            self._finished = self._home
+            self._landing = self._store.commit(self._home, data)
+
+    # -- between steps -----------------------------------------------------------------------------------------
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the finished gradient; away from the device, once it is used."""
+        finished = self.finished
+        if finished is None:
+            return
+        if self._home is None and isinstance(finished, Buffer):
+            finished.data.mul_(factor.to(finished.dtype))
+            return
+        self._apply_factor()
+        self.factor = factor.to(device="cpu", dtype=finished.dtype)
+
+    def whole(self) -> Tensor | None:
+        """The finished gradient as one tensor in memory, scaled; None where there is none."""
+        finished = self.finished
+        if finished is None:
+            return None
+        with finished.opened(finished.range) as data:
+            return data if self.factor is None else data * self.factor
+
+    def _apply_factor(self) -> None:
+        """Multiply by what has been put off so far."""
+        factor, self.factor = self.factor, None
+        if factor is not None:
+            self._apply(lambda part: part.mul_(factor))
+
+    def _apply(self, change: Callable[[Tensor], object]) -> None:
+        finished = self.finished
+        for part in finished.cuts(finished.range) if finished is not None else ():
+            with finished.opened(part, "change") as data:  # type: ignore[union-attr]
+                change(data)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether micro-batches have left gradients that no last one has finished."""
+        return self.pending is not None or self._partial is not None
+
+    def drop_unfinished(self) -> None:
+        """Forget gradients of a step that was abandoned or has been consumed."""
+        partial = self._partial.data if self._partial is not None and self.tier == "device" else None
+        for part in (self.pending, partial):
+            if part is not None:
+                self.recipe.axes.ledger.give(part.nbytes)
+        self.pending = self._partial = None
+        self._empty()
+
+    def zero(self, set_to_none: bool) -> None:
+        """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""
+        self.drop_unfinished()
+        if set_to_none or self.finished is None:
+            self._finished = self.factor = self._landing = None
+            self.seen = [False] * len(self.seen)
+        else:
+            self._apply(lambda part: part.zero_())
+
+
+def view(flat: Tensor, slot: Slot) -> Tensor:
+    """One parameter's elements of a whole flat space, in its shape."""
+    return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)

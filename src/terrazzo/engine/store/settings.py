@@ -1,0 +1,76 @@
+"""What a user can choose about states that do not rest on the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["STEP_MODES", "Offload"]
+
+StepMode = Literal["overlapped", "synchronous", "backward"]
+STEP_MODES: tuple[str, ...] = get_args(StepMode)
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How states on the tiers `cpu` and `nvme` are kept and updated.
+
+    Attributes:
+        path: a folder for swap files, or several that share the load; needed for `nvme`.
+        step: when offloaded states are updated. `overlapped`: behind the next forward, each unit before its weights are
+            needed. `backward`: each unit as soon as its gradient is final, behind the rest of backward, which leaves no
+            room for clipping or loss scaling. `synchronous`: within `optimizer.step()`. All three give the same bits.
+        threads: CPU threads of the update; by default from the machine's cores and the ranks on it.
+        pin: page-lock host memory where CUDA is there, so that copies run beside computation.
+        direct: read and write swap files past the page cache (O_DIRECT), where the file system allows it.
+        block_mib: size of one read or write, in MiB; states on drives are updated in pieces of so much.
+        depth: blocks in flight on this rank.
+        digest: check every block that is read against what was written.
+    """
+
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    step: StepMode = "overlapped"
+    threads: int | None = None
+    pin: bool = True
+    direct: bool = True
+    block_mib: float = 4
+    depth: int = 8
+    digest: bool = False
+
+    def __post_init__(self) -> None:
+        if self.step not in STEP_MODES:
+            raise BadInput(
+                f"offload: step {self.step!r} does not exist.{did_you_mean(str(self.step), STEP_MODES)} "
+                f"Use one of {', '.join(STEP_MODES)}."
+            )
+        if self.threads is not None:
+            _check_number("threads", self.threads, 1, 4096)
+        _check_number("depth", self.depth, 1, 256)
+        if not isinstance(self.block_mib, int | float) or self.block_bytes % 4096 or not 0 < self.block_mib <= 64:
+            raise BadInput(
+                f"offload: block_mib is {self.block_mib!r}; give a multiple of 4 KiB up to 64 MiB, such as 4 or 0.25."
+            )
+        if self.path is not None and not self.folders:
+            raise BadInput("offload: path is an empty list; name at least one folder.")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where swap files go."""
+        if self.path is None:
+            return ()
+        paths: Any = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
+        return tuple(Path(path) for path in paths)
+
+    @property
+    def block_bytes(self) -> int:
+        return round(self.block_mib * 2**20)
+
+
+def _check_number(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise BadInput(f"offload: {name} is {value!r}; give a whole number from {low} to {high}.")
