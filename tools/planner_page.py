@@ -38,7 +38,8 @@ PLAIN = {"str": "string", "float": "number", "int": "whole number", "bool": "tru
 ROOT = Path(__file__).parents[1]
 PLANNER, JSON = ROOT / "docs" / "planner.md", ROOT / "docs" / "reference" / "plan-json.md"
 DRAWN = ROOT / "docs" / "guides" / "memory.svg"
-PAGES = (PLANNER, JSON, ROOT / "docs" / "guides" / "planning.md", ROOT / "README.md")
+GUIDES = ROOT / "docs" / "guides"
+PAGES = (PLANNER, JSON, GUIDES / "planning.md", GUIDES / "offload.md", ROOT / "README.md")
 ACCURACY = ROOT / "benchmarks" / "planner" / "results" / "accuracy.md"
 
 

@@ -13,7 +13,8 @@ from terrazzo.engine import Plan, Precision
 from terrazzo.planner.api import estimate_request
 from terrazzo.planner.machine.devices import Cluster, device
 from terrazzo.planner.memory.activations import block_activations
-from terrazzo.planner.memory.states import in_flight, state_terms
+from terrazzo.planner.memory.stages import in_flight
+from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.search.sizing import floor_gpus
 from terrazzo.planner.setup.request import Request, build_setup, counts_of

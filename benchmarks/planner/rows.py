@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from benchmarks.planner.shapes import Sizes, transformer
-from terrazzo.engine import Plan, Precision
+from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.setup.setup import Checkpointing, Mesh, Setup
 
@@ -166,6 +166,7 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         accumulate_locally=not plan.grad.axes or family == "llama3",
         sequence_parallel="sequence-parallel=True" in notes or "+SP" in fields["ac"] or family == "llama3",
         virtual_stages=_virtual_stages(family, fields),
+        offload=Offload(step="synchronous"),  # DeepSpeed updates on the spot
         coalesced=_precision(family, fields) != DEEPSPEED,
         whole_gradients=megatron,
         fused_update=megatron,

@@ -289,7 +289,7 @@ def test_python_prints_what_the_command_prints() -> None:
 def test_limits_of_another_framework_are_listed() -> None:
     arguments = ["--model", "llama3-8b", "--gpus", "16", "--strategy", "zero3", "--offload", "nvme"]
     own = {each["rule"]: each["severity"] for each in answer(*arguments)["findings"]}
-    assert "planned" in own.values()
+    assert set(own.values()) == {"warn"}  # drives wear out
     fsdp = answer(*arguments, "--framework", "fsdp2")["findings"]
     assert "refuse" in [each["severity"] for each in fsdp]  # FSDP has no NVMe tier
     assert "known not to work: " in shown(*arguments, "--framework", "fsdp2")

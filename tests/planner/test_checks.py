@@ -113,7 +113,7 @@ IMPOSSIBLE = [
     ({"precision": "bfloat61"}, "bfloat16 = bf16"),
     ({"checkpointing": f"every_{'9' * 5000}"}, "every_N for one block in N"),
     ({"strategy": "zero4"}, "There is no strategy 'zero4'. Did you mean 'zero3'?"),
-    ({"strategy": "zero3@gpu"}, "There is no offload 'gpu' in strategy 'zero3@gpu'"),
+    ({"strategy": "zero3@gpu"}, "There is no offload 'gpu' in plan 'zero3@gpu'"),
     ({"strategy": "zero3@nvm"}, "Did you mean 'nvme'?"),
     ({"precision": "bf61"}, "There is no precision 'bf61'. Did you mean 'bf16'?"),
     ({"optimizer": "momentun"}, "There is no optimizer 'momentun'. Did you mean 'momentum'?"),
@@ -150,7 +150,7 @@ IMPOSSIBLE = [
     ({"global_batch": 40}, "40 / 16 = 2.5 micro-batches. Use a global batch of 32 or 48"),
     ({"global_batch": 32, "micro_batches": 2}, "Give one of them"),
     ({"strategy": Plan("-", "-", "D", "-")}, "must be a prefix"),
-    ({"strategy": Plan("-", "-", "-", "D@tape")}, "tiers are device, cpu and nvme"),
+    ({"strategy": Plan("-", "-", "-", "D@tape")}, "names the tier 'tape'"),
 ]
 
 

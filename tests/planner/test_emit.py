@@ -23,6 +23,7 @@ from terrazzo.train.build import build_plan, build_precision, check_settings, pr
 from terrazzo.train.config import Config
 from terrazzo.train.config_file import load_config
 from terrazzo.train.model import Decoder, DecoderConfig
+from terrazzo.train.offload import check_folders, swap_folders
 
 TINY = {
     "model_type": "llama",
@@ -88,6 +89,16 @@ def test_the_plan_is_the_setups(strategy: str, tmp_path: Path) -> None:
     assert build_plan(emitted(tmp_path, strategy=strategy)[0]) == setup.plan
 
 
+@pytest.mark.parametrize("strategy", ["zero3@cpu", "zero2@cpu-all", "zero3@nvme", "fsdp@nvme-all", "zero3@cpu:0.7"])
+def test_a_plan_with_offload_is_the_setups(strategy: str, tmp_path: Path) -> None:
+    setup = build_setup(Request(TINY, 8, gpu="h100", strategy=strategy))
+    config, _ = emitted(tmp_path, strategy=strategy)
+    assert build_plan(config).places() == setup.plan.places()
+    assert bool(swap_folders(config)) == ("nvme" in strategy)
+    make = {"log": {"folder": str(tmp_path / "run")}, "offload": {"path": str(tmp_path / "run" / "swap")}}
+    check_folders(config.model_validate(config.model_dump() | make) if "nvme" in strategy else config)
+
+
 def test_a_plan_of_ones_own_is_emitted_place_by_place(tmp_path: Path) -> None:
     own = Plan("-", "-", "D", "D")
     assert build_plan(emitted(tmp_path, strategy=own)[0]) == own
@@ -143,7 +154,6 @@ def test_the_built_in_decoder_is_recognised_by_its_tensors(tied: bool, tmp_path:
     ("options", "message"),
     [
         ({"tp": 2}, "planned, not runnable yet: Terrazzo has no tensor parallelism yet (tp 2)"),
-        ({"strategy": "zero3@cpu"}, "planned, not runnable yet: Terrazzo keeps every state on the device"),
         ({"precision": "fp8"}, "no fp8 matrix products"),
         ({"optimizer": "adafactor"}, "would be wrong on flat shards"),
         ({"optimizer": "lion"}, "has no lion"),
@@ -169,12 +179,14 @@ def test_a_module_that_is_no_decoder_is_not_emitted(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_is_emitted_trains_as_it_is(tmp_path: Path) -> None:
-    emitted(tmp_path, gpus=2, strategy="zero3", checkpointing="full", global_batch=4)
+@pytest.mark.parametrize("strategy", ["zero3", "zero3@nvme-all"])
+def test_what_is_emitted_trains_as_it_is(strategy: str, tmp_path: Path) -> None:
+    emitted(tmp_path, gpus=2, strategy=strategy, checkpointing="full", global_batch=4)
     (tmp_path / "text.txt").write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(1500)))
     overrides = ["train.steps=1", "train.eval_batches=1", "train.sample_tokens=0", "log.tensorboard=false"]
     overrides += [f"data.source={tmp_path / 'text.txt'}", "launch.device=cpu", "launch.threads=1"]
     folders = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"]
+    folders += [f"offload.path={tmp_path / 'run' / 'swap'}"] if "nvme" in strategy else []
     done = subprocess.run(
         [sys.executable, "-m", "terrazzo", "train", str(tmp_path / "train.yaml"), *overrides, *folders],
         capture_output=True,

@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
 from terrazzo.planner.machine.devices import Cluster, Device
-from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.peak import memory_of, stage_peak
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.recipes import strategy
 from terrazzo.planner.setup.setup import Mesh, Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model import DecoderConfig, build_model
@@ -273,3 +275,52 @@ def test_transient_memory_is_that_of_the_engines_own_bill(plan: str) -> None:
                 setup = replace(setup, cluster=Cluster(Device("device"), 8))
                 promised = stage_peak(setup, 0, states_only=True).total
                 assert promised == bill.transient_bytes, (name, micro_batches, local)
+
+
+# -- beside the device -----------------------------------------------------------------------------------------
+
+
+WIDE = {"model_type": "terrazzo", **SIZES, "dim": 64, "ffn_dim": 128, "tie_embeddings": True}
+OFFLOADED = ("zero3@nvme", "zero3@nvme-all", "zero2@nvme-all", "zero3@cpu:0.5", "shares")
+
+
+def offloaded(name: str) -> Plan:
+    """All in files, but for a part of what the optimizer keeps."""
+    if name == "shares":
+        return Plan("D@nvme", "D", "D@nvme", "D@nvme:0.5,cpu:0.3")
+    return strategy(name)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_files_and_what_goes_through_them_are_as_promised(name: str, precision: str, tmp_path: Path) -> None:
+    """Sizes to the byte; what is read and written in a step but for the ends of pages."""
+    plan, kind, settings = offloaded(name), PRECISIONS[precision], tz.Offload(path=tmp_path, block_mib=0.0625, depth=2)
+    setup = replace(setup_of(model_shape(WIDE), "zero3", kind, 1), plan=plan, offload=settings)
+    base = build_model(DecoderConfig(**{key: value for key, value in WIDE.items() if key != "model_type"}))
+
+    def body(rank: int) -> dict[str, float]:
+        model, optimizer = tz.shard(base, adamw(base), plan, precision=kind, offload=settings)
+        store, moved = engine_of(model).store, {}
+        for step in range(3):
+            before = store.usage()
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine_of(model).settle()
+            moved = {key: value - before[key] for key, value in store.usage().items()}
+            assert sum(file.stat().st_size for file in tmp_path.iterdir()) == store.usage()["disk_bytes"], step
+        usage = store.usage()
+        store.close()
+        return {**moved, "host_bytes": usage["host_bytes"], "disk_bytes": usage["disk_bytes"]}
+
+    (found,) = on_ranks(1, body)
+    memory, traffic = memory_of(setup), traffic_of(setup)
+    assert found["host_bytes"] == sum(term.value for term in memory.host if term.name != "update")
+    assert found["disk_bytes"] == sum(term.value for term in memory.disk)
+    copies = {term.name: term.value for term in traffic.collectives if "disk" in term.name}
+    read, written = (sum(sent for what, sent in copies.items() if way in what) for way in ("from disk", "to disk"))
+    pages = 4096 * 6 * 9  # at most: six states of a unit, each with its last cell
+    assert read <= found["read_bytes"] <= read + 2 * pages
+    assert written <= found["written_bytes"] <= written + pages
+    assert sum(term.value for term in memory.disk_writes) == pytest.approx(written, abs=pages)

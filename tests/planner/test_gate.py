@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from terrazzo.engine import Precision
+from terrazzo.engine import Plan, Precision
+from terrazzo.engine.place import OFFLOADS
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
 from terrazzo.planner.gate.stack import FRAMEWORKS, Stack
@@ -69,8 +70,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "accumulation with the optimizer in backward": (
         "fsdp2 optimizer_in_backward", {"micro_batches": 2}, "fsdp2 optimizer_in_backward", {"micro_batches": 1},
     ),
+    "loss scaling with the optimizer in backward": (
+        "fsdp2 optimizer_in_backward", {"precision": "fp16"}, "fsdp2 optimizer_in_backward", {"precision": "bf16"},
+    ),
+    "share without a unit": (
+        "terrazzo", {"strategy": "zero3@cpu:0.01"}, "terrazzo", {"strategy": "zero3@cpu:0.02"},
+    ),
+    "gradients away from their optimizer": (
+        "terrazzo", {"strategy": Plan("D", "D", "D@cpu", "D")}, "terrazzo", {"strategy": "zero3@cpu"},
+    ),
     # what the engine does not run yet
-    "offload": ("terrazzo", {"strategy": "zero3@cpu"}, "deepspeed", {"strategy": "zero3@cpu"}),
     "tensor parallelism": ("terrazzo", {"tp": 2}, "megatron", {"tp": 2}),
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
     "context parallelism": ("terrazzo", {"cp": 2}, "megatron", {"cp": 2}),
@@ -95,6 +104,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "NVMe below ZeRO-3": ("deepspeed", {"strategy": "zero2@nvme"}, "deepspeed", {"strategy": "zero3@nvme"}),
     "offload at stage 0": ("deepspeed", {"strategy": "zero0@cpu"}, "deepspeed", {"strategy": "zero1@cpu"}),
+    "offload in shares": (
+        "deepspeed", {"strategy": "zero2@cpu:0.5"}, "deepspeed", {"strategy": "zero3@cpu:0.5"},
+    ),
     "offload with another optimizer": (
         "deepspeed",
         {"strategy": "zero2@cpu", "optimizer": "rmsprop"},
@@ -257,6 +269,18 @@ def test_a_70b_model_wears_a_consumer_disk_out_in_about_700_steps(
     assert f"would last {steps} steps" in text
 
 
+def test_a_share_is_a_part_of_the_states_too() -> None:
+    """FSDP's offload is all or nothing, also where every state has the same share."""
+    assert "part of the states offloaded" in rules_found("fsdp2", {"strategy": "zero3@cpu-all:0.5"})
+    assert "NVMe below ZeRO-3" in rules_found("deepspeed", {"strategy": "zero2@nvme:0.5"})
+
+
+def test_what_is_updated_in_backward_may_accumulate_here() -> None:
+    """Terrazzo updates a unit when its last micro-batch has been reduced."""
+    rule = "accumulation with the optimizer in backward"
+    assert rule not in rules_found("terrazzo optimizer_in_backward", {"micro_batches": 2})
+
+
 def test_a_model_of_one_block_is_warned_of_and_not_refused() -> None:
     """It trains: its one unit is gathered at once. FSDP wrapped so is a mistake that its docs warn of."""
     setup = setup_of({"model": ONE_UNIT})
@@ -273,7 +297,7 @@ def test_what_the_engine_runs_is_runnable_and_what_it_only_plans_is_not() -> Non
     assert runnable(setup_of({}))
     assert runnable(setup_of({"prefetch": 0}))  # a warning
     assert not runnable(setup_of({"tp": 2}))
-    assert not runnable(setup_of({"strategy": "zero3@cpu"}))
+    assert all(runnable(setup_of({"strategy": f"zero3@{offload}"})) for offload in OFFLOADS)
 
 
 def test_a_healthy_setup_has_no_findings() -> None:

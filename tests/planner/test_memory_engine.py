@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from terrazzo.engine import Plan, Precision, estimate
+from terrazzo.engine import Offload, Plan, Precision, estimate
 from terrazzo.engine.collectives import GlooCollectives
 from terrazzo.engine.partition import find_units, partition
+from terrazzo.engine.place import OFFLOADS
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.states import rules_of, state_terms, unit_states
+from terrazzo.planner.memory.rules import rules_of
+from terrazzo.planner.memory.states import state_terms, unit_states
+from terrazzo.planner.memory.tiers import tier_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Mesh, Setup
 from terrazzo.train.model import Decoder, DecoderConfig
@@ -29,6 +32,7 @@ PRECISIONS: dict[str, Precision] = {
     "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
     "narrow wire": Precision(weight="bf16", compute="bf16", reduce="bf16"),  # type: ignore[arg-type]
 }
+OFFLOAD = Offload(path="/nowhere", block_mib=0.0625, depth=3)  # cells smaller than some units
 MESHES = {
     "one rank": {"dp_shard": 1},
     "six": {"dp_shard": 6},
@@ -75,19 +79,16 @@ def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-def check_bill(model: nn.Module, mesh: str, plan: str, precision: Precision, prefetch: int) -> None:
+def check_bill(model: nn.Module, mesh: str, plan: Plan, precision: Precision, prefetch: int) -> None:
     sizes = MESHES[mesh]
     device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    bill = estimate(model, in_two_groups(model), plan, precision=precision, mesh=device_mesh, prefetch=prefetch)
-    setup = Setup(
-        shape_of(model),
-        Cluster(Device("gpu"), 8),
-        Plan.named(plan),
-        Mesh(**sizes),
-        precision=precision,
-        prefetch=prefetch,
-    )
-    found = {term.name: term.value for term in state_terms(setup)}
+    options: dict[str, Any] = {"precision": precision, "prefetch": prefetch}
+    bill = estimate(model, in_two_groups(model), plan, mesh=device_mesh, offload=OFFLOAD, **options)
+    setup = Setup(shape_of(model), Cluster(Device("gpu"), 8), plan, Mesh(**sizes), offload=OFFLOAD, **options)
+    host, disk = tier_terms(setup, 0)
+    assert sum(term.value for term in host) == bill.host_bytes
+    assert sum(term.value for term in disk) == bill.disk_bytes
+    found = {term.name: term.value for term in state_terms(setup, 0, "device")}
     assert found == {
         "weights": bill.weight_bytes,
         "gradients": bill.grad_bytes,
@@ -105,8 +106,30 @@ def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
         world_size *= size
     with fake_group(world_size):
         for layers, prefetch in ((1, 1), (3, 0), (3, 2), (20, 1)):
-            check_bill(decoder(layers), mesh, plan, PRECISIONS[precision], prefetch)
-        check_bill(decoder(3, frozen=True), mesh, plan, PRECISIONS[precision], 1)
+            check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch)
+        check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1)
+
+
+TIERS: dict[str, dict[str, str]] = {
+    **OFFLOADS,
+    "weights alone": {"weight": "cpu"},
+    "weights alone in files": {"weight": "nvme"},
+    "gradients alone": {"grad": "cpu"},
+    "all in files": {"weight": "nvme", "grad": "nvme", "optim": "nvme"},
+    "two tiers": {"weight": "cpu", "grad": "cpu", "optim": "nvme"},
+    "shares": {"weight": "cpu:0.5", "grad": "cpu:0.7", "optim": "nvme:0.3,cpu:0.4"},
+    "a share too small": {"optim": "cpu:0.01"},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize(("mesh", "plan"), [case for case in CASES if case[0] in ("one rank", "two by four")])
+def test_the_bill_of_every_tier_to_the_byte(mesh: str, plan: str, tiers: str, precision: str) -> None:
+    placed = Plan.named(plan).on(**TIERS[tiers])
+    with fake_group(8 if mesh == "two by four" else 1):
+        check_bill(decoder(12), mesh, placed, PRECISIONS[precision], 1)
+        check_bill(decoder(3, frozen=True), mesh, placed, PRECISIONS[precision], 0)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 7])

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from terrazzo.engine import PRECISIONS, Plan, Precision
+from terrazzo.engine import PRECISIONS, Offload, Plan, Precision
 from terrazzo.planner.estimate import Time
-from terrazzo.planner.formulas import FORMULAS
+from terrazzo.planner.formulas import FORMULAS, Term
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.links import Group, Move, Network, group_of
 from terrazzo.planner.memory.states import state_terms
@@ -22,7 +24,9 @@ from terrazzo.planner.setup.setup import Mesh, Setup
 from terrazzo.planner.timing.bubble import bubble
 from terrazzo.planner.timing.compute import flops_per_token, matmul_rate, step_flops, sustained_rate
 from terrazzo.planner.timing.overlap import Row, block_exposure, root_exposure
+from terrazzo.planner.timing.stage import HOST_ADAM
 from terrazzo.planner.timing.step import BAND, time_of
+from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.volumes import traffic_of
 
 FSDP = Precision(weight="fp32", compute="bf16", reduce="fp32")  # type: ignore[arg-type]
@@ -242,6 +246,68 @@ def test_offload_is_slower_and_said_to_bound() -> None:
     assert "disks" in str(time_of(disk))
     fast = timed(replace(disk, cluster=replace(disk.cluster, disk_bandwidth=20e9))).step_s
     assert fast < timed(replace(disk, cluster=replace(disk.cluster, disk_bandwidth=5e9))).step_s
+
+
+UPDATES = st.lists(st.tuples(*[st.integers(0, 20)] * 3), min_size=1, max_size=6)
+
+
+def simulated(units: list[tuple[int, int, int]], step: str) -> int:
+    """By how much a step is longer, second by second: update, forward and backward of each unit."""
+    if step == "synchronous":
+        return sum(update for update, _, _ in units)
+    updated = now = 0
+    if step == "overlapped":
+        for update, forward, _ in units:
+            updated += update
+            now = max(now, updated) + forward
+        return now - sum(forward for _, forward, _ in units)
+    for update, _, backward in reversed(units):
+        now += backward  # its gradient is final
+        updated = max(updated, now) + update
+    return updated - now
+
+
+@given(UPDATES, st.sampled_from(["overlapped", "backward", "synchronous"]))
+def test_what_an_update_adds_is_what_a_simulation_waits_for(units: list[tuple[int, int, int]], step: str) -> None:
+    found = exposed_s([UnitUpdate(update, 0, 0, forward, backward) for update, forward, backward in units], step)
+    assert found == simulated(units, step)
+
+
+def test_an_update_takes_as_long_as_its_slowest_part() -> None:
+    assert UnitUpdate(3, 2, 1, 0, 0).seconds == 3
+    assert UnitUpdate(1, 2, 5, 0, 0).seconds == 5
+
+
+def test_enough_tokens_hide_the_update() -> None:
+    """All but the root's and the first block's, whose weights are needed first; on the spot nothing is hidden."""
+
+    def host(tokens: int, step: str = "overlapped") -> Term:
+        offloaded = setup(plan=Plan.named("zero3@cpu"), sequence=tokens, offload=Offload(step=step))  # type: ignore[arg-type]
+        return next(term for term in timed(offloaded).terms if term.formula == "time.host")
+
+    few, many = host(512), host(65_536)
+    first = (llama().root.numel + llama().blocks[0].numel) / HOST_ADAM
+    assert many.value == pytest.approx(first, rel=1e-2)
+    assert few.value > 5 * first
+    assert few.inputs["total_s"] == many.inputs["total_s"] == host(512, "synchronous").value
+    assert many.value <= host(65_536, "backward").value <= few.value
+    assert many.inputs["elements"] == pytest.approx(llama().numel, rel=1e-3)
+
+
+def test_only_offloaded_units_are_updated_on_the_host() -> None:
+    terms = {term.name: term for term in timed(setup(plan=Plan("D", "D", "D@cpu:0.5", "D@cpu:0.5"))).terms}
+    there, here = terms["update of offloaded states"], terms["optimizer step"]
+    block = llama().blocks[0].numel
+    assert there.inputs["elements"] == pytest.approx(16 * block, rel=1e-3)
+    whole = next(term for term in timed(setup()).terms if term.name == "optimizer step")
+    assert here.value / whole.value == pytest.approx(1 - 16 * block / llama().numel, rel=1e-3)
+
+
+def test_states_on_a_disk_take_its_reads_and_writes() -> None:
+    found = setup(plan=Plan.named("zero3@nvme"), cluster=Cluster(device("h100"), 8, disk_bandwidth=8e9))
+    term = next(term for term in timed(found).terms if term.formula == "time.host")
+    assert term.inputs["disk_s"] == pytest.approx(24 * llama().numel / 8e9, rel=1e-3)
+    assert term.inputs["total_s"] == pytest.approx(term.inputs["disk_s"])
 
 
 def test_cost_per_million_tokens() -> None:

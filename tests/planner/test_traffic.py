@@ -211,16 +211,38 @@ def test_expert_tokens() -> None:
     assert of(found, "reduce_scatter") == pytest.approx(dense, rel=1e-4)
 
 
-def test_offload_copies() -> None:
+@pytest.mark.parametrize(
+    ("offload", "pcie", "disk", "of_blocks"),
+    [
+        ("cpu", 4 + 2, 0, 0),  # gradients out, bf16 weights back
+        ("cpu-all", 4 + 2, 0, 2),  # weights in for forward, and but for the root's for backward again
+        ("nvme", 4 + 2, 12 + 12, 0),  # master weights and moments read and written
+        ("nvme-all", 4 + 2, 2 + 12 + 12 + 2, 2),  # weights read once or twice, and written
+    ],
+)
+def test_offload_copies(offload: str, pcie: int, disk: int, of_blocks: int) -> None:
+    """Bytes for each element of a rank's shard."""
     setup = llama_setup("zero3", Mesh(dp_shard=8), precision=PRECISIONS["bf16"])
-    psi, places = llama_8b().numel / 8, {"weight": "D", "between": "D", "grad": "D@cpu", "optim": "D@cpu"}
-    found = traffic_of(replace(setup, plan=Plan(**places)))  # type: ignore[arg-type]
-    assert found.links["pcie"] == pytest.approx(psi * (4 + 2), rel=1e-3)
-    assert "disk" not in found.links
-    places = {"weight": "D@nvme", "between": "D@nvme", "grad": "D@cpu", "optim": "D@nvme"}
-    found = traffic_of(replace(setup, plan=Plan(**places)))  # type: ignore[arg-type]
-    assert found.links["pcie"] == pytest.approx(psi * (2 + 2 + 4), rel=1e-3)
-    assert found.links["disk"] == pytest.approx(psi * (2 + 2 + 2 * 12 + 2), rel=1e-3)
+    psi, blocks = llama_8b().numel / 8, 32 * llama_8b().blocks[0].numel / 8
+    found = traffic_of(replace(setup, plan=Plan.named(f"zero3@{offload}"))).links
+    assert found["pcie"] == pytest.approx(psi * pcie + blocks * of_blocks, rel=1e-3)
+    assert found.get("disk", 0) == pytest.approx(disk and psi * disk + blocks * of_blocks, rel=1e-3)
+
+
+def test_shares_of_the_units_copy_their_share() -> None:
+    """Of 33 units the last 16 are on the host."""
+    setup = llama_setup("zero3", Mesh(dp_shard=8), precision=PRECISIONS["bf16"])
+    block = llama_8b().blocks[0].numel / 8
+    found = traffic_of(replace(setup, plan=Plan("D", "D", "D@cpu:0.5", "D@cpu:0.5"))).links
+    assert found["pcie"] == pytest.approx(16 * block * (4 + 2), rel=1e-3)
+
+
+def test_micro_batches_add_up_on_the_host() -> None:
+    """Sums of earlier micro-batches go there and come back."""
+    setup = llama_setup("zero3", Mesh(dp_shard=8), precision=PRECISIONS["bf16"])
+    psi = llama_8b().numel / 8
+    found = traffic_of(replace(setup, plan=Plan.named("zero3@cpu"), micro_batches=3)).links
+    assert found["pcie"] == pytest.approx(psi * (4 + 2 + 2 * (4 + 4)), rel=1e-3)
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)

@@ -367,6 +367,11 @@ SUMMARY: dict[str, Any] = {
     "state_bytes_measured": 3 * 2**20,
     "transient_bytes_promised": 2**20,
     "transient_bytes_measured": 2**20,
+    "host_bytes_promised": 0,
+    "host_bytes_measured": 0,
+    "disk_bytes_promised": 0,
+    "disk_bytes_measured": 0,
+    "offload": {"read_bytes": 0, "written_bytes": 0, "read_s": 0.0, "write_s": 0.0, "stepped_numel": 0, "step_s": 0.0},
     "traffic_bytes_promised": {"all_gather": 2**20},
     "traffic_bytes_measured": {"all_gather": 2**19},
     "peak_memory_bytes_promised": 2**24,
@@ -391,6 +396,21 @@ def test_a_summary_reads_promised_then_measured() -> None:
         "all-gather per step: promised 1.00 MiB, measured 0.50 MiB",
         "peak memory: promised 16.00 MiB, measured 32.00 MiB resident, beyond 256.00 MiB of the program itself",
         f"pace: promised {promised}, measured 0.25 s per step, 4,000 tok/s, MFU 40.0%",
+    ]
+    usage = {
+        "read_bytes": 3e9,
+        "written_bytes": 2e9,
+        "read_s": 2.0,
+        "write_s": 0.0,
+        "stepped_numel": 5e8,
+        "step_s": 1.0,
+    }
+    there = {"host_bytes_promised": 2**20, "host_bytes_measured": 2**21, "disk_bytes_promised": 2**22}
+    assert summary_lines({**SUMMARY, **there, "disk_bytes_measured": 2**22, "offload": usage})[2:6] == [
+        "host memory: promised 1.00 MiB, measured 2.00 MiB",
+        "swap files: promised 4.00 MiB, measured 4.00 MiB",
+        "disk: read 3.00 GB at 1.50 GB/s, wrote 2.00 GB at n/a GB/s",
+        "optimizer step on the CPU: 0.50 thousand million parameters/s",
     ]
     unknown = {**SUMMARY, "step_s_promised": None, "calibrated": False, "no_promise": "no peak is known"}
     assert summary_lines(unknown)[-1].startswith("pace: promised n/a (no peak is known), measured 0.25 s")

@@ -97,7 +97,7 @@ Strategy = Annotated[
 ]
 Offload = Annotated[
     str | None,
-    _option(SPLITTING, "--offload", metavar="TIER", help="cpu, cpu-all, nvme, nvme-all, or any for the search"),
+    _option(SPLITTING, "--offload", metavar="TIER", help="cpu, cpu-all, nvme, nvme-all, a share (cpu:0.7), or any"),
 ]
 Tp = Annotated[int | None, _option(SPLITTING, "--tp", metavar="T", help="tensor-parallel ranks")]
 Pp = Annotated[int | None, _option(SPLITTING, "--pp", metavar="K", help="pipeline stages")]

@@ -40,6 +40,7 @@ class Memory:
         per_stage: expected bytes of each pipeline stage.
         ranks_per_host: that share a host, whose memory and disks are `host_capacity_bytes` and `disk_capacity_bytes`.
             Of all three capacities None means not known.
+        on_host: the device is the host's own CPUs, so that `terms` and `host` take of one memory.
     """
 
     terms: tuple[Term, ...]
@@ -55,16 +56,27 @@ class Memory:
     ranks_per_host: int = 1
     host_capacity_bytes: int | None = None
     disk_capacity_bytes: int | None = None
+    on_host: bool = False
 
     @property
     def expected_bytes(self) -> float:
         return sum(term.value for term in self.terms)
 
     @property
+    def near_terms(self) -> tuple[Term, ...]:
+        """All that lies in the memory of the device: on a CPU, which is on its host, what is kept there too."""
+        return (*self.terms, *self.host) if self.on_host else self.terms
+
+    @property
+    def near_bytes(self) -> float:
+        return sum(term.value for term in self.near_terms)
+
+    @property
     def rooms(self) -> tuple[Room, ...]:
         """The device, and of the host and its disks those that hold something."""
-        device = Room("device", self.device_bytes, self.upper_bytes, self.capacity_bytes)
-        host = self._of_a_host("host", self.host, self.host_capacity_bytes)
+        beside = [term.value for term in self.host if self.on_host]
+        device = Room("device", self.device_bytes + sum(beside), self.upper_bytes + sum(beside), self.capacity_bytes)
+        host = self._of_a_host("host", () if self.on_host else self.host, self.host_capacity_bytes)
         disk = self._of_a_host("disk", self.disk, self.disk_capacity_bytes)
         return (device, *(room for room in (host, disk) if room.expected))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["PeakMemory", "available_host_bytes", "resident_bytes"]
+__all__ = ["PeakMemory", "allowed_bytes", "available_host_bytes", "resident_bytes"]
 
 
 class PeakMemory:
@@ -54,6 +54,17 @@ def available_host_bytes() -> int | None:
         if allowed is not None and taken is not None:
             free.append(allowed - taken + _statistic(statistics, cache))
     return max(0, min(free))
+
+
+def allowed_bytes() -> list[int]:
+    """What each limit on this process's own memory (RLIMIT_DATA, RLIMIT_AS) still allows it; empty without limits."""
+    used = _lines_of(Path("/proc/self/status"))
+    found = []
+    for limit, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY and name in used:
+            found.append(max(0, most - used[name]))
+    return found
 
 
 _CGROUPS = (

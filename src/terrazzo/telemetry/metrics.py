@@ -35,6 +35,9 @@ class StepMetrics:
     mfu: float | None = None
     loss_scale: float | None = None
     skipped_steps: int | None = None
+    disk_read_gb_s: float | None = None
+    disk_write_gb_s: float | None = None
+    cpu_step_gparam_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Every known value by name. An overflowing gradient norm is left out: JSON has no infinity."""
@@ -47,11 +50,14 @@ class StepMetrics:
         mfu = f"{self.mfu:.1%}" if self.mfu is not None else "n/a"
         communication = f"{self.communication:.0%}" if self.communication is not None else "n/a"
         skipped = f" | skipped {self.skipped_steps}" if self.skipped_steps else ""
+        disk = "" if self.disk_read_gb_s is None else f" | disk in {self.disk_read_gb_s:.2f} GB/s"
+        disk += "" if self.disk_write_gb_s is None else f" | disk out {self.disk_write_gb_s:.2f} GB/s"
+        cpu = "" if self.cpu_step_gparam_s is None else f" | CPU step {self.cpu_step_gparam_s:.2f} Gparam/s"
         return (
             f"step {self.step:>{len(str(steps))}}/{steps} | loss {self.loss:.4f} | grad norm {norm}"
             f" | lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tok/s | {tflops} TFLOP/s | MFU {mfu}"
             f" | peak {self.peak_memory_bytes / 2**30:.2f} GiB | data {self.data_wait:.0%} | comm"
-            f" {communication}{skipped}"
+            f" {communication}{disk}{cpu}{skipped}"
         )
 
 

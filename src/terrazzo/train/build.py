@@ -12,16 +12,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo.engine import Plan, Precision, checkpoint_activations, compile_units
+from terrazzo.engine import PLANS, Plan, Precision, checkpoint_activations, compile_units
 from terrazzo.engine.optimizer import check_optimizer
+from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine.store.settings import Offload
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
-from terrazzo.train.config import BatchConfig, Config, MeshConfig, ModelConfig, OptimizerConfig
+from terrazzo.train.config import BatchConfig, Config, MeshConfig, ModelConfig, OffloadConfig, OptimizerConfig
 from terrazzo.train.model import DecoderConfig, build_model
 
 __all__ = [
     "batch_arithmetic",
     "build_mesh",
+    "build_offload",
     "build_optimizer",
     "build_plan",
     "build_precision",
@@ -34,6 +37,7 @@ __all__ = [
     "prepare_model",
 ]
 
+OFFLOADED_STATES = ("weight", "grad", "optim")
 DTYPE_KEYS = ("weight", "compute", "reduce", "accumulate", "master", "moments")
 
 
@@ -44,8 +48,44 @@ def build_plan(config: Config) -> Plan:
         built = Plan(plan.weight, plan.between, plan.grad, plan.optim)
     else:
         built = Plan.named(plan.name or "zero3")
+    built = _with_tiers(built, config.offload)
     built.resolve(mesh_axes(plan.mesh))
     return built
+
+
+def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
+    """The plan with the tiers of the offload section in place of its own, under the name of a preset if it is one."""
+    given = {state: getattr(offload, state) for state in OFFLOADED_STATES}
+    if not any(given.values()):
+        return plan
+    base = plan.name.partition("@")[0]
+    moved = plan.on(**given, name=f"{base}@custom")
+    names = [base, *(f"{base}@{offload}" for offload in OFFLOADS)] if base in PLANS else []
+    return next((Plan.named(name) for name in names if Plan.named(name).places() == moved.places()), moved)
+
+
+def build_offload(config: Config) -> Offload:
+    """How offloaded states are kept and updated; raises `BadInput` for an update that clipping or scaling rules out."""
+    section = config.offload
+    scaled = build_precision(config).loss_scaling is not None
+    obstacle = "clips gradients (train.clip)" if config.train.clip else "scales the loss (precision)" if scaled else ""
+    if section.step == "backward" and obstacle:
+        raise BadInput(
+            f"offload.step is 'backward', which updates each unit before the others' gradients exist, but this run"
+            f" {obstacle}, which needs all of them first: use offload.step=overlapped, which is exact too, or"
+            f" {'train.clip=null' if config.train.clip else 'another precision'}."
+        )
+    step = ("overlapped" if obstacle else "backward") if section.step == "auto" else section.step
+    return Offload(
+        path=section.path,
+        step=step,
+        threads=section.threads,
+        pin=section.pin,
+        direct=section.direct,
+        block_mib=section.block_mib,
+        depth=section.depth,
+        digest=section.digest,
+    )
 
 
 def build_precision(config: Config) -> Precision:
@@ -132,7 +172,8 @@ def prepare_model(config: Config, vocab_size: int) -> nn.Module:
     if mode.startswith("every_"):
         mode, every = "full", int(mode.removeprefix("every_"))
     if mode != "none":
-        checkpoint_activations(model, mode, units=units, every=every, ops=config.train.activation_checkpointing_ops)
+        ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"
+        checkpoint_activations(model, mode, units=units, every=every, ops=ops, offload=offload)
     if config.train.compile:
         compile_units(model, units=units)
     return model

@@ -21,6 +21,7 @@ from terrazzo.train.config import Config
 from terrazzo.train.config_file import load_config
 from terrazzo.train.failure import BAD_INPUT
 from terrazzo.train.launch import local_ranks
+from terrazzo.train.offload import make_folders
 from terrazzo.train.planning import setup_of
 from terrazzo.train.preflight import check
 from terrazzo.train.promise import planned
@@ -40,6 +41,7 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
         out = Path(folder, "trials.json")
         apart = [f"log.folder={folder}/run", f"checkpoint.folder={folder}/checkpoints", "checkpoint.resume=never"]
         given = [*overrides, *apart, "checkpoint.save_format=terrazzo"]
+        make_folders(load_config(path, overrides))  # those inside the log folder that the run itself would have
         config = load_config(path, given)
         check(config, local_ranks(config.launch))
         _run([str(path), str(out), *given])
@@ -78,7 +80,7 @@ def record_of(config: Config, ranks: int, trials: Sequence[Trial]) -> Calibratio
         flops_per_s=rate,
         bandwidth=first.traffic_bytes / first.wait_s if first.wait_s and first.traffic_bytes else None,
         overhead_s=overhead_s,
-        memory_offset_bytes=round(first.peak_bytes - planned(config, ranks).memory.expected_bytes),
+        memory_offset_bytes=round(first.peak_bytes - planned(config, ranks).memory.near_bytes),
         step_s=first.step_s,
         tokens=setup.tokens * setup.micro_batches,
         flops=work[0],

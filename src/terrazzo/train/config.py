@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from terrazzo.engine.place import TIERS, Place
+from terrazzo.errors import did_you_mean
+
 __all__ = [
     "BatchConfig",
     "CheckpointConfig",
@@ -21,6 +24,7 @@ __all__ = [
     "LogConfig",
     "MeshConfig",
     "ModelConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "PlanConfig",
     "PrecisionConfig",
@@ -86,7 +90,9 @@ class MeshConfig(Section):
 class PlanConfig(Section):
     """The row of the table: a preset by name, or four custom places such as "-", "D" or "S,R"."""
 
-    name: str | None = Field(None, description="preset, such as zero0, zero1, zero2, zero3, hybrid_shard")
+    name: str | None = Field(
+        None, description="preset, such as zero0, zero1, zero2, zero3, hybrid_shard; zero3@cpu with offload"
+    )
     weight: str | None = Field(None, description="compute weights, at rest")
     between: str | None = Field(None, description="compute weights, from the end of forward to backward")
     grad: str | None = Field(None, description="gradients, once reduced")
@@ -110,6 +116,36 @@ class PlanConfig(Section):
             missing = ", ".join(key for key in rows if key not in given)
             raise ValueError(f"a custom plan names all four places; missing: {missing} ('-' means not split)")
         return self
+
+
+class OffloadConfig(Section):
+    """The tiers of states that are not on the device, in place of the plan's, and how they come and go."""
+
+    weight: str | None = Field(None, description="device, cpu, nvme, or shares of the units; null: as the plan says")
+    grad: str | None = Field(None, description="likewise")
+    optim: str | None = Field(None, description="likewise, master weights included")
+    activations: Literal["device", "cpu"] = "device"
+    path: str | list[str] | None = Field(None, description="nvme: folder for swap files; several are striped")
+    step: Literal["auto", "overlapped", "synchronous", "backward"] = "auto"
+    threads: int | None = Field(None, gt=0, description="of the optimizer step on the CPU, per rank")
+    pin: bool = Field(True, description="CUDA: page-lock host memory")
+    direct: bool = Field(True, description="nvme: go past the page cache (O_DIRECT) where the file system can")
+    block_mib: float = Field(4.0, gt=0, description="nvme: size of one read or write")
+    depth: int = Field(8, gt=0, description="nvme: reads and writes in flight per rank")
+    digest: bool = Field(False, description="nvme: check what is read against a CRC-32 of what was written")
+
+    @field_validator("weight", "grad", "optim", mode="before")
+    @classmethod
+    def _as_tiers(cls, value: Any) -> Any:
+        """`cpu`, or a mapping such as `{cpu: 0.7}`, as the text that `Place` reads."""
+        if not isinstance(value, str | dict):
+            return value
+        shares = value if isinstance(value, dict) else dict(part.partition(":")[::2] for part in value.split(","))
+        for tier in shares:
+            if str(tier).strip() not in TIERS:
+                raise ValueError(f"{tier!r} is no tier.{did_you_mean(str(tier), TIERS)} Tiers: {', '.join(TIERS)}")
+        text = ",".join(f"{tier}:{share}" for tier, share in value.items()) if isinstance(value, dict) else value
+        return "device" if set(Place(tier=text).shares) == {"device"} else text
 
 
 class PrecisionConfig(Section):
@@ -229,6 +265,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     plan: PlanConfig = PlanConfig(name="zero3")
+    offload: OffloadConfig = OffloadConfig()
     precision: PrecisionConfig = PrecisionConfig()
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -245,6 +282,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Config:
+        if self.offload.activations == "cpu" and self.train.activation_checkpointing == "none":
+            raise ValueError(
+                "offload.activations 'cpu' moves what activation checkpointing keeps, and"
+                " train.activation_checkpointing is 'none': set it to full, selective or every_N"
+            )
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"

@@ -6,6 +6,7 @@ Cheap, and careful not to refuse what would have fitted: only what is certain co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,20 +18,26 @@ from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.telemetry import available_host_bytes
+from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.config import Config
 from terrazzo.train.huggingface import read_config
 from terrazzo.train.launch import resolve_device
+from terrazzo.train.offload import lacks_room, offload_notes
 from terrazzo.train.planning import ranks_here, setup_of
 
-__all__ = ["available_bytes", "check_plan"]
+__all__ = ["Available", "available", "check_plan"]
 
-CERTAIN = ("weights", "master", "moments", "gradients", "gathered", "unreduced", "receive")
+CERTAIN = (
+    "weights", "master", "moments", "gradients", "gathered", "unreduced", "receive", "sums", "disk buffers",
+)  # fmt: skip
 """Terms that follow from the plan alone. The others depend on the kernels that torch takes."""
 
 DOUBT = 1.3
 """A run is refused for its activations only where the estimate is so much more than there is. Of published runs, nine
 in ten took within 11 % of theirs (docs/planner.md); those are few in kind, so that more is left here."""
+
+WEAR = "states on consumer disks"
+"""The rule of the gate that `offload_notes` says more of, for the steps of a run."""
 
 GIB = 2**30
 
@@ -49,32 +56,49 @@ def check_plan(config: Config, world_size: int) -> list[str]:
         return ["plan: the architecture is not one that the planner knows, so its memory was not checked"]
     found = findings(setup, Stack(clip=config.train.clip is not None))
     refusal = next((str(finding) for finding in found if finding.severity != "warn"), None)
-    memory, available = memory_of(setup), available_bytes(config, world_size)
-    if refusal is None and available is not None and _cannot_fit(memory, available):
-        refusal = _too_large(config, setup, memory, available)
+    memory, there = memory_of(setup), available(config, world_size)
+    refusal = refusal or _lacks_room(config, setup, memory, there)
     if refusal is not None and not config.launch.ignore_planner:
         raise BadInput(f"{refusal} To start it all the same: launch.ignore_planner=true.")
-    notes = [str(finding) for finding in found if finding.severity == "warn"]
+    notes = [str(finding) for finding in found if finding.severity == "warn" and finding.rule != WEAR]
+    notes += offload_notes(config, memory, world_size)
+    expected = memory.near_bytes
     if refusal is not None:
         notes.append(f"started all the same: {refusal}")
-    elif available is not None and memory.expected_bytes > available:
-        notes.append(
-            f"about {_gib(memory.expected_bytes)} expected on a rank, {_gib(available)} are there: it may not fit"
-        )
+    elif there is not None and expected > there.bytes:
+        notes.append(f"about {_gib(expected)} expected on a rank, {_gib(there.bytes)} are there: it may not fit")
     return [f"plan: {note}" for note in notes]
 
 
-def _cannot_fit(memory: Memory, available: int) -> bool:
-    certain = sum(term.value for term in memory.terms if term.name in CERTAIN)
-    return certain > available or memory.expected_bytes > available * DOUBT
+def _lacks_room(config: Config, setup: Setup, memory: Memory, there: Available | None) -> str | None:
+    """Why the device, its host or the host's disks are too small; None where they are not, or nothing is known."""
+    if there is not None:
+        certain = sum(term.value for term in memory.near_terms if term.name in CERTAIN)
+        if certain > there.bytes or memory.near_bytes > there.bytes * DOUBT:
+            return _too_large(config, setup, memory, there)
+    return lacks_room(config, memory, setup.mesh.world_size)
 
 
-def available_bytes(config: Config, world_size: int) -> int | None:
-    """Memory of one rank: of its CUDA device in all, or its share of what this machine has free; None if not known."""
+class Available(NamedTuple):
+    """Memory of one rank, and in words what it is."""
+
+    bytes: int
+    what: str
+
+
+def available(config: Config, world_size: int) -> Available | None:
+    """Of its CUDA device in all, or its share of what this machine has free; None if not known.
+
+    On a CPU no more than the limits of its process leave it (RLIMIT_DATA, RLIMIT_AS).
+    """
     if resolve_device(config.launch) == "cuda":
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Available(int(device.total_memory), "a CUDA device")
     free = available_host_bytes()
-    return None if free is None else free // ranks_here(world_size)
+    found = [Available(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()]
+    if free is not None:
+        found.append(Available(free // ranks_here(world_size), "a rank's share of this machine's free memory"))
+    return min(found, default=None)
 
 
 def _setup(config: Config, world_size: int) -> Setup | None:
@@ -90,12 +114,11 @@ def _setup(config: Config, world_size: int) -> Setup | None:
         return None
 
 
-def _too_large(config: Config, setup: Setup, memory: Memory, available: int) -> str:
-    device = "CUDA device" if setup.cluster.device.kind == "cuda" else "rank's share of this machine's free memory"
-    largest = sorted(memory.terms, key=lambda term: -term.value)[:3]
+def _too_large(config: Config, setup: Setup, memory: Memory, there: Available) -> str:
+    largest = sorted(memory.near_terms, key=lambda term: -term.value)[:3]
     return (
-        f"This run needs about {_gib(memory.expected_bytes)} on each rank, {memory.limiting_rank}, and a {device} is "
-        f"{_gib(available)}. Largest: {_listed(largest)}. {_edits(config, setup, largest[0])}."
+        f"This run needs about {_gib(memory.near_bytes)} on each rank, {memory.limiting_rank}, and {there.what} is "
+        f"{_gib(there.bytes)}. Largest: {_listed(largest)}. {_edits(config, setup, largest[0])}."
     )
 
 
@@ -107,8 +130,12 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
     """Two edits that shrink the largest term."""
     batch, edits = config.batch, []
     if largest.name in CERTAIN:
-        if setup.plan.name not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
+        if setup.plan.name.partition("@")[0] not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
             edits.append("plan=zero3 to split all states over the ranks")
+        if setup.cluster.device.kind == "cpu" and "nvme" not in setup.plan.optim.shares:
+            edits.append("offload.optim=nvme with an offload.path to keep the largest states on a disk")
+        elif not setup.plan.optim.offloaded:
+            edits.append("offload.optim=cpu to keep optimizer state in host memory")
         if setup.precision.weight == torch.float32 and setup.precision.master == torch.float32:
             edits.append("precision=bf16-pure for 8 bytes per parameter")
         edits.append("more ranks" if config.launch.device != "cpu" else "a smaller model")

@@ -18,6 +18,7 @@ from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
 from terrazzo.train import data
 from terrazzo.train.build import (
     batch_arithmetic,
+    build_offload,
     build_plan,
     build_precision,
     decoder_config,
@@ -76,6 +77,8 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         every=every,
         compile=config.train.compile,
         prefetch=config.plan.prefetch,
+        offload=build_offload(config),
+        offload_activations=config.offload.activations == "cpu",
     )
 
 

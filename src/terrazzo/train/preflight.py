@@ -10,6 +10,7 @@ from terrazzo.errors import BadInput
 from terrazzo.train import data
 from terrazzo.train.build import (
     batch_arithmetic,
+    build_offload,
     build_plan,
     build_precision,
     check_settings,
@@ -21,6 +22,7 @@ from terrazzo.train.config import Config
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.fit import check_plan
 from terrazzo.train.huggingface import read_config, weight_files
+from terrazzo.train.offload import check_folders
 
 __all__ = ["check", "clear_checkpoints", "resume_from"]
 
@@ -32,6 +34,7 @@ def check(config: Config, world_size: int) -> list[str]:
     """
     build_plan(config)
     build_precision(config)
+    build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
     batch_arithmetic(config.batch, world_size)
     check_settings(config.optimizer)
@@ -39,7 +42,8 @@ def check(config: Config, world_size: int) -> list[str]:
     _check_data(config)
     _check_folders(config)
     resume_from(config)
-    return check_plan(config, world_size)
+    notes = [f"offload: {note}" for note in check_folders(config)]
+    return [*notes, *check_plan(config, world_size)]
 
 
 def resume_from(config: Config) -> str | None:

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from terrazzo.engine.partition import find_units
+from terrazzo.engine.store.drive import cell_numel
 from terrazzo.planner.api import estimate
 from terrazzo.planner.estimate import Estimate, Memory
+from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.calibration import find_calibration, measured_memory
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.memory.peak import memory_of
-from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_numels
+from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.build import construct, prepare_model
@@ -62,8 +64,7 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     if config.train.compile:
         return None
     shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
-    traced = _with_layers(config, TRACED_LAYERS) if shortened else config
-    model = prepare_model(traced, setup.model.vocab)
+    model = prepare_model(_traced(config, shortened), setup.model.vocab)
     names, _ = find_units(model, None)
     try:
         with _one_sequence_per_row():
@@ -75,7 +76,9 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     if shortened:
         copies = [f"{names[1]}.{index}" for index in range(layers - TRACED_LAYERS + 1)]
         trace = trace.stretched(names[1], copies)
-    return memory_of_trace(setup, trace, _update_bytes(config, setup))
+    memory, apart_bytes = memory_of_trace(setup, trace, _update_bytes(config, setup)), _apart_bytes(config, setup)
+    update = (Term("update", apart_bytes, apart_bytes, "memory.traced"),) if apart_bytes else ()
+    return replace(memory, host=(*memory.host, *update))
 
 
 @contextmanager
@@ -98,8 +101,11 @@ def _one_sequence_per_row() -> Iterator[None]:
 _PACKING = "find_packed_sequence_indices"
 
 
-def _with_layers(config: Config, layers: int) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
+def _traced(config: Config, shortened: bool) -> Config:
+    """What is traced in place of a run; on a CPU activations on the host are where they would be anyway."""
+    model = config.model.model_copy(update={"layers": TRACED_LAYERS}) if shortened else config.model
+    offload = config.offload.model_copy(update={"activations": "device"})
+    return config.model_copy(update={"model": model, "offload": offload})
 
 
 def _training_pass(config: Config) -> Callable[[nn.Module], torch.Tensor]:
@@ -114,12 +120,25 @@ def _training_pass(config: Config) -> Callable[[nn.Module], torch.Tensor]:
 
 
 def _update_bytes(config: Config, setup: Setup) -> int:
-    """What the optimizer needs while it steps, gradients in the master weights' dtype among it; see `traced_update`."""
-    precision, numels = setup.precision, updated_numels(paper_units(setup))
-    one_by_one = precision.moments != precision.master  # moments are brought to the master's dtype and back
-    stepped = [max(numels)] if one_by_one else numels
+    """What the optimizer needs while it steps on the device."""
+    numels = updated_numels(paper_units(setup))
+    one_by_one = setup.precision.moments != setup.precision.master  # moments are brought to the master's dtype and back
+    return _stepping_bytes(config, setup, [max(numels)] if numels and one_by_one else numels)
+
+
+def _apart_bytes(config: Config, setup: Setup) -> int:
+    """What it needs on the host while it steps there, one tensor at a time."""
+    numel = updated_apart_numel(paper_units(setup), cell_numel(setup.offload.block_bytes))
+    return _stepping_bytes(config, setup, [numel] if numel else [])
+
+
+def _stepping_bytes(config: Config, setup: Setup, numels: list[int]) -> int:
+    """Of tensors stepped at once, gradients in the master weights' dtype among it; see `traced_update`."""
+    if not numels:
+        return 0
+    precision = setup.precision
     cast = precision.master.itemsize if precision.accumulate != precision.master else 0
-    if one_by_one:
+    if precision.moments != precision.master:
         cast += setup.optimizer.moments * max(0, precision.master.itemsize - precision.moments.itemsize)
     make = functools.partial(construct, config.optimizer)
-    return sum(stepped) * cast + traced_update(make, stepped, precision.master)
+    return sum(numels) * cast + traced_update(make, numels, precision.master)

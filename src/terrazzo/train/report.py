@@ -44,6 +44,7 @@ class Report:
         self._first_step = session.step
         self._traffic: dict[str, int] = {}  # bytes of the newest step, by kind of collective
         self._pace, self._peak_bytes = Pace(), 0
+        self._usage = self._engine.store.usage()  # of memory and files beside the device, at the last log step
         self._first_validation: Validation | None = None
         self._last_validation: Validation | None = None
         self._last_sample = ""
@@ -183,7 +184,22 @@ class Report:
             mfu=flops / self._peak_flops if flops and self._peak_flops else None,
             loss_scale=session.optimizer.loss_scale if fp16 else None,
             skipped_steps=session.optimizer.skipped_steps if fp16 else None,
+            **self._offload_rates(),
         )
+
+    def _offload_rates(self) -> dict[str, float | None]:
+        """Of drives and of updates on the CPU since the last log step; None where there were none."""
+        before, self._usage = self._usage, self._engine.store.usage()
+
+        def rate(amount: str, seconds: str) -> float | None:
+            spent = self._usage[seconds] - before[seconds]
+            return (self._usage[amount] - before[amount]) / spent / 1e9 if spent else None
+
+        return {
+            "disk_read_gb_s": rate("read_bytes", "read_s"),
+            "disk_write_gb_s": rate("written_bytes", "write_s"),
+            "cpu_step_gparam_s": rate("stepped_numel", "step_s"),
+        }
 
     def _log(self, kind: str, values: dict[str, Any]) -> None:
         for sink in self._sinks:

@@ -58,6 +58,8 @@ def train_rank(path: Path, overrides: list[str]) -> int:
     except BaseException:
         session.keeper.leave()
         raise
+    finally:
+        session.close()
     dist.destroy_process_group()
     return code
 

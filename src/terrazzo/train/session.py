@@ -12,11 +12,13 @@ from torch.optim.lr_scheduler import LambdaLR
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.exchange import agree, gather_json, together
+from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import resident_bytes
 from terrazzo.train.build import (
     batch_arithmetic,
     build_mesh,
+    build_offload,
     build_optimizer,
     build_plan,
     build_precision,
@@ -28,6 +30,7 @@ from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
 from terrazzo.train.huggingface import weight_files
 from terrazzo.train.keeping import Keeper
 from terrazzo.train.model import num_flops_per_token
+from terrazzo.train.offload import make_folders
 from terrazzo.train.preflight import clear_checkpoints, resume_from
 from terrazzo.train.ranks import Ranks
 from terrazzo.train.resume import resume_notes
@@ -77,6 +80,10 @@ class Session:
     def save(self) -> str:
         """Save a checkpoint of the current step; returns its path. Collective."""
         return self.keeper.save(self.model, self.optimizer, self._extra())
+
+    def close(self) -> None:
+        """Remove what the run has put on drives beside its checkpoints: ranks end without the interpreter's help."""
+        engine_of(self.model).store.close()
 
     def _extra(self) -> dict[str, Any]:
         validation = self.data.validation
@@ -130,6 +137,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
     data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
     loader = _loader(config, ranks, data)
+    make_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     model, flops_per_token = _model(config, data)
     optimizer = build_optimizer(config.optimizer, model)
@@ -142,6 +150,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
         precision=build_precision(config),
         mesh=build_mesh(config, ranks.device, ranks.world_size),
         prefetch=config.plan.prefetch,
+        offload=build_offload(config),
     )
     if config.model.weights == "pretrained" and config.model.path is not None and not newest:
         weight_files(config.model.path)

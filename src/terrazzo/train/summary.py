@@ -15,7 +15,10 @@ from terrazzo.train.session import Session
 
 __all__ = ["Pace", "summarize", "summary_lines"]
 
-MIB = 2**20
+MIB, GB = 2**20, 1e9
+TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
+UPDATES = ("stepped_numel", "step_s")
+"""Of `Store.usage`: what drives have moved, and what was updated on the CPU, since the start."""
 
 
 @dataclass
@@ -50,16 +53,23 @@ def summarize(
     engine = engine_of(session.model)
     bill = engine.memory_bill(session.micro_batches)
     expected = engine.expected_traffic(micro_batches=session.micro_batches)
+    usage = engine.store.usage()
     kinds = [kind for kind in expected.bytes if kind != "control"]  # flags and norms: a few bytes
     estimate, why = _promise(session)
     return {
         "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
-        "state_bytes_measured": _state_bytes(engine, session.optimizer),
+        "state_bytes_measured": _state_bytes(engine),
         "transient_bytes_promised": bill.transient_bytes,
         "transient_bytes_measured": engine.peak_transient_bytes,
+        "host_bytes_promised": bill.host_bytes,
+        "host_bytes_measured": usage["host_bytes"],
+        "disk_bytes_promised": bill.disk_bytes,
+        "disk_bytes_measured": usage["disk_bytes"],
+        "pinned_bytes": usage["pinned_bytes"],
+        "offload": {name: usage[name] for name in (*TRAFFIC, *UPDATES)},
         "traffic_bytes_promised": {kind: expected.bytes[kind] for kind in kinds},
         "traffic_bytes_measured": {kind: traffic.get(kind, 0) for kind in kinds},
-        "peak_memory_bytes_promised": round(estimate.memory.expected_bytes) if estimate else None,
+        "peak_memory_bytes_promised": round(estimate.memory.near_bytes) if estimate else None,
         "peak_memory_bytes_measured": max(0, peak_bytes - session.base_bytes),
         "base_memory_bytes": session.base_bytes,
         **_promised_pace(estimate, session.ranks.world_size),
@@ -77,14 +87,15 @@ def _promise(session: Session) -> tuple[Estimate | None, str]:
     return estimate, estimate.no_time
 
 
-def _state_bytes(engine: Engine, optimizer: Any) -> int:
-    """Weights, master weights and optimizer state, as they lie in memory."""
-    buckets = engine.buckets()
-    held = sum(
-        bucket.weight.data.nbytes + (bucket.master.data.nbytes if bucket.has_own_master else 0) for bucket in buckets
-    )
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    return int(held + sum(tensor.nbytes for tensor in kept))
+def _state_bytes(engine: Engine) -> int:
+    """Weights, master weights and optimizer state on the device, as they lie in memory."""
+    buckets, driver = engine.buckets(), engine.driver
+    held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
+    held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_apart]
+    segments = [segment for segment in driver.segments if not segment.bucket.updated_apart] if driver else []
+    states = [driver.optimizer.state.get(segment.parameter, {}) for segment in segments] if driver else []
+    kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(held) + sum(tensor.nbytes for tensor in kept)
 
 
 def _promised_pace(estimate: Estimate | None, world_size: int) -> dict[str, Any]:
@@ -112,10 +123,32 @@ def _measured_pace(session: Session, pace: Pace, peak_flops: float | None) -> di
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """The same to be read."""
     lines = [_both(summary, "states", "state_bytes"), _both(summary, "transient peak", "transient_bytes")]
+    lines += _offload_lines(summary)
     for kind in summary["traffic_bytes_promised"]:
         promised, measured = (summary[f"traffic_bytes_{which}"][kind] for which in ("promised", "measured"))
         lines.append(f"{kind.replace('_', '-')} per step: promised {_mib(promised)}, measured {_mib(measured)}")
     return [*lines, _peak_line(summary), _pace_line(summary)]
+
+
+def _offload_lines(summary: Mapping[str, Any]) -> list[str]:
+    """What lies beside the device, how fast drives were, and how fast the optimizer stepped there."""
+    usage, lines = summary["offload"], []
+    if summary["host_bytes_promised"]:
+        lines.append(_both(summary, "host memory", "host_bytes"))
+    if summary["disk_bytes_promised"]:
+        lines.append(_both(summary, "swap files", "disk_bytes"))
+        moved = [("read", "read_bytes", "read_s"), ("wrote", "written_bytes", "write_s")]
+        rates = [f"{verb} {usage[n] / GB:.2f} GB at {rate_text(usage[n], usage[s])} GB/s" for verb, n, s in moved]
+        lines.append(f"disk: {', '.join(rates)}")
+    if usage["stepped_numel"]:
+        rate = rate_text(usage["stepped_numel"], usage["step_s"])
+        lines.append(f"optimizer step on the CPU: {rate} thousand million parameters/s")
+    return lines
+
+
+def rate_text(amount: float, seconds: float) -> str:
+    """Thousand millions per second; n/a where none were counted."""
+    return f"{amount / seconds / GB:.2f}" if seconds else "n/a"
 
 
 def _both(summary: Mapping[str, Any], name: str, key: str) -> str:

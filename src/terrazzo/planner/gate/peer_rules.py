@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.planner.gate.stack import Rule, stage, tiers
+from terrazzo.planner.gate.stack import Rule, in_shares, on_disk, stage, tiers
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["PEER_RULES"]
@@ -12,8 +12,13 @@ __all__ = ["PEER_RULES"]
 DEEPSPEED, FSDP, MEGATRON, TORCHAO = ("deepspeed",), ("fsdp1", "fsdp2"), ("megatron",), ("torchao",)
 
 
+_OPTIMIZER = {"grad", "optim"}
+"""What DeepSpeed offloads with the optimizer."""
+
+
 def _partly_offloaded(setup: Setup) -> bool:
-    return tuple(tiers(setup)) not in ((), ("weight", "grad", "optim"), ("weight", "between", "grad", "optim"))
+    whole = ((), ("weight", "grad", "optim"), ("weight", "between", "grad", "optim"))
+    return in_shares(setup) or tuple(tiers(setup)) not in whole
 
 
 def _accumulates_narrowly(setup: Setup) -> bool:
@@ -75,10 +80,20 @@ OF_DEEPSPEED = (
         "NVMe below ZeRO-3",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: tiers(setup).get("optim") == "nvme" and stage(setup) < 3,
+        lambda setup, _: on_disk(setup, "optim") and stage(setup) < 3,
         "Below stage 3 DeepSpeed treats nvme as cpu without a word: the host must hold it all.",
         "Use zero3@nvme, or ask for cpu and count the host's memory.",
         "deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py (0.19.8)",
+    ),
+    Rule(
+        "offload in shares",
+        DEEPSPEED,
+        "refuse",
+        lambda setup, _: in_shares(setup) and (stage(setup) < 3 or on_disk(setup) or set(tiers(setup)) != _OPTIMIZER),
+        "DeepSpeed offloads a share of the optimizer alone (`ratio`, Twin-Flow), from ZeRO-3 to the CPU, not "
+        "{offloaded}.",
+        "Use zero3 and offload a share of the optimizer, or all of a state.",
+        "deepspeedai/DeepSpeed blogs/deepspeed-offloadpp; docs/_pages/config-json.md (offload_optimizer.ratio)",
     ),
     Rule(
         "offload at stage 0",
@@ -214,7 +229,7 @@ OF_FSDP = (
         "FSDP on NVMe",
         FSDP,
         "refuse",
-        lambda setup, _: "nvme" in tiers(setup).values(),
+        lambda setup, _: on_disk(setup),
         "FSDP has no disk tier.",
         "Use zero3@cpu-all where the host's memory allows it, or DeepSpeed's ZeRO-Infinity.",
         "torch.distributed.fsdp.CPUOffloadPolicy (2.13 to 2.15)",
@@ -223,7 +238,7 @@ OF_FSDP = (
         "part of the states offloaded",
         FSDP,
         "refuse",
-        lambda setup, _: "nvme" not in tiers(setup).values() and _partly_offloaded(setup),
+        lambda setup, _: not on_disk(setup) and _partly_offloaded(setup),
         "FSDP's CPU offload is all or nothing: weights, gradients and optimizer go to the host together, not only "
         "{offloaded}.",
         "Use zero3@cpu-all, or DeepSpeed for the optimizer alone.",
@@ -308,7 +323,7 @@ OF_OTHERS = (
         "Megatron on NVMe",
         MEGATRON,
         "refuse",
-        lambda setup, _: "nvme" in tiers(setup).values(),
+        lambda setup, _: on_disk(setup),
         "Megatron offloads the optimizer to the host, not to disk.",
         "Use zero1@cpu (HybridDeviceOptimizer).",
         "NVIDIA/Megatron-LM megatron/core/optimizer/cpu_offloading",

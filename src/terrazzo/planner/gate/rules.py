@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from terrazzo.planner.gate.stack import FRAMEWORKS, Rule, Stack, stage, tiers
+from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 
@@ -48,6 +49,15 @@ def _grouped(setup: Setup) -> bool:
 
 def _gathers_in_pipeline(setup: Setup) -> bool:
     return setup.mesh.pp > 1 and stage(setup) == 3 and _ranks(setup) > 1 and setup.micro_batches > 1
+
+
+def _too_small_a_share(setup: Setup) -> bool:
+    units = sum(count for _, count in stage_units(setup, 0))
+    return any(
+        set(place.shares) != {place.tier_of(index, units) for index in range(units)}
+        for place in setup.plan.places().values()
+        if len(place.shares) > 1
+    )
 
 
 EVERYWHERE = (
@@ -179,7 +189,7 @@ EVERYWHERE = (
         (),
         "warn",
         lambda setup, _: host_writes(setup) > 0,
-        "Each step writes {written} TB to the disks of each host: one drive rated for 600 TB would last {steps} steps.",
+        "Each step writes {written} to the disks of each host: one drive rated for 600 TB would last {steps} steps.",
         "Use drives made for it, more of them, or host memory where it suffices.",
         "deepspeedai/DeepSpeed (warn_consumer_ssd_writes); every state on disk once in a step, arXiv 2104.07857",
     ),
@@ -238,8 +248,18 @@ EVERYWHERE = (
         "pytorch/torchtune docs (optimizer_in_bwd); pytorch/ao torchao/optim README",
     ),
     Rule(
-        "accumulation with the optimizer in backward",
+        "loss scaling with the optimizer in backward",
         (),
+        "refuse",
+        lambda setup, stack: stack.optimizer_in_backward and setup.precision.loss_scaling is not None,
+        "A step with an infinite gradient must be skipped, but each weight is updated before the others' gradients "
+        "exist.",
+        "Use precision bf16, or step after backward.",
+        "arXiv 1710.03740, section 3.2; pytorch/torchtune docs (optimizer_in_bwd)",
+    ),
+    Rule(
+        "accumulation with the optimizer in backward",
+        OTHERS,
         "refuse",
         lambda setup, stack: stack.optimizer_in_backward and setup.micro_batches > 1,
         "Each of {m} micro-batches would update the weights, so nothing is accumulated.",
@@ -250,13 +270,23 @@ EVERYWHERE = (
 
 ENGINE = (
     Rule(
-        "offload",
+        "share without a unit",
         ("terrazzo",),
-        "planned",
-        lambda setup, _: bool(tiers(setup)),
-        "Terrazzo keeps every state on the device today, and {plan} places {offloaded}.",
-        "Plan with it, but run a strategy without '@'.",
-        "terrazzo.engine.place",
+        "warn",
+        lambda setup, _: _too_small_a_share(setup),
+        "{plan} places {offloaded}, and of {units} units a share has none.",
+        "Use a share of 1/{units} or more, or smaller units.",
+        "terrazzo.engine.place.Place.tier_of",
+    ),
+    Rule(
+        "gradients away from their optimizer",
+        ("terrazzo",),
+        "warn",
+        lambda setup, _: setup.plan.grad.offloaded and not setup.plan.optim.offloaded,
+        "{plan} places gradients on {grad_tier} and the optimizer on the device: they go there and come back in every "
+        "step.",
+        "Offload the optimizer with them, or leave both on the device.",
+        "terrazzo.engine.gradient",
     ),
     *(
         Rule(

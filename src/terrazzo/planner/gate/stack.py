@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["FRAMEWORKS", "Finding", "Rule", "Severity", "Stack", "stage", "tiers"]
+__all__ = ["FRAMEWORKS", "Finding", "Rule", "Severity", "Stack", "in_shares", "on_disk", "stage", "tiers"]
 
 Severity = Literal["refuse", "planned", "warn"]
 """`refuse`: it fails, or trains something else. `planned`: sound, but this version of Terrazzo cannot run it yet.
@@ -107,8 +108,18 @@ def stage(setup: Setup) -> int:
 
 
 def tiers(setup: Setup) -> dict[str, str]:
-    """State → tier of what is not on the device."""
-    return {state: place.tier for state, place in setup.plan.places().items() if place.tier != "device"}
+    """State → tier of what is not on the device, as the plan writes it: `cpu`, or `cpu:0.7` of a share of the units."""
+    return {state: place.tier for state, place in setup.plan.places().items() if place.offloaded}
+
+
+def on_disk(setup: Setup, *states: str) -> bool:
+    """Whether any part of these states, by default of all, is on a disk."""
+    return any("nvme" in tier for state, tier in tiers(setup).items() if not states or state in states)
+
+
+def in_shares(setup: Setup) -> bool:
+    """Whether a state is on one tier for some units and on another for others."""
+    return any(len(place.shares) > 1 for place in setup.plan.places().values())
 
 
 def facts(setup: Setup) -> dict[str, object]:
@@ -133,7 +144,9 @@ def facts(setup: Setup) -> dict[str, object]:
         "group": mesh.dp_shard * mesh.cp * mesh.tp,
         "bubble": f"{(mesh.pp - 1) / (setup.micro_batches * setup.virtual_stages):.0%}",
         "offloaded": ", ".join(f"{state} on {tier}" for state, tier in tiers(setup).items()),
-        "written": f"{written / 1e12:.3g}",
+        "grad_tier": setup.plan.grad.tier,
+        "units": sum(count for _, count in stage_units(setup, 0)),
+        "written": f"{written / 1e12:.3g} TB" if written >= 1e10 else f"{written / 1e9:.3g} GB",
         "steps": f"{600e12 / max(written, 1):,.0f}",
         "tp": mesh.tp,
         "pp": mesh.pp,

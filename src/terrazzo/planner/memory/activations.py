@@ -54,12 +54,19 @@ class BlockActivations:
             expanded to all query heads, and where routed tokens crowd on some ranks.
         recomputed: made again in backward.
         gradients: of activations, at once, in its backward.
+        moved: of `saved`, inputs that go to host memory.
     """
 
     saved: float
     saved_upper: float
     recomputed: float
     gradients: float
+    moved: float = 0.0
+
+    @property
+    def stays(self) -> float:
+        """On the device from forward to backward."""
+        return self.saved - self.moved
 
     @property
     def working(self) -> float:
@@ -81,6 +88,7 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
         checkpointing=setup.checkpointing,
         every=setup.every,
         cpu=setup.cluster.device.kind == "cpu",
+        moves=setup.offload_activations and setup.cluster.device.kind != "cpu",  # there is no other memory on a CPU
     )
     return _block(local, block)
 
@@ -100,6 +108,7 @@ class _Local:
     checkpointing: str
     every: int
     cpu: bool
+    moves: bool
 
 
 @lru_cache(maxsize=4096)
@@ -113,7 +122,8 @@ def _block(local: _Local, block: BlockShape) -> BlockActivations:
     share = 1 / local.every if local.checkpointing != "none" else 0.0
     saved = share * kept + (1 - share) * everything
     more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
-    return BlockActivations(saved, saved + more, everything - kept if share else 0.0, _gradients(local, block))
+    recomputed, moved = (everything - kept if share else 0.0), local.moves * share * _input(local, block)
+    return BlockActivations(saved, saved + more, recomputed, _gradients(local, block), moved)
 
 
 def _expanded(local: _Local, block: BlockShape) -> float:

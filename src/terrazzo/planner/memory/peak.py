@@ -9,9 +9,10 @@ from terrazzo.planner.estimate import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
+from terrazzo.planner.memory.rules import placed_units, rules_of
 from terrazzo.planner.memory.stages import in_flight, stage_units
-from terrazzo.planner.memory.states import UnitStates, rules_of, state_terms, unit_states
-from terrazzo.planner.memory.tiers import disk_writes, on_device, staging_bytes, tier_terms
+from terrazzo.planner.memory.states import unit_states
+from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
 from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
 from terrazzo.planner.setup.setup import Setup
 
@@ -28,6 +29,10 @@ FORMULAS |= {
         "unit while micro-batches only add up; and sums of earlier micro-batches at the `grad` place. Upper: 16-bit "
         "gradients beside fp32 sums, as Megatron-DeepSpeed and nanotron keep them",
         "terrazzo/engine/schedule.py",
+    ),
+    "memory.staging": Formula(
+        "inputs of two blocks that activation offload moves: on their way to the host, and waited for",
+        "terrazzo/engine/offloaded_activations.py",
     ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",
@@ -53,11 +58,12 @@ def memory_of(setup: Setup) -> Memory:
         per_stage=_per_stage(setup, totals),
         host=host,
         disk=disk,
-        disk_writes=disk_writes(disk),
+        disk_writes=disk_writes(setup, fullest),
         capacity_bytes=setup.cluster.device.memory_bytes,
         ranks_per_host=min(setup.cluster.count, setup.cluster.device.per_node),
         host_capacity_bytes=setup.cluster.host_memory_bytes,
         disk_capacity_bytes=setup.cluster.disk_bytes,
+        on_host=setup.cluster.device.kind == "cpu",
     )
 
 
@@ -77,9 +83,9 @@ def _per_stage(setup: Setup, totals: Mapping[int, float]) -> tuple[float, ...]:
 
 
 def _saved_bytes(setup: Setup, stage: int) -> float:
-    """Activations of one micro-batch on all blocks of a stage."""
+    """Activations of one micro-batch on all blocks of a stage that stay on the device."""
     units = ((unit.block, count) for unit, count in stage_units(setup, stage))
-    return sum(block_activations(setup, block).saved * count for block, count in units if block is not None)
+    return sum(block_activations(setup, block).stays * count for block, count in units if block is not None)
 
 
 def _limiting_rank(setup: Setup, stage: int, moment: str) -> str:
@@ -96,7 +102,7 @@ def _limiting_rank(setup: Setup, stage: int, moment: str) -> str:
 
 def stage_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], str]:
     """The terms of a rank of `stage` at its fullest moment, and that moment in words."""
-    states = on_device(setup, state_terms(setup, stage))
+    states = on_device(setup, stage)
     if not setup.model.aligned:
         return states, "at rest"
     peak = stage_peak(setup, stage)
@@ -114,10 +120,10 @@ def _moving_term(setup: Setup, stage: int, name: str, value: float, extra: float
 
 
 def _around(setup: Setup, stage: int) -> tuple[Term, ...]:
-    staging, workspace = float(staging_bytes(setup, stage)), float(workspace_bytes(setup))
+    moved, workspace = moved_activations(setup, stage), float(workspace_bytes(setup))
     terms = []
-    if staging:
-        terms.append(Term("staging", staging, staging, "memory.staging", {"prefetch": float(setup.prefetch)}))
+    if moved:
+        terms.append(Term("staging", 2 * moved, 2 * moved, "memory.staging", {"inputs of one block": moved}))
     if workspace:
         terms.append(Term("workspace", workspace, workspace, "memory.workspace", {"bytes each": workspace / 2}))
     return tuple(terms)
@@ -130,7 +136,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         states_only: without activations, logits, finished gradients and the update: the engine's `transient_bytes`.
     """
     rules = rules_of(setup)
-    parts = [(unit_states(u, rules), u.block, n) for u, n in stage_units(setup, stage)]
+    parts = [(unit_states(u, own), u.block, n) for u, n, own in placed_units(setup, stage)]
     local = setup.accumulate_locally or not rules.grad
     plain = StepSettings(
         has_root=parts[0][1] is None,
@@ -138,7 +144,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         micro_batches=max(setup.micro_batches, 2 if local and setup.whole_gradients else 1),
         local=local,
         gradual=not setup.compile,
-        with_gradients=not states_only and rules.tiers[1] == "device",
+        with_gradients=not states_only,
     )
     if states_only:
         units = [StepUnit(states, count) for states, _, count in parts]
@@ -148,14 +154,14 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     for states, block, count in parts:
         found = block_activations(setup, block) if block else BlockActivations(0.0, 0.0, 0.0, 0.0)
         gradient = states.largest_grad if block or is_last else 0
-        units.append(StepUnit(states, count, found.saved, found.working + gradient))
+        units.append(StepUnit(states, count, found.stays, found.working + gradient))
     head = head_activations(setup)
     settings = replace(
         plain,
         loss=head.loss * is_last,
         logits=head.logits * is_last,
         in_flight=(in_flight(setup, stage) - 1) * _saved_bytes(setup, stage),
-        update=_update_bytes(setup, [(states, count) for states, _, count in parts]),
+        update=_update_bytes(setup, stage),
     )
     return peak_of(units, settings)
 
@@ -164,21 +170,21 @@ SQUARE_ROOTS = ("adamw", "adam", "nadam", "radam", "rmsprop", "adagrad")
 """Optimizers of torch whose update takes the root of a moment into memory of its own."""
 
 
-def _update_bytes(setup: Setup, parts: list[tuple[UnitStates, int]]) -> float:
-    """What the optimizer step needs for itself.
+def _update_bytes(setup: Setup, stage: int) -> float:
+    """What the optimizer step needs for itself on the device.
 
     On CUDA torch's default updates all tensors at once (`foreach`) and so holds a root for each; on CPU one after the
     other, with a quotient beside the root.
     """
     recipe, precision = setup.optimizer, setup.precision
-    if setup.fused_update:
+    if setup.fused_update or recipe.name not in SQUARE_ROOTS or recipe.moment_bytes is not None:
         return 0.0
-    if recipe.name not in SQUARE_ROOTS or recipe.moment_bytes is not None or setup.plan.optim.tier != "device":
-        return 0.0
+    rows = placed_units(setup, stage)
+    numels = [(unit_states(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]
     at_once = setup.cluster.device.kind == "cuda" and precision.moments == precision.master
     if at_once:
-        return float(sum(states.optim_numel * count for states, count in parts) * precision.master.itemsize)
-    return float(2 * max(states.optim_numel for states, _ in parts) * precision.master.itemsize)
+        return float(sum(numel * count for numel, count in numels) * precision.master.itemsize)
+    return float(2 * max((numel for numel, _ in numels), default=0) * precision.master.itemsize)
 
 
 # -- bounds and inputs ---------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
     for unit, count in units:
         if unit.block is not None:
             found = block_activations(setup, unit.block)
-            saved, upper = saved + found.saved * count, upper + found.saved_upper * count
+            saved, upper = saved + found.stays * count, upper + (found.saved_upper - found.moved) * count
     if saved:
         extras[ACTIVATIONS] = peak.parts[ACTIVATIONS] * (upper / saved - 1)
     if peak.parts[LOGITS]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from terrazzo.engine.bucket import Bucket, Member, Recipe
+from terrazzo.engine.bucket import Bucket, Member
 from terrazzo.engine.order import Order
 from terrazzo.engine.place import DATA_AXES, Place, Plan
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.recipe import Recipe, Tiers
 from terrazzo.engine.rehearsal import PaperUnit
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.transfer import Ledger, Moves, Traffic
@@ -24,11 +25,12 @@ from terrazzo.engine.unit import Unit
 from terrazzo.planner.estimate import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes
+from terrazzo.planner.memory.tiers import disk_writes, tier_terms
 from terrazzo.planner.memory.trace import ActivationTrace, Event
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Peak", "memory_of_trace", "paper_units", "replay", "updated_numels"]
+__all__ = ["Peak", "memory_of_trace", "paper_units", "replay", "updated_apart_numel", "updated_numels"]
 
 FORMULAS |= {
     "memory.traced": Formula(
@@ -74,7 +76,8 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Peak:
     count = min(setup.micro_batches, 3)  # the first, one in the middle, and the last, which finishes the gradients
     for index in range(count):
         player.play(last=index == count - 1)
-    grads = sum(_numel(b, b.optim_axes) * setup.precision.accumulate.itemsize for b in buckets if b.trainable)
+    finished = [bucket for bucket in buckets if bucket.trainable and bucket.tiers.grad == "device"]
+    grads = sum(_numel(b, b.optim_axes) * setup.precision.accumulate.itemsize for b in finished)
     update = {"gradients": grads, "activations": trace.buffer_bytes, "update": update_bytes}
     candidates = [*player.peaks.items(), ("update", update)]
     moment, parts = max(candidates, key=lambda candidate: sum(candidate[1].values()))
@@ -85,7 +88,7 @@ def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0)
     """`memory_of` with activations as traced; for one pipeline stage. Arguments as for `replay`."""
     peak = replay(setup, trace, update_bytes)
     terms = tuple(Term(name, value, value, "memory.traced") for name, value in peak.parts.items())
-    expected = float(peak.total_bytes)
+    expected, (host, disk) = float(peak.total_bytes), tier_terms(setup, 0)
     return Memory(
         terms=terms,
         upper_bytes=upper_bytes(setup, sum(term.upper for term in terms)),
@@ -93,7 +96,14 @@ def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0)
         device_bytes=device_bytes(setup, expected),
         limiting_rank=f"every rank alike, fullest in {peak.moment}",
         per_stage=(expected,),
+        host=host,
+        disk=disk,
+        disk_writes=disk_writes(setup, 0),
         capacity_bytes=setup.cluster.device.memory_bytes,
+        ranks_per_host=min(setup.cluster.count, setup.cluster.device.per_node),
+        host_capacity_bytes=setup.cluster.host_memory_bytes,
+        disk_capacity_bytes=setup.cluster.disk_bytes,
+        on_host=setup.cluster.device.kind == "cpu",
     )
 
 
@@ -103,21 +113,25 @@ def paper_units(setup: Setup) -> list[Unit]:
     resolved = setup.plan.resolve(axes.names)
     live = {state: Place(axes.live(place.axes), place.tier) for state, place in resolved.places().items()}
     recipe = Recipe(axes, Plan(**live, name=setup.plan.name), setup.precision)  # type: ignore[arg-type]
-    kinds = [(unit, _buckets(unit, recipe, keep=index == 0)) for index, unit in enumerate(setup.model.units)]
-    found = [(unit, buckets) for unit, buckets in kinds for _ in range(unit.count)]
-    return [
-        _PlannedUnit(f"{unit.name}.{index}" if index else "", index, buckets, setup.compile)
-        for index, (unit, buckets) in enumerate(found)
-    ]
+    shapes = [unit for unit in setup.model.units for _ in range(unit.count)]
+    kinds: dict[tuple[UnitShape, Tiers, bool], list[Bucket]] = {}
+    units: list[Unit] = []
+    for index, unit in enumerate(shapes):
+        kind = (unit, recipe.tiers(index, len(shapes)), index == 0)
+        if kind not in kinds:
+            kinds[kind] = _buckets(unit, recipe, keep=index == 0, tiers=kind[1])
+        name = f"{unit.name}.{index}" if index else ""
+        units.append(_PlannedUnit(name, index, kinds[kind], setup.compile))
+    return units
 
 
-def _buckets(unit: UnitShape, recipe: Recipe, keep: bool) -> list[Bucket]:
+def _buckets(unit: UnitShape, recipe: Recipe, keep: bool, tiers: Tiers) -> list[Bucket]:
     """As the engine groups them: trainable parameters, then frozen ones."""
     groups: dict[bool, list[Member]] = {}
     for tensor in unit.tensors:
         parameter = nn.Parameter(torch.empty(tensor.shape, device="meta"), requires_grad=tensor.trainable)
         groups.setdefault(not tensor.trainable, []).append(Member((tensor.name,), parameter, ()))
-    return [Bucket(groups[key], recipe, keep=keep) for key in sorted(groups)]
+    return [Bucket(groups[key], recipe, keep=keep, tiers=tiers) for key in sorted(groups)]
 
 
 class _PlannedUnit(Unit):
@@ -178,23 +192,36 @@ def _updated_numel(bucket: Bucket) -> int:
 
 
 def updated_numels(units: Sequence[Unit]) -> list[int]:
-    """Elements of each tensor that the optimizer of the first rank steps: matrices of all units, then their vectors."""
-    buckets = [bucket for unit in units for bucket in unit.trainable()]
-    matrices = [sum(s.padded.numel for s in bucket.slots if len(s.shape) >= 2) for bucket in buckets]
-    held = [min(_updated_numel(b), numel) for b, numel in zip(buckets, matrices, strict=True)]
-    rest = [_updated_numel(b) - numel for b, numel in zip(buckets, held, strict=True)]
-    return [numel for numel in (*held, *rest) if numel]
+    """Elements of each tensor that the optimizer of the first rank steps on the device.
+
+    Matrices of all units come first, then their vectors.
+    """
+    buckets = [bucket for unit in units for bucket in unit.trainable() if not bucket.updated_apart]
+    found = [_matrices_and_vectors(bucket) for bucket in buckets]
+    return [numel for numel in (*(first for first, _ in found), *(rest for _, rest in found)) if numel]
+
+
+def updated_apart_numel(units: Sequence[Unit], cell: int) -> int:
+    """Elements of the largest tensor that is stepped away from the device; those on drives are stepped cell by cell."""
+    buckets = [bucket for unit in units for bucket in unit.trainable() if bucket.updated_apart]
+    most = [min(max(_matrices_and_vectors(b)), cell if b.tiers.optim == "nvme" else math.inf) for b in buckets]
+    return int(max(most, default=0))
+
+
+def _matrices_and_vectors(bucket: Bucket) -> tuple[int, int]:
+    matrices = min(_updated_numel(bucket), sum(s.padded.numel for s in bucket.slots if len(s.shape) >= 2))
+    return matrices, _updated_numel(bucket) - matrices
 
 
 def _states(setup: Setup, buckets: Sequence[Bucket]) -> dict[str, int]:
     precision, recipe = setup.precision, setup.optimizer
     moment_bytes = recipe.moments * (recipe.moment_bytes or precision.moments.itemsize)
-    trainable = [bucket for bucket in buckets if bucket.trainable]
-    mastered = [bucket for bucket in trainable if bucket.has_own_master]
+    weights = [bucket for bucket in buckets if bucket.tiers.weight == "device"]
+    updated = [bucket for bucket in buckets if bucket.trainable and not bucket.updated_apart]
     return {
-        "weights": sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in buckets),
-        "master": sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in mastered),
-        "moments": round(sum(_updated_numel(b) * moment_bytes for b in trainable)),
+        "weights": sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in weights),
+        "master": sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in updated if b.has_own_master),
+        "moments": round(sum(_updated_numel(b) * moment_bytes for b in updated)),
     }
 
 
@@ -290,14 +317,16 @@ class _Unit(PaperUnit):
         """Each reduce-scatter makes a sum of its own; what it summed goes when it has ended."""
         last = denominator is not None
         sums = self._sums_bytes(last)
-        stays = last and not any(bucket.moves_after(bucket.first_reduction(last)) for bucket in self._trainable)
+        gradients = [bucket.gradient for bucket in self._trainable]
+        stays = last and not any(gradient.moves_after(gradient.first_axes(last)) for gradient in gradients)
         held = 0
         for index, handle in enumerate(super().reduce(denominator)):
             before, now = sums[index - 1 : index], sums[index : index + 1]
             held = self._hold(held, sum(before) + sum(now))
             yield handle
             held = self._hold(held, sum(now) if stays or index + 1 < len(sums) else 0)
-        done = sum(_numel(b, b.optim_axes) for b in self._trainable) * self._itemsize if last else 0
+        kept = [bucket for bucket in self._trainable if last and bucket.tiers.grad == "device"]
+        done = sum(_numel(b, b.optim_axes) for b in kept) * self._itemsize
         self._hold(held, done)
         return torch.empty(0)
 
@@ -310,6 +339,6 @@ class _Unit(PaperUnit):
         """Of each reduce-scatter of the unit in turn; what is summed after those, is summed in place."""
         found = []
         for bucket in self._trainable:
-            axes = bucket.recipe.axes.live(bucket.first_reduction(last))
+            axes = bucket.recipe.axes.live(bucket.gradient.first_axes(last))
             found += [_numel(bucket, axes[: count + 1]) * self._itemsize for count in range(len(axes))]
         return found

@@ -8,19 +8,26 @@ over the ranks of its place's axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 
-from terrazzo.engine import Place, Precision
+import torch
+
 from terrazzo.engine.layout import ALIGN, round_up
-from terrazzo.engine.place import DATA_AXES
+from terrazzo.engine.store.drive import padded_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
-from terrazzo.planner.memory.stages import in_flight, stage_units
+from terrazzo.planner.memory.rules import Rules, placed_units, rules_of
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
-from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
+from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Phase", "Rules", "Space", "UnitStates", "in_flight", "rules_of", "spaces", "state_terms", "unit_states"]
+__all__ = [
+    "Phase",
+    "Space",
+    "UnitStates",
+    "spaces",
+    "state_terms",
+    "unit_states",
+]
 
 FORMULAS |= {
     "memory.weights": Formula(
@@ -44,92 +51,6 @@ FORMULAS |= {
     ),
 }
 
-_SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES}
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What decides the bytes of every unit under one setup; hashable, so that units are computed once.
-
-    Attributes:
-        weight, between, grad, optim: the live axes of each place, outermost cut first.
-        sizes: (axis, ranks) of the live data axes.
-        shards: ranks over which a unit must divide evenly.
-        tiers: of weight, grad and optim.
-        padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
-        host: ranks of one CPU host, which receive gradients in memory beside the sum; 0 on CUDA.
-    """
-
-    weight: tuple[str, ...]
-    between: tuple[str, ...]
-    grad: tuple[str, ...]
-    optim: tuple[str, ...]
-    sizes: tuple[tuple[str, int], ...]
-    shards: int
-    tiers: tuple[str, str, str]
-    precision: Precision
-    optimizer: OptimizerRecipe
-    tp: int
-    ep: int
-    padded: bool
-    host: int
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Computed once: rules are looked up for every unit."""
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def ranks(self, axes: Iterable[str]) -> int:
-        sizes = dict(self.sizes)
-        return math.prod(sizes[axis] for axis in axes)
-
-
-def rules_of(setup: Setup) -> Rules:
-    """The rules of a setup, its plan's places resolved to the data axes that have more than one rank."""
-    plan, mesh = setup.plan, setup.mesh
-    return _rules(
-        (plan.weight, plan.between, plan.grad, plan.optim),
-        mesh,
-        setup.precision,
-        setup.optimizer,
-        setup.model.aligned,
-        setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _rules(  # structure: what a setup's rules follow from, as a cache key
-    places: tuple[Place, ...], mesh: Mesh, precision: Precision, optimizer: OptimizerRecipe, padded: bool, host: int
-) -> Rules:
-    sizes = mesh.sizes()
-    weight, between, grad, optim = (_live(place, sizes) for place in places)
-    return Rules(
-        weight=weight,
-        between=between,
-        grad=grad,
-        optim=optim,
-        sizes=tuple(sizes.items()),
-        shards=math.prod(sizes.values()),
-        tiers=(places[0].tier, places[2].tier, places[3].tier),
-        precision=precision,
-        optimizer=optimizer,
-        tp=mesh.tp,
-        ep=mesh.ep,
-        padded=padded,
-        host=host,
-    )
-
-
-def _live(place: Place, sizes: dict[str, int]) -> tuple[str, ...]:
-    live: list[str] = []
-    for axis in place.axes:
-        live += [name for name in _SYMBOLS.get(axis, (axis,)) if name in sizes and name not in live]
-    return tuple(live)
-
-
 Phase = tuple[bool, int]
 
 
@@ -138,20 +59,23 @@ class UnitStates:
     """Bytes of one unit on one rank, whatever tier they lie on.
 
     Attributes:
-        weight, master, grad, moments: at rest.
+        weight, master, grad, moments: at rest; away from the device in whole pages.
         full: gathered weights beside those at rest; 0 where modules read the resting weights themselves.
         held: kept between forward and backward in place of the full weights; `keep` where those stay instead.
         pending: an unreduced gradient on its way to the wire, `pending_local` one that only adds up on this rank.
-        partial: a micro-batch's reduced sum at the `grad` place.
+        partial: a micro-batch's reduced sum at the `grad` place, on the device.
         reduction: of a last micro-batch, for each collective in turn: whether the unreduced gradient is still held
             while it is in flight, and bytes held beside. `early_reduction`: of an earlier micro-batch.
         largest_grad: of a single parameter, as autograd makes it.
         optim_numel: trainable elements that this rank updates.
+        finished: of `grad`, what stays on the device.
+        apart: new weights that are gathered on the device on their way to where they rest, of one space at a time.
     """
 
     weight: int
     master: int
     grad: int
+    finished: int
     moments: float
     full: int
     held: int
@@ -165,12 +89,13 @@ class UnitStates:
     largest_grad: int
     optim_numel: int
     trainable: bool
+    apart: int = 0
 
 
 @lru_cache(maxsize=8192)
 def unit_states(unit: UnitShape, rules: Rules) -> UnitStates:
     """The bytes of one such unit. The root's weights stay from forward to backward."""
-    return _sum([_bucket(space, not unit.block) for space in spaces(unit, rules)])
+    return _sum([_space_states(space, not unit.block) for space in spaces(unit, rules)])
 
 
 @lru_cache(maxsize=8192)
@@ -187,46 +112,48 @@ def _buckets(tensors: tuple[TensorShape, ...], experts_apart: bool) -> list[tupl
     return [tuple(groups[key]) for key in sorted(groups)]
 
 
-def _bucket(space: Space, root: bool) -> UnitStates:
+@lru_cache(maxsize=8192)
+def _space_states(space: Space, root: bool) -> UnitStates:
     tensors, rules = space.tensors, space.rules
     precision, trainable = rules.precision, space.trainable
     weight_axes, between = rules.weight, () if root else rules.between
     optim_axes = rules.optim if trainable else rules.weight
-    own_master = trainable and not _weight_serves_as_master(rules, weight_axes, optim_axes)
-    stored = precision.weight if own_master or not trainable else precision.master
+    own_master, stored = space.has_own_master, space.weight_dtype
     compute, accumulate = precision.compute.itemsize, precision.accumulate.itemsize
-    resident = not weight_axes and stored == precision.compute and rules.tiers[0] == "device"
+    on_device = rules.tiers.weight == "device"
+    resident = not weight_axes and stored == precision.compute and on_device
     full = 0 if resident else space.numel(()) * compute
-    keep = not resident and between == () and (root or rules.tiers[0] == "device")
+    fetched_again = between == weight_axes and not on_device
+    keep = not resident and (root or (between == () and not fetched_again))
     optim_numel = space.numel(optim_axes) if trainable else 0
+    grad_here = rules.tiers.grad == "device"
     return UnitStates(
-        weight=space.numel(weight_axes) * stored.itemsize,
-        master=optim_numel * precision.master.itemsize if own_master else 0,
-        grad=optim_numel * accumulate,
-        moments=_moment_bytes(space, rules) if trainable else 0,
+        weight=space.resting(weight_axes, stored.itemsize, rules.tiers.weight),
+        master=space.resting(optim_axes, precision.master.itemsize, rules.tiers.optim) if own_master else 0,
+        grad=space.resting(optim_axes, accumulate, rules.tiers.grad) if trainable else 0,
+        finished=optim_numel * accumulate * grad_here,
+        moments=_moment_bytes(space) if trainable else 0,
         full=full,
         held=0 if resident or keep or between == weight_axes else space.numel(between) * compute,
         keep=keep,
         regathered=not resident and not keep,
         pending=space.numel(()) * precision.reduce.itemsize if trainable else 0,
         pending_local=space.numel(()) * accumulate if trainable else 0,
-        partial=space.numel(rules.grad) * accumulate if trainable else 0,
+        partial=space.numel(rules.grad) * accumulate * grad_here if trainable else 0,
         reduction=_reduction(space, rules, last=True) if trainable else (),
         early_reduction=_reduction(space, rules, last=False) if trainable else (),
         largest_grad=max(map(space.share, tensors)) * compute if trainable else 0,
         optim_numel=optim_numel,
         trainable=trainable,
+        apart=space.numel(weight_axes) * stored.itemsize * _gathers_apart(space),
     )
 
 
-def _weight_serves_as_master(rules: Rules, weight_axes: tuple[str, ...], optim_axes: tuple[str, ...]) -> bool:
-    """As `Bucket` decides it; on other tiers each state has memory of its own."""
-    precision = rules.precision
-    if rules.tiers[0] != rules.tiers[2]:
-        return False
-    if precision.weight == precision.master:
-        return True
-    return rules.padded and weight_axes == optim_axes != () and precision.weight == precision.compute
+def _gathers_apart(space: Space) -> bool:
+    """Whether collectives cannot write where the weights rest; see `Bucket.gathers_apart`."""
+    rules, tier = space.rules, space.rules.tiers.weight
+    reached = tier == "device" or (tier == "cpu" and rules.host > 0)
+    return space.trainable and not reached and rules.weight != rules.optim
 
 
 class Space:
@@ -243,6 +170,34 @@ class Space:
         pad = ALIGN if rules.padded else 1
         self.end = sum(round_up(self.share(tensor), pad) for tensor in tensors)
         self.whole = round_up(self.end, ALIGN * self._ranks(rules.shards)) if rules.padded else self.end
+
+    @property
+    def has_own_master(self) -> bool:
+        """As `Bucket` decides it."""
+        precision, tiers, same_axes = self.rules.precision, self.rules.tiers, self.rules.weight == self.rules.optim
+        if not self.trainable or tiers.weight != tiers.optim:
+            return self.trainable
+        if precision.weight == precision.master:
+            return not same_axes and tiers.weight == "nvme"
+        cast_away = same_axes and self.rules.weight != () and precision.weight == precision.compute
+        return not (self.padded and tiers.weight == "device" and cast_away)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weights at rest."""
+        precision = self.rules.precision
+        return precision.weight if self.has_own_master or not self.trainable else precision.master
+
+    @property
+    def moment_itemsize(self) -> float:
+        """Bytes of one element of a moment."""
+        chosen = self.rules.optimizer.moment_bytes
+        return self.rules.precision.moments.itemsize if chosen is None else chosen
+
+    def resting(self, axes: tuple[str, ...], itemsize: float, tier: str) -> int:
+        """Bytes that a state takes on a rank; away from the device it has pages of its own."""
+        count_bytes = math.ceil(self.numel(axes) * itemsize)
+        return count_bytes if tier == "device" else padded_bytes(count_bytes)
 
     def share(self, tensor: TensorShape) -> int:
         """Elements of a tensor on a rank, before data ranks divide it."""
@@ -263,10 +218,11 @@ class Space:
         return (matrices > 0) + (self.end > matrices and held > matrices)
 
 
-def _moment_bytes(space: Space, rules: Rules) -> float:
-    """Of the first rank, which no rank exceeds but by a step count: padding at the end of a unit has no moments."""
-    recipe = rules.optimizer
-    item = rules.precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
+def _moment_bytes(space: Space) -> float:
+    """On the device of the first rank, which no rank exceeds but by a step count: padding has no moments there."""
+    rules, recipe, item = space.rules, space.rules.optimizer, space.moment_itemsize
+    if rules.tiers.optim != "device":
+        return recipe.moments * space.resting(rules.optim, item, rules.tiers.optim)
     held = min(space.end, space.numel(rules.optim))
     counts = space.runs(held) * recipe.fixed_bytes if space.padded else 0
     return held * item * recipe.moments + counts
@@ -321,6 +277,7 @@ def _sum(buckets: list[UnitStates]) -> UnitStates:
         weight=sum(b.weight for b in buckets),
         master=sum(b.master for b in buckets),
         grad=sum(b.grad for b in buckets),
+        finished=sum(b.finished for b in buckets),
         moments=sum(b.moments for b in buckets),
         full=sum(b.full for b in buckets),
         held=sum(b.held for b in buckets),
@@ -334,6 +291,7 @@ def _sum(buckets: list[UnitStates]) -> UnitStates:
         largest_grad=max(b.largest_grad for b in buckets),
         optim_numel=sum(b.optim_numel for b in buckets),
         trainable=any(b.trainable for b in buckets),
+        apart=max(b.apart for b in buckets),
     )
 
 
@@ -347,35 +305,44 @@ def _together(chains: list[tuple[Phase, ...]]) -> tuple[Phase, ...]:
 # -- terms ---------------------------------------------------------------------------------------------------------
 
 
-def state_terms(setup: Setup, stage: int = 0) -> tuple[Term, ...]:
-    """Weights, gradients, master weights and moments of a rank of `stage`, in bytes on whatever tier they lie.
+def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: bool = False) -> tuple[Term, ...]:
+    """Weights, gradients, master weights and moments of a rank of `stage`, in bytes.
 
     Of a bare number of parameters the gradients are those of the ZeRO paper: kept at the plan's `grad` place.
+
+    Args:
+        tier: count only what lies there; None: wherever it lies.
+        updated: count only what changes in a step.
     """
-    rules = rules_of(setup)
     if not setup.model.aligned:
-        return _bare_terms(setup, rules)
-    states = [(unit_states(u, rules), count) for u, count in stage_units(setup, stage)]
-    elements = float(sum(unit.numel * count for unit, count in stage_units(setup, stage)))
-    values = {
-        "weights": sum(s.weight * count for s, count in states),
-        "gradients": sum(s.grad * count for s, count in states),
-        "master": sum(s.master * count for s, count in states),
-        "moments": sum(s.moments * count for s, count in states),
-    }
-    return tuple(_term(name, value, elements, rules) for name, value in values.items())
+        return _bare_terms(setup, tier)
+    values = dict.fromkeys(("weights", "gradients", "master", "moments"), 0.0)
+    for unit, count, rules in placed_units(setup, stage):
+        for space in spaces(unit, rules):
+            if space.trainable or not updated:
+                states, tiers = _space_states(space, not unit.block), rules.tiers
+                values["weights"] += count * states.weight * (tier in (None, tiers.weight))
+                values["gradients"] += count * states.grad * (tier in (None, tiers.grad))
+                values["master"] += count * states.master * (tier in (None, tiers.optim))
+                values["moments"] += count * states.moments * (tier in (None, tiers.optim))
+    elements = float(sum(unit.numel * count for unit, count, _ in placed_units(setup, stage)))
+    return tuple(_term(name, value, elements, rules_of(setup)) for name, value in values.items())
 
 
-def _bare_terms(setup: Setup, rules: Rules) -> tuple[Term, ...]:
-    numel, precision = setup.model.numel / (setup.mesh.tp * setup.mesh.pp), setup.precision
+def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
+    numel, precision, rules = setup.model.numel / (setup.mesh.tp * setup.mesh.pp), setup.precision, rules_of(setup)
     own, recipe = numel / rules.ranks(rules.optim), setup.optimizer
     moment = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
     same = precision.weight == precision.master
+    weight, grad, optim = (
+        1.0 if tier is None else place.shares.get(tier, 0.0)
+        for place in (setup.plan.weight, setup.plan.grad, setup.plan.optim)
+    )
     values = {
-        "weights": numel / rules.ranks(rules.weight) * precision.weight.itemsize,
-        "gradients": numel / rules.ranks(rules.grad) * precision.accumulate.itemsize,
-        "master": 0.0 if same else own * precision.master.itemsize,
-        "moments": own * moment * recipe.moments,
+        "weights": weight * numel / rules.ranks(rules.weight) * precision.weight.itemsize,
+        "gradients": grad * numel / rules.ranks(rules.grad) * precision.accumulate.itemsize,
+        "master": 0.0 if same else optim * own * precision.master.itemsize,
+        "moments": optim * own * moment * recipe.moments,
     }
     return tuple(_term(name, value, numel, rules) for name, value in values.items())
 

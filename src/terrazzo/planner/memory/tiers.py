@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
+from terrazzo.engine.store.drive import cell_numel, padded_bytes
+from terrazzo.engine.store.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
-from terrazzo.planner.memory.stages import stage_units
-from terrazzo.planner.memory.states import UnitStates, rules_of, state_terms, unit_states
+from terrazzo.planner.memory.activations import block_activations
+from terrazzo.planner.memory.rules import placed_units, rules_of
+from terrazzo.planner.memory.stages import in_flight, stage_units
+from terrazzo.planner.memory.states import Space, spaces, state_terms
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["disk_writes", "host_writes", "on_device", "staging_bytes", "tier_terms"]
-
-PINNED_OVERHEAD, PINNED_OVERHEAD_UPPER = 1.2, 1.5
-"""Pinned host memory for a byte of state: torch's pinned allocator rounds every block up to a power of two (pytorch
-aten/src/ATen/core/CachingHostAllocator.h), which a third of the way between two powers costs 1.2 to 1.5 times."""
-
-DISK_BUFFERS = 3
-"""Units' states in host memory while a disk is read, stepped on and written: one each."""
+__all__ = ["disk_writes", "host_writes", "moved_activations", "on_device", "tier_terms"]
 
 FORMULAS |= {
-    "memory.staging": Formula(
-        "two units' reduced gradients on their way to the host, resting weights of 1 + prefetch units on theirs back",
-        "arXiv 2101.06840, section 4; arXiv 2104.07857, section 5",
-    ),
     "memory.host": Formula(
-        "bytes of the state on this rank x 1.2 (upper 1.5) for pinned allocations",
-        "arXiv 2101.06840, section 3; pytorch CachingHostAllocator",
+        "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes: they lie in one "
+        "block of memory that is mapped, and pinned, once",
+        "arXiv 2101.06840, section 3; terrazzo/engine/needs.py, terrazzo/engine/store/host.py",
     ),
     "memory.host_buffers": Formula(
-        "three units' states that lie on disk: one being read, one updated, one written",
-        "arXiv 2104.07857, section 5.2",
+        "depth x one cell of weights that are read for computation, and max(4, depth) x one cell of all states that "
+        "are updated on disk: some are being read, one is stepped on, some are written; a cell has block_mib / 4 Mi "
+        "elements",
+        "arXiv 2104.07857, section 5.2; terrazzo/engine/store/store.py",
     ),
-    "memory.disk": Formula("bytes of the state on this rank", "arXiv 2104.07857, section 5"),
+    "memory.host_sums": Formula(
+        "sums of earlier micro-batches at the `grad` place, where gradients are not on the device",
+        "terrazzo/engine/gradient.py",
+    ),
+    "memory.host_activations": Formula(
+        "blocks x inputs that checkpointing keeps of one block per micro-batch x micro-batches in flight",
+        "arXiv 2104.07857, section 5.1.2; terrazzo/engine/offloaded_activations.py",
+    ),
+    "memory.disk": Formula(
+        "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes",
+        "arXiv 2104.07857, section 5; terrazzo/engine/needs.py",
+    ),
     "memory.disk_writes": Formula(
-        "every state on disk is written once in each optimizer step: 12 bytes per parameter for Adam in fp32; 70B "
-        "parameters write 0.84 TB, and eight drives of 7.68 TB rated for one drive write a day over five years last "
-        "133,000 steps",
+        "every state on disk that changes is written once in each optimizer step: 12 bytes per parameter for Adam in "
+        "fp32; 70B parameters write 0.84 TB, and eight drives of 7.68 TB rated for one drive write a day over five "
+        "years last 133,000 steps",
         "arXiv 2104.07857, section 5; drives' rated endurance",
     ),
 }
@@ -43,72 +50,104 @@ FORMULAS |= {
 _STATE_OF = {"weights": "weight", "gradients": "grad", "master": "optim", "moments": "optim"}
 
 
-def on_device(setup: Setup, terms: Iterable[Term]) -> tuple[Term, ...]:
-    """Those of the state terms whose tier is the device."""
-    return tuple(term for term in terms if _tier(setup, term) == "device")
-
-
-def staging_bytes(setup: Setup, stage: int) -> int:
-    """Device memory through which states of other tiers come and go."""
-    weight, grad, optim = rules_of(setup).tiers
-    largest = 0
-    for states in _states(setup, stage):
-        staged = 0 if grad == optim == "device" else 2 * states.grad
-        if weight != "device":
-            staged += (1 + setup.prefetch) * states.weight
-        largest = max(largest, staged)
-    return largest
+def on_device(setup: Setup, stage: int) -> tuple[Term, ...]:
+    """The state terms of what is on the device; none for a state that is wholly elsewhere."""
+    places = setup.plan.places()
+    return tuple(
+        term for term in state_terms(setup, stage, "device") if "device" in places[_STATE_OF[term.name]].shares
+    )
 
 
 def tier_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """What a rank of `stage` keeps in host memory and on disks."""
-    if set(rules_of(setup).tiers) == {"device"}:
-        return (), ()
-    terms = [term for term in state_terms(setup, stage) if term.value]
-    host = [_pinned(term) for term in terms if _tier(setup, term) == "cpu"]
-    disk = [_moved(term, "memory.disk") for term in terms if _tier(setup, term) == "nvme"]
-    if disk:
-        host.append(_buffers(setup, stage))
-    return tuple(host), tuple(disk)
+    if not any(place.offloaded for place in setup.plan.places().values()):
+        return _activations(setup, stage), ()
+    host = [_moved(term, "memory.host") for term in state_terms(setup, stage, "cpu") if term.value]
+    disk = [_moved(term, "memory.disk") for term in state_terms(setup, stage, "nvme") if term.value]
+    host += [_sums(setup, stage), _buffers(setup, stage), *_activations(setup, stage)]
+    return tuple(term for term in host if term.value), tuple(disk)
 
 
-def disk_writes(disk: Iterable[Term]) -> tuple[Term, ...]:
-    """Bytes that a rank writes to disk in one optimizer step."""
-    return tuple(_moved(term, "memory.disk_writes") for term in disk)
+def disk_writes(setup: Setup, stage: int) -> tuple[Term, ...]:
+    """Bytes that a rank of `stage` writes to disk in one optimizer step."""
+    terms = state_terms(setup, stage, "nvme", updated=True)
+    return tuple(_moved(term, "memory.disk_writes") for term in terms if term.value)
 
 
 def host_writes(setup: Setup) -> float:
     """Bytes that the ranks of one host write to its disks in one optimizer step, on the fullest pipeline stage."""
+    if not any("nvme" in place.shares for place in setup.plan.places().values()):
+        return 0.0
     ranks = min(setup.cluster.count, setup.cluster.device.per_node)
-    written = (disk_writes(tier_terms(setup, stage)[1]) for stage in {0, setup.mesh.pp - 1})
-    return ranks * max(sum(term.value for term in terms) for terms in written)
+    return ranks * max(sum(term.value for term in disk_writes(setup, stage)) for stage in {0, setup.mesh.pp - 1})
 
 
-def _tier(setup: Setup, term: Term) -> str:
-    return setup.plan.places()[_STATE_OF[term.name]].tier
+def moved_activations(setup: Setup, stage: int) -> float:
+    """Bytes of one micro-batch that activation offload takes from the device, of the widest block of a stage."""
+    blocks = (unit.block for unit, _ in stage_units(setup, stage) if unit.block is not None)
+    return max((block_activations(setup, block).moved for block in blocks), default=0.0)
 
 
-def _pinned(term: Term) -> Term:
-    inputs = {"bytes of the state": term.value, "overhead": PINNED_OVERHEAD}
-    value, upper = term.value * PINNED_OVERHEAD, term.value * PINNED_OVERHEAD_UPPER
-    return Term(term.name, value, upper, "memory.host", inputs)
+def _activations(setup: Setup, stage: int) -> tuple[Term, ...]:
+    moved = moved_activations(setup, stage)
+    blocks = float(sum(count for unit, count in stage_units(setup, stage) if unit.block is not None))
+    held = in_flight(setup, stage)
+    value = moved * blocks * held
+    inputs = {"blocks": blocks, "inputs of one block": moved, "micro-batches in flight": held}
+    return (Term("activations", value, value, "memory.host_activations", inputs),) if value else ()
 
 
 def _moved(term: Term, formula: str) -> Term:
     return Term(term.name, term.value, term.value, formula, {"bytes of the state": term.value})
 
 
+def _sums(setup: Setup, stage: int) -> Term:
+    """Sums of micro-batches that are not the last, which go no further than the host's memory."""
+    value = 0.0
+    if setup.micro_batches > 1 and not setup.accumulate_locally and rules_of(setup).grad and setup.model.aligned:
+        for space, count in _spaces(setup, stage):
+            if space.trainable and space.rules.tiers.grad != "device":
+                value += count * padded_bytes(space.numel(space.rules.grad) * setup.precision.accumulate.itemsize)
+    return Term("sums", value, value, "memory.host_sums", {"micro-batches": float(setup.micro_batches)})
+
+
 def _buffers(setup: Setup, stage: int) -> Term:
-    weight, _, optim = rules_of(setup).tiers
-    unit = 0.0
-    for states in _states(setup, stage):
-        on_disk = states.master + states.moments if optim == "nvme" else 0.0
-        unit = max(unit, on_disk + (states.weight if weight == "nvme" else 0))
-    value = DISK_BUFFERS * unit
-    inputs = {"bytes of the largest unit": unit, "buffers": float(DISK_BUFFERS)}
-    return Term("disk buffers", value, value * PINNED_OVERHEAD_UPPER, "memory.host_buffers", inputs)
+    """Host memory through which states on disk come and go."""
+    cell, found = cell_numel(setup.offload.block_bytes), [space for space, _ in _spaces(setup, stage)]
+    load = max((_load_bytes(space, cell) for space in found), default=0)
+    slot = max((_slot_bytes(space, cell) for space in found), default=0)
+    value = float(host_bytes(Need(nvme=(load, slot), load=load, slot=slot), setup.offload)) if load or slot else 0.0
+    inputs = {"depth": float(setup.offload.depth), "cell of weights": float(load), "cell of states": float(slot)}
+    return Term("disk buffers", value, value, "memory.host_buffers", inputs)
 
 
-def _states(setup: Setup, stage: int) -> list[UnitStates]:
-    rules = rules_of(setup)
-    return [unit_states(unit, rules) for unit, _ in stage_units(setup, stage)]
+def _load_bytes(space: Space, cell: int) -> int:
+    """As `engine.needs` has it."""
+    rules = space.rules
+    if rules.tiers.weight != "nvme":
+        return 0
+    weight_bytes = min(cell, space.numel(rules.weight)) * space.weight_dtype.itemsize
+    if not (space.has_own_master and rules.tiers.optim == "nvme" and rules.weight != rules.optim):
+        return weight_bytes
+    return max(weight_bytes, min(cell, space.numel(rules.optim)) * rules.precision.master.itemsize)
+
+
+def _slot_bytes(space: Space, cell: int) -> int:
+    """As `engine.needs` has it."""
+    rules, tiers = space.rules, space.rules.tiers
+    if not (space.trainable and tiers.optim == "nvme"):
+        return 0
+    precision, numel = rules.precision, min(cell, space.numel(rules.optim))
+    sizes = [precision.master.itemsize, *[space.moment_itemsize] * rules.optimizer.moments]
+    if space.has_own_master and tiers.weight == "nvme":
+        sizes.append(space.weight_dtype.itemsize)
+    if tiers.grad == "nvme":
+        sizes.append(precision.accumulate.itemsize)
+    return sum(padded_bytes(round(numel * size)) for size in sizes)
+
+
+def _spaces(setup: Setup, stage: int) -> Iterator[tuple[Space, int]]:
+    """Every flat space of a stage, and how often it is there."""
+    for unit, count, rules in placed_units(setup, stage):
+        for space in spaces(unit, rules):
+            yield space, count

@@ -57,7 +57,7 @@ class StepSettings:
         in_flight: activations of earlier micro-batches that wait for their backward, bytes.
         local: micro-batches before the last only add gradients.
         gradual: gradients come one after the other while a unit's backward runs.
-        with_gradients: count finished gradients too.
+        with_gradients: count finished gradients that stay on the device too.
         update: bytes that the optimizer step needs for itself.
     """
 
@@ -142,6 +142,10 @@ class _Walk:
         self.now[WORKING] += self.settings.update
         self.note("in the optimizer's update")
         self.now[WORKING] -= self.settings.update
+        apart = max(unit.states.apart for unit in self.units)
+        self.now[GATHERED] += apart
+        self.note("while new weights are gathered")
+        self.now[GATHERED] -= apart
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +252,7 @@ class _Walk:
         if self.last:
             if self.settings.micro_batches > 1:
                 self.now[UNREDUCED] -= (states.pending_local if self.settings.local else states.partial) * count
-            self.now[GRADIENTS] += states.grad * count * self.settings.with_gradients
+            self.now[GRADIENTS] += states.finished * count * self.settings.with_gradients
 
     def take_gradients(self, index: int) -> None:
         states = self.units[index].states
@@ -292,7 +296,7 @@ class _Walk:
         states = self.units[index].states
         self.drop_partial(index)
         if self.last:
-            self.now[GRADIENTS] += states.grad * self.settings.with_gradients
+            self.now[GRADIENTS] += states.finished * self.settings.with_gradients
         else:
             self.partial[index] = True
             self.now[UNREDUCED] += states.partial

@@ -121,13 +121,14 @@ def setup_text(setup: Setup) -> str:
 
 def verdict(memory: Memory) -> str:
     """Whether it fits, in one line, with the numbers that say so."""
-    upper = f"upper {bytes_text(memory.upper_bytes)}"
+    device = memory.rooms[0]
+    upper = f"upper {bytes_text(device.upper)}"
     full = [room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity]
-    if memory.capacity_bytes is None:
-        expected = f"{bytes_text(memory.device_bytes)} expected ({upper})"
+    if device.capacity is None:
+        expected = f"{bytes_text(device.expected)} expected ({upper})"
         numbers = f"{expected}; how much a device has is not known (--memory-gb)"
         return f"does not fit: {_too_much(full)}; {numbers}" if full else numbers
-    numbers = f"{bytes_text(memory.device_bytes)} of {bytes_text(memory.capacity_bytes)} expected ({upper})"
+    numbers = f"{bytes_text(device.expected)} of {bytes_text(device.capacity)} expected ({upper})"
     if full:
         return f"does not fit: {numbers}, {_too_much(full)}"
     return f"fits: {numbers}" if memory.fits_surely else f"fits, but not surely: {numbers}"

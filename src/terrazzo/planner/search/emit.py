@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import PLANS, PRECISIONS, Precision
+from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
+from terrazzo.engine.place import OFFLOADS
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import ModelShape
@@ -32,6 +33,8 @@ OPTIMIZERS: Mapping[str, dict[str, Any]] = {
 """The torch.optim class of each optimizer."""
 
 TOKENIZER_FILE = "tokenizer.json"
+SWAP_FOLDER = Path("runs/default/swap")
+"""Where swap files go unless the user says otherwise: in the default log folder, which a run makes itself."""
 _DTYPES = ("weight", "compute", "reduce", "accumulate", "master", "moments")
 
 
@@ -60,6 +63,7 @@ def train_config(setup: Setup, model: Model, model_folder: str | Path = "model")
     config = {
         "model": section,
         "plan": _plan(setup),
+        **_offload(setup),
         "precision": _precision(setup.precision),
         "batch": {
             "global_batch": setup.global_batch,
@@ -133,7 +137,7 @@ def _decoder(shape: ModelShape) -> dict[str, Any] | None:
 
 def _plan(setup: Setup) -> dict[str, Any]:
     plan, mesh = setup.plan, setup.mesh
-    if plan.name in PLANS:
+    if _is_preset(plan):
         section: dict[str, Any] = {"name": plan.name}
     else:
         section = {state: str(place) for state, place in plan.places().items()}
@@ -142,6 +146,21 @@ def _plan(setup: Setup) -> dict[str, Any]:
     if setup.prefetch != 1:
         section["prefetch"] = setup.prefetch
     return section
+
+
+def _is_preset(plan: Plan) -> bool:
+    base, _, offload = plan.name.partition("@")
+    return base in PLANS and offload in ("", *OFFLOADS) and Plan.named(plan.name) == plan
+
+
+def _offload(setup: Setup) -> dict[str, Any]:
+    """What a run needs to know beside the plan's tiers: a folder for swap files, and what goes to the host too."""
+    section: dict[str, Any] = {}
+    if any("nvme" in place.shares for place in setup.plan.places().values()):
+        section["path"] = [str(folder) for folder in setup.offload.folders] or str(SWAP_FOLDER)
+    if setup.offload_activations:
+        section["activations"] = "cpu"
+    return {"offload": section} if section else {}
 
 
 def _precision(precision: Precision) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.memory.peak import memory_of
-from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, strategies
 from terrazzo.planner.setup.checks import check
@@ -224,7 +223,7 @@ def _refused_by_gate(setup: Setup, stack: Stack) -> str:
 def _states_bytes(setup: Setup) -> float:
     """Of the fullest pipeline stage, what is on the device."""
     stages = {0, setup.mesh.pp - 1}
-    return max(sum(term.value for term in on_device(setup, state_terms(setup, stage))) for stage in stages)
+    return max(sum(term.value for term in on_device(setup, stage)) for stage in stages)
 
 
 def _too_large(setup: Setup, memory: Memory) -> str:

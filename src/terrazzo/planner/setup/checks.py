@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from terrazzo.engine import Place, Plan
+from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.setup import Mesh, Setup
@@ -72,11 +72,8 @@ def _check_plan(setup: Setup) -> None:
             f"{mesh.dp_replicate} group(s) of {mesh.dp_shard} (dp_replicate × dp_shard). Use zero3, which is the same "
             "with one group, or more GPUs, or another dp_replicate."
         )
-    placed = {state: Place(place.axes) for state, place in plan.places().items()}
-    for state, place in plan.places().items():
-        if place.tier not in ("device", "cpu", "nvme"):
-            raise BadInput(f"{plan.name} places {state} on {place.tier!r}; tiers are device, cpu and nvme.")
-    Plan(**placed, name=plan.name.partition("@")[0]).resolve(list(mesh.sizes()) or ["dp_shard"])
+    between = replace(plan.between, tier="device")  # other frameworks keep it where the weight is
+    Plan(plan.weight, between, plan.grad, plan.optim, plan.name).resolve(list(mesh.sizes()) or ["dp_shard"])
 
 
 def _check_sequence(setup: Setup) -> None:

@@ -7,13 +7,13 @@ from typing import get_args
 
 import torch
 
-from terrazzo.engine import PLANS, PRECISIONS, Place, Plan, Precision
+from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
+from terrazzo.engine.place import OFFLOADS
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.setup.setup import Checkpointing, OptimizerRecipe
 
 __all__ = [
     "CHECKPOINTING",
-    "OFFLOADS",
     "OPTIMIZERS",
     "RECIPES",
     "STRATEGIES",
@@ -61,15 +61,6 @@ OPTIMIZERS = {
 carry one fp32 scale per block of 256 (8 bits) or 128 (4 bits), as torchao's do (pytorch/ao torchao/optim). Those that
 keep no step count have no `fixed_bytes`."""
 
-OFFLOADS: dict[str, dict[str, str]] = {
-    "cpu": {"grad": "cpu", "optim": "cpu"},
-    "cpu-all": {"weight": "cpu", "grad": "cpu", "optim": "cpu"},
-    "nvme": {"grad": "cpu", "optim": "nvme"},
-    "nvme-all": {"weight": "nvme", "grad": "cpu", "optim": "nvme"},
-}
-"""Tiers by state: ZeRO-Offload (arXiv 2101.06840), FSDP's CPU offload, and ZeRO-Infinity (arXiv 2104.07857) with the
-optimizer alone or the weights too on disk."""
-
 _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
 """Names of plans that `strategy` knows, each of which may be followed by `@` and one of `OFFLOADS`."""
@@ -78,23 +69,22 @@ CHECKPOINTING = ("none", "selective", "full", "every_N")
 
 
 def strategy(name: str) -> Plan:
-    """The plan of `zero3`, `hybrid_shard`, `zero2@cpu`, ... Errors: `BadInput` with the nearest name."""
-    base, at, tiers = name.strip().lower().replace("-", "_").partition("@")
-    base, tiers = _SYNONYMS.get(base, base), tiers.replace("_", "-")
+    """The plan of `zero3`, `hybrid_shard`, `zero2@cpu`, or `zero3@cpu:0.7` with an offload of that share of the units.
+
+    Errors: `BadInput` with the nearest name.
+    """
+    base, at, offload = name.strip().lower().replace("_", "-").partition("@")
+    base = base.replace("-", "_")
+    base, (offload, colon, share) = _SYNONYMS.get(base, base), offload.partition(":")
     if base not in PLANS:
         raise BadInput(
             f"There is no strategy {base!r}.{did_you_mean(base, STRATEGIES)} Strategies are {', '.join(STRATEGIES)}."
         )
-    plan = Plan.named(base)
-    if not at:
+    plan = Plan.named(f"{base}{at}{offload}")
+    if not colon:
         return plan
-    if tiers not in OFFLOADS:
-        raise BadInput(
-            f"There is no offload {tiers!r} in strategy {name!r}.{did_you_mean(tiers, OFFLOADS)} "
-            f"Offloads are {', '.join(OFFLOADS)}, such as {base}@cpu."
-        )
-    placed = {state: Place(place.axes, OFFLOADS[tiers].get(state, "device")) for state, place in plan.places().items()}
-    return Plan(**placed, name=f"{base}@{tiers}")
+    tiers = {state: f"{tier}:{share}" for state, tier in OFFLOADS[offload].items()}
+    return plan.on(**tiers, name=f"{plan.name}:{share}")
 
 
 def precision(name: str) -> tuple[Precision, str]:

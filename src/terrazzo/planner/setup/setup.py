@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from terrazzo.engine import Plan, Precision
+from terrazzo.engine.store.settings import Offload
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.model.shapes import ModelShape
 
@@ -79,6 +80,8 @@ class Setup:
         whole_gradients: buffers of whole gradients stay allocated from step to step (NVIDIA/Megatron-LM
             param_and_grad_buffer.py). fused_update: the optimizer updates without memory of its own (NVIDIA/apex
             FusedAdam).
+        offload: how states that the plan has put on other tiers are kept and updated. offload_activations: what
+            checkpointing keeps of a block goes to host memory.
         coalesced: a unit's tensors travel as one message, as here and in FSDP; not so in DeepSpeed's ZeRO-3 of 2021.
     """
 
@@ -102,6 +105,8 @@ class Setup:
     sequence_parallel: bool = True
     virtual_stages: int = 1
     pipeline: Pipeline = "1f1b"
+    offload: Offload = field(default_factory=Offload)
+    offload_activations: bool = False
     coalesced: bool = True
     whole_gradients: bool = False
     fused_update: bool = False

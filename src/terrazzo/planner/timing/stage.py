@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
+from terrazzo.engine.recipe import Tiers
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.links import Move, Network
-from terrazzo.planner.memory.stages import stage_units
-from terrazzo.planner.memory.states import rules_of, unit_states
+from terrazzo.planner.memory.rules import Rules, placed_units
+from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
@@ -24,9 +26,10 @@ from terrazzo.planner.timing.compute import (
     sustained_rate,
 )
 from terrazzo.planner.timing.overlap import CONTENTION, Exposure, Row, block_exposure, root_exposure
+from terrazzo.planner.timing.update import UnitUpdate, exposed_s
+from terrazzo.planner.traffic.copies import unit_copies
 from terrazzo.planner.traffic.volumes import (
     model_parallel_moves,
-    offload_moves,
     pipeline_moves,
     repetitions,
     unit_moves,
@@ -56,6 +59,7 @@ class _Blocks:
 
     unit: UnitShape
     count: int
+    rules: Rules
     seconds: Seconds
     before: float
     after: float
@@ -83,15 +87,15 @@ class Stage:
         self._setup, self._pace = setup, pace
         self._network = Network(setup.cluster.device, free=not waits)
         self._repeats = repetitions(setup)
-        self._units, root = stage_units(setup, index), setup.model.root
-        self._roots = [unit for unit, _ in self._units if unit.name == root.name]
+        self._units, root = placed_units(setup, index), setup.model.root
+        self._roots = [row for row in self._units if row[0].name == root.name]
         self._head = head_seconds(setup).at(pace) if index == setup.mesh.pp - 1 else Seconds()
-        self._blocks = [self._cost(unit, count) for unit, count in self._units if unit.name != root.name]
+        self._blocks = [self._cost(*row) for row in self._units if row[0].name != root.name]
 
-    def _cost(self, unit: UnitShape, count: int) -> _Blocks:
+    def _cost(self, unit: UnitShape, count: int, rules: Rules) -> _Blocks:
         seconds = block_seconds(self._setup, unit).at(self._pace) if unit.block else Seconds()
         before, after = self._waits(unit, seconds)
-        return _Blocks(unit, count, seconds, before, after)
+        return _Blocks(unit, count, rules, seconds, before, after)
 
     def _waits(self, unit: UnitShape, seconds: Seconds) -> tuple[float, float]:
         """Exposed communication of tensor, context and expert parallelism, forward and backward."""
@@ -114,23 +118,25 @@ class Stage:
 
     @cached_property
     def _root_waits(self) -> tuple[float, float]:
-        waits = [self._waits(unit, Seconds()) for unit in self._roots]
+        waits = [self._waits(unit, Seconds()) for unit, _, _ in self._roots]
         return sum(before for before, _ in waits), sum(after for _, after in waits)
 
     @cached_property
     def exposure(self) -> Exposure:
         """Data-parallel communication, and copies of weights and gradients from and to the host, of a step."""
         root = Exposure(0.0, 0.0)
-        for unit in self._roots:
-            root += root_exposure(self._unit_moves(unit, root=True), self._repeats)
-        rows = [Row(part.count, *part.passes, self._unit_moves(part.unit, root=False)) for part in self._blocks]
+        for unit, _, rules in self._roots:
+            root += root_exposure(self._unit_moves(unit, rules, root=True), self._repeats)
+        rows = [
+            Row(part.count, *part.passes, self._unit_moves(part.unit, part.rules, root=False)) for part in self._blocks
+        ]
         return root + block_exposure(rows, self._repeats, self._setup.prefetch)
 
-    def _unit_moves(self, unit: UnitShape, root: bool) -> dict[str, float]:
+    def _unit_moves(self, unit: UnitShape, rules: Rules, root: bool) -> dict[str, float]:
         seconds: dict[str, float] = {}
         for move in unit_moves(self._setup, unit, root):
             seconds[move.when] = seconds.get(move.when, 0.0) + self._network.move_s(move)
-        for move in offload_moves(self._setup, unit):
+        for move in unit_copies(unit, rules, root):
             if move.when != "update":
                 seconds[move.when] = seconds.get(move.when, 0.0) + self._copy_s(move)
         return seconds
@@ -223,26 +229,37 @@ class Stage:
         return {"micro_batches": self._setup.micro_batches, "send_s": spent, "bytes": sent}
 
     def _update_terms(self) -> list[Term]:
-        owned = self._owned_numel()
-        if self._setup.plan.optim.tier == "device":
-            moved, bandwidth = optimizer_bytes(self._setup, owned), memory_rate(self._setup.cluster.device)
-            return [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
-        elements = owned * self._ranks_per_host
-        copies = {"pcie": 0.0, "disk": 0.0}
-        for unit, count in self._units:
-            for move in offload_moves(self._setup, unit):
-                if move.when == "update":  # the others run beside the computation of other units
-                    copies[move.link] += count * self._copy_s(move)
-        spent = {f"{link}_s": seconds for link, seconds in copies.items()}
-        return [
-            _term("optimizer step on the host", elements / HOST_ADAM, "time.host", elements=elements, rate=HOST_ADAM),
-            _term("copies around the update", sum(copies.values()), "time.offload", **spent),
-        ]
+        rows = [(unit, count, rules, unit_states(unit, rules).optim_numel) for unit, count, rules in self._units]
+        here = sum(count * owned for _, count, rules, owned in rows if rules.tiers.optim == "device")
+        moved, bandwidth = optimizer_bytes(self._setup, here), memory_rate(self._setup.cluster.device)
+        terms = [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
+        if all(rules.tiers == Tiers() for _, _, rules, _ in rows):
+            return terms
+        updates = [[self._update_of(unit, rules, owned)] * count for unit, count, rules, owned in rows]
+        return [*terms, self._offloaded_update(list(chain.from_iterable(updates)))]
 
-    def _owned_numel(self) -> int:
-        """Trainable elements that this rank updates."""
-        rules = rules_of(self._setup)
-        return sum(count * unit_states(unit, rules).optim_numel for unit, count in self._units)
+    def _update_of(self, unit: UnitShape, rules: Rules, owned: int) -> UnitUpdate:
+        """What one unit's update takes away from the device, and its computation that it can hide behind."""
+        root = unit.name == self._setup.model.root.name
+        copies = {"pcie": 0.0, "disk": 0.0}
+        for move in unit_copies(unit, rules, root):
+            if move.when == "update":
+                copies[move.link] += self._copy_s(move)
+        elements = owned * self._ranks_per_host if rules.tiers.optim != "device" else 0
+        forward, backward = next((part.passes for part in self._blocks if part.unit is unit), (0.0, 0.0))
+        return UnitUpdate(elements / HOST_ADAM, copies["pcie"], copies["disk"], forward, backward)
+
+    def _offloaded_update(self, updates: list[UnitUpdate]) -> Term:
+        total, exposed = sum(each.seconds for each in updates), exposed_s(updates, self._setup.offload.step)
+        parts = {
+            "elements": sum(each.host_s for each in updates) * HOST_ADAM,
+            "rate": HOST_ADAM,
+            "pcie_s": sum(each.pcie_s for each in updates),
+            "disk_s": sum(each.disk_s for each in updates),
+        }
+        return _term(
+            "update of offloaded states", exposed, "time.host", total_s=total, hidden_s=total - exposed, **parts
+        )
 
 
 def _term(name: str, value: float, formula: str, **inputs: float) -> Term:

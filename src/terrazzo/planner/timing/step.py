@@ -70,7 +70,6 @@ FORMULAS |= {
         "arXiv 2104.04473 section 2.2",
     ),
     "time.optimizer": Formula("bytes / bandwidth", "elementwise, so bound by the memory"),
-    "time.host": Formula("elements / rate", "ZeRO-Offload, arXiv 2101.06840, table 4; elements of all ranks of a host"),
     "time.offload": Formula(
         "pcie_s + disk_s; bytes / bandwidth, of copies that nothing hides", "ZeRO-Infinity, arXiv 2104.07857"
     ),

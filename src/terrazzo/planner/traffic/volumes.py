@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from terrazzo.planner.estimate import Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.machine.links import Group, Move, Network, group_of
-from terrazzo.planner.memory.stages import stage_units
-from terrazzo.planner.memory.states import Space, rules_of, spaces, unit_states
+from terrazzo.planner.memory.rules import placed_units, rules_of
+from terrazzo.planner.memory.states import Space, spaces
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.traffic.copies import unit_copies
 
 __all__ = [
     "model_parallel_moves",
-    "offload_moves",
     "pipeline_moves",
     "repetitions",
     "traffic_of",
@@ -58,10 +58,6 @@ FORMULAS |= {
         "and combine, forward and backward",
         "GShard, arXiv 2006.16668",
     ),
-    "traffic.offload": Formula(
-        "elements of this rank's shard * bytes_per_element, for each copy between device, host and disk",
-        "ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857",
-    ),
 }
 
 
@@ -91,10 +87,11 @@ def _collect(setup: Setup, stage: int) -> Collected:
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
     repeats = repetitions(setup)
-    for unit, count in stage_units(setup, stage):
-        for move in unit_moves(setup, unit, root=unit.name == setup.model.root.name):
+    for unit, count, rules in placed_units(setup, stage):
+        root = unit.name == setup.model.root.name
+        for move in unit_moves(setup, unit, root):
             add(move, count * repeats[move.when], f"traffic.{move.kind}")
-        for move in offload_moves(setup, unit):
+        for move in unit_copies(unit, rules, root):
             add(move, count * repeats[move.when], "traffic.offload")
         for move, formula in model_parallel_moves(setup, unit):
             add(move, count * setup.micro_batches, formula)
@@ -131,16 +128,14 @@ class _SpaceMoves:
     """The collectives of one flat space; see `terrazzo.engine.bucket`, whose rules these are."""
 
     def __init__(self, setup: Setup, space: Space, regathered: bool) -> None:
-        rules, precision = space.rules, setup.precision
+        rules = space.rules
         self._setup, self._space, self._sizes = setup, space, dict(rules.sizes)
         self._network = Network(setup.cluster.device)
         self._messages = 1 if setup.coalesced else len(space.tensors)
         self._weight = rules.weight
         self._optim = rules.optim if space.trainable else rules.weight
         self._between = rules.between if regathered else ()
-        same_place = self._weight == self._optim != () and precision.weight == precision.compute
-        own_master = space.trainable and precision.weight != precision.master and not same_place
-        self._weight_dtype = precision.weight if own_master or not space.trainable else precision.master
+        self._weight_dtype = space.weight_dtype
 
     def moves(self) -> Iterator[Move]:
         precision = self._setup.precision
@@ -270,35 +265,3 @@ def pipeline_moves(setup: Setup) -> Iterator[Move]:
     link = Network(setup.cluster.device).link(neighbours)
     for when in ("forward", "backward") if stages > 2 or setup.virtual_stages > 1 else ("forward",):
         yield Move("send", "pipeline activations", when, once, neighbours, link)
-
-
-def offload_moves(setup: Setup, unit: UnitShape) -> Iterator[Move]:
-    """Copies between the device, the host and the disk, of one unit's shard."""
-    rules, precision = rules_of(setup), setup.precision
-    if set(rules.tiers) == {"device"}:
-        return
-    tiers = dict(zip(("weight", "grad", "optim"), rules.tiers, strict=True))
-    held = spaces(unit, rules)
-    weights = sum(space.numel(rules.weight) for space in held) * precision.weight.itemsize
-    owned = unit_states(unit, rules).optim_numel
-    if tiers["weight"] != "device":
-        for when in ("forward", "backward"):
-            yield Move("copy", "weights to the device", when, weights, None, "pcie")
-            if tiers["weight"] == "nvme":
-                yield Move("copy", "weights from disk", when, weights, None, "disk")
-    if tiers["optim"] != "device" or tiers["grad"] != "device":
-        trainable = (space for space in held if space.trainable)
-        gradients = sum(space.numel(rules.grad) for space in trainable) * precision.accumulate.itemsize
-        for when in ("reduce", "last"):
-            yield Move("copy", "gradients to the host", when, gradients, None, "pcie")
-    if tiers["optim"] != "device":
-        updated = owned * precision.weight.itemsize
-        if tiers["weight"] == "device":
-            yield Move("copy", "updated weights to the device", "update", updated, None, "pcie")
-        if tiers["optim"] == "nvme":
-            each = precision.master.itemsize + setup.optimizer.moments * (
-                setup.optimizer.moment_bytes or precision.moments.itemsize
-            )
-            yield Move("copy", "optimizer state from and to disk", "update", 2 * owned * each, None, "disk")
-        if tiers["weight"] == "nvme":
-            yield Move("copy", "updated weights to disk", "update", updated, None, "disk")

@@ -1,0 +1,143 @@
+"""Which ranks split each state of a setup, and which tier each unit's states lie on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import groupby
+
+from terrazzo.engine import Place, Precision
+from terrazzo.engine.place import DATA_AXES
+from terrazzo.engine.recipe import Tiers
+from terrazzo.planner.memory.stages import stage_units
+from terrazzo.planner.model.shapes import UnitShape
+from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
+
+__all__ = ["PlacedUnit", "Rules", "placed_units", "rules_of"]
+
+ON_DEVICE = Tiers()
+
+_SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides the bytes of every unit under one setup; hashable, so that units are computed once.
+
+    Attributes:
+        weight, between, grad, optim: the live axes of each place, outermost cut first.
+        sizes: (axis, ranks) of the live data axes.
+        shards: ranks over which a unit must divide evenly.
+        tiers: of the unit.
+        padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
+        host: ranks of one CPU host, which receive gradients in memory beside the sum; 0 on CUDA.
+    """
+
+    weight: tuple[str, ...]
+    between: tuple[str, ...]
+    grad: tuple[str, ...]
+    optim: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...]
+    shards: int
+    tiers: Tiers
+    precision: Precision
+    optimizer: OptimizerRecipe
+    tp: int
+    ep: int
+    padded: bool
+    host: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: rules are looked up for every unit."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def ranks(self, axes: Iterable[str]) -> int:
+        sizes = dict(self.sizes)
+        return math.prod(sizes[axis] for axis in axes)
+
+
+def rules_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Rules:
+    """The rules of a setup, its plan's places resolved to the data axes that have more than one rank.
+
+    Args:
+        tiers: of the unit that they are asked for; see `placed_units`.
+    """
+    plan, mesh = setup.plan, setup.mesh
+    return _rules(
+        (plan.weight.axes, plan.between.axes, plan.grad.axes, plan.optim.axes, tiers),
+        mesh,
+        setup.precision,
+        setup.optimizer,
+        setup.model.aligned,
+        setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
+    )
+
+
+_Axes = tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def _rules(  # structure: what a setup's rules follow from, as a cache key
+    placed: tuple[_Axes, _Axes, _Axes, _Axes, Tiers],
+    mesh: Mesh,
+    precision: Precision,
+    optimizer: OptimizerRecipe,
+    padded: bool,
+    host: int,
+) -> Rules:
+    sizes = mesh.sizes()
+    weight, between, grad, optim = (_live(axes, sizes) for axes in placed[:4])
+    return Rules(
+        weight=weight,
+        between=between,
+        grad=grad,
+        optim=optim,
+        sizes=tuple(sizes.items()),
+        shards=math.prod(sizes.values()),
+        tiers=placed[4],
+        precision=precision,
+        optimizer=optimizer,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        padded=padded,
+        host=host,
+    )
+
+
+def _live(axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[str, ...]:
+    live: list[str] = []
+    for axis in axes:
+        live += [name for name in _SYMBOLS.get(axis, (axis,)) if name in sizes and name not in live]
+    return tuple(live)
+
+
+PlacedUnit = tuple[UnitShape, int, Rules]
+"""So many equal units in a row, whose states lie on the same tiers."""
+
+
+def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
+    """The units of a pipeline stage, its part of the root first, with the rules of each.
+
+    Where tiers have shares of the units, a row of equal units is cut where its tiers change.
+    """
+    plan, units = setup.plan, stage_units(setup, stage)
+    places = (plan.weight, plan.grad, plan.optim)
+    if all(place.tier == "device" for place in places):
+        rules = rules_of(setup)
+        return tuple((unit, count, rules) for unit, count in units)
+    counts = tuple(count for _, count in units)
+    return tuple((units[row][0], count, rules_of(setup, tiers)) for row, count, tiers in _cut(counts, places))
+
+
+@lru_cache(maxsize=4096)
+def _cut(counts: tuple[int, ...], places: tuple[Place, ...]) -> tuple[tuple[int, int, Tiers], ...]:
+    """Rows of so many units, cut where their tiers change: which row, how many of it, and their tiers."""
+    row_of = [row for row, count in enumerate(counts) for _ in range(count)]
+    tiers_of = [Tiers(*(place.tier_of(index, len(row_of)) for place in places)) for index in range(len(row_of))]
+    return tuple((row, len(list(equal)), tiers) for (row, tiers), equal in groupby(zip(row_of, tiers_of, strict=True)))

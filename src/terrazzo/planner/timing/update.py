@@ -1,0 +1,63 @@
+"""How much of an update away from the device computation hides.
+
+The CPU updates unit after unit, while reads, writes and copies of others are under way, so that a unit takes what its
+slowest part takes. `overlapped`: in the order of forward, in which each unit waits for its own update alone; what is
+hidden is hidden behind the first forward of the next step, and with clipping and loss scaling nothing is lost.
+`backward`: in the order of backward, each as soon as its gradient is final; the first layers' come last, and find none
+of it left. `synchronous`: nothing is hidden. All three update the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrazzo.planner.formulas import FORMULAS, Formula
+
+__all__ = ["UnitUpdate", "exposed_s"]
+
+FORMULAS |= {
+    "time.host": Formula(
+        "total_s - hidden_s; total_s sums max(elements / rate, pcie_s, disk_s) over units, elements of all ranks of a "
+        "host; hidden_s is what the next step's first forward (overlapped), or the rest of backward (backward), is "
+        "long enough for",
+        "ZeRO-Offload, arXiv 2101.06840, table 4; ZeRO-Infinity, arXiv 2104.07857; GreedySnake, arXiv 2512.17570",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class UnitUpdate:
+    """Seconds of one unit.
+
+    Attributes:
+        host_s: that the CPUs update for; pcie_s, disk_s: that its copies take.
+        forward_s, backward_s: of its computation in one micro-batch.
+    """
+
+    host_s: float
+    pcie_s: float
+    disk_s: float
+    forward_s: float
+    backward_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.host_s, self.pcie_s, self.disk_s)
+
+
+def exposed_s(updates: Sequence[UnitUpdate], step: str) -> float:
+    """Seconds by which a step is longer for the update of its units, given in the order of forward.
+
+    Forward of a unit needs the updates of all units up to it, and comes after the computation of those before it. In
+    backward, turned round, the updates of a unit and of those before it begin when its gradient is final, and what is
+    left to compute then is the backward of those before it. Either way the longest such lag is what is not hidden.
+    """
+    if step == "synchronous":
+        return sum(each.seconds for each in updates)
+    longest = updated = computed = 0.0
+    for each in updates:
+        updated += each.seconds
+        longest = max(longest, updated - computed)
+        computed += each.forward_s if step == "overlapped" else each.backward_s
+    return longest

@@ -1,0 +1,146 @@
+"""What a run needs beside its devices: host memory, and disks for swap files. Both are looked at before it starts."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from terrazzo.engine import Plan
+from terrazzo.engine.store.disk import free_bytes, inspect_folder, sweep
+from terrazzo.errors import BadInput
+from terrazzo.planner.estimate import Memory
+from terrazzo.planner.formulas import Term
+from terrazzo.telemetry import available_host_bytes
+from terrazzo.train.build import build_offload, build_plan
+from terrazzo.train.config import Config
+from terrazzo.train.launch import resolve_device
+from terrazzo.train.planning import ranks_here
+
+__all__ = ["check_folders", "lacks_room", "make_folders", "offload_notes", "swap_folders"]
+
+GIB = 2**30
+
+RATED_BYTES = 600e12
+"""What a consumer's drive of 1 TB may be written in all, by its maker's warranty."""
+
+
+def swap_folders(config: Config) -> tuple[Path, ...]:
+    """Where swap files go; none where no state is on nvme. Errors: `BadInput` where one is and no folder is named."""
+    if not _on_drives(build_plan(config)):
+        return ()
+    folders = build_offload(config).folders
+    if not folders:
+        raise BadInput(
+            "The plan places states on nvme, but offload.path names no folder for their swap files: set"
+            " offload.path=FOLDER, on a local NVMe drive, or use the tier cpu."
+        )
+    return folders
+
+
+def make_folders(config: Config) -> None:
+    """Make those that belong to the run itself, inside log.folder; all others have to be there."""
+    for folder in swap_folders(config):
+        if _own(config, folder):
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_folders(config: Config) -> list[str]:
+    """What speaks against the folders for swap files, a line each. Errors: `BadInput` where they cannot be used."""
+    folders = swap_folders(config)
+    if config.offload.path is not None and not folders:
+        return ["no state is on nvme, so nothing is written to offload.path"]
+    notes = [note for folder in folders for note in inspect_folder(_existing(config, folder))]
+    return list(dict.fromkeys(notes))
+
+
+def lacks_room(config: Config, memory: Memory, world_size: int) -> str | None:
+    """Why the host or its disks cannot hold what is offloaded; None where they can, or nothing is known against it.
+
+    On a CPU the host's memory is the device's, and what is kept there is counted with it elsewhere.
+    """
+    if resolve_device(config.launch) == "cuda" and (reason := _too_much_on_host(memory, world_size)):
+        return reason
+    folders, needed = swap_folders(config), sum(term.value for term in memory.disk) * ranks_here(world_size)
+    reason = _too_much_on_disk(config, folders, needed)
+    if reason is not None:
+        sweep(folders)  # files of runs that are gone
+        reason = _too_much_on_disk(config, folders, needed)
+    return reason
+
+
+def offload_notes(config: Config, memory: Memory, world_size: int) -> list[str]:
+    """How much a run wears drives off, and what to know of host memory that is to be page-locked."""
+    notes = []
+    if written := ranks_here(world_size) * sum(term.value for term in memory.disk_writes):
+        steps, of_rated = config.train.steps, written * config.train.steps / RATED_BYTES
+        share = f"{of_rated:.1%}" if of_rated >= 0.001 else "less than 0.1%"
+        notes.append(
+            f"each step writes {_gb(written)} to offload.path on this machine, the {steps:,} steps of this run"
+            f" {_gb(written * steps)}: {share} of what one drive rated for 600 TB may be written"
+        )
+    pinned = sum(term.value for term in memory.host)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locks = resolve_device(config.launch) == "cuda" and config.offload.pin
+    if locks and limit != resource.RLIM_INFINITY and pinned > limit:
+        notes.append(
+            f"{_gib(pinned)} of host memory are to be page-locked on each rank, and RLIMIT_MEMLOCK is {_gib(limit)}: if"
+            " the driver keeps to it, raise it (ulimit -l unlimited) or set offload.pin=false"
+        )
+    return notes
+
+
+def _on_drives(plan: Plan) -> bool:
+    return any("nvme" in place.shares for place in plan.places().values())
+
+
+def _own(config: Config, folder: Path) -> bool:
+    return folder.resolve().is_relative_to(config.log.folder.resolve())
+
+
+def _existing(config: Config, folder: Path) -> Path:
+    """The folder; where the run makes it itself, the folder that is there already and that it will be made in."""
+    if not _own(config, folder):
+        return folder
+    return next(place for place in (folder, *folder.resolve().parents) if place.exists())
+
+
+def _too_much_on_host(memory: Memory, world_size: int) -> str | None:
+    ranks, free = ranks_here(world_size), available_host_bytes()
+    needed = ranks * sum(term.value for term in memory.host)
+    if free is None or needed <= free:
+        return None
+    return (
+        f"The {ranks} ranks of this machine would keep {_gib(needed)} in host memory, of which {_gib(free)} are free. "
+        f"Largest of a rank: {_largest(memory.host)}. Use offload.optim=nvme with an offload.path, a smaller share"
+        " (offload.optim={cpu: 0.5}), or more machines."
+    )
+
+
+def _too_much_on_disk(config: Config, folders: Sequence[Path], needed_bytes: float) -> str | None:
+    """Swap files are spread evenly over the folders, of which several may be on one disk."""
+    places = [_existing(config, folder) for folder in folders]
+    on_disk = Counter(os.stat(place).st_dev for place in places)
+    for folder, place in zip(folders, places, strict=True):
+        wanted, free = needed_bytes * on_disk[os.stat(place).st_dev] / len(folders), free_bytes(place)
+        if wanted > free:
+            return (
+                f"Swap files of this machine's ranks would take {_gib(wanted)} on the disk of '{folder}'"
+                f" (offload.path), where {_gib(free)} are free. Make room there, name further folders on other disks"
+                " in offload.path, or keep a share of the states elsewhere (offload.optim={nvme: 0.5})."
+            )
+    return None
+
+
+def _largest(terms: Sequence[Term]) -> str:
+    return ", ".join(f"{term.name} {_gib(term.value)}" for term in sorted(terms, key=lambda term: -term.value)[:3])
+
+
+def _gib(count_bytes: float) -> str:
+    return f"{count_bytes / GIB:.2f} GiB"
+
+
+def _gb(count_bytes: float) -> str:
+    return f"{count_bytes / 1e12:.2f} TB" if count_bytes >= 1e12 else f"{count_bytes / 1e9:.3g} GB"
