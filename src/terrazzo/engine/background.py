@@ -37,7 +37,7 @@ class Background:
         self._apart = [unit for unit in units if any(bucket.updated_apart for bucket in unit.buckets)]
         self._early: Twin | None = None
         self._begun: set[int] = set()
-        self._fresh = False
+        self._fresh = self._stepping = self._torn = False
 
     @property
     def in_backward(self) -> bool:
@@ -46,22 +46,28 @@ class Background:
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
         unit, self._fresh = self.units[index], True
+        self._check_whole()
         if index in self._begun:
             raise Misuse(
                 f"Gradients of unit {unit.name or 'root'!r} came after its update had begun: with offload step "
-                "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and after an "
-                "exception it begins with optimizer.zero_grad(). Or use tz.Offload(step='overlapped')."
+                "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and "
+                "optimizer.step() follows it. Or use tz.Offload(step='overlapped')."
             )
         if self.in_backward and unit in self._apart and all(all(b.gradient.seen) for b in unit.trainable()):
             if self._early is None:
                 self._early = Twin(optimizer)
             self._begun.add(index)
+            unit.catch_up()
             self._begin(unit, self._early)
 
     def begin(self, optimizer: Optimizer) -> None:
         """`optimizer.step()`: start the updates that are not under way, in the order of forward."""
-        early, begun, fresh = self._early, set(self._begun), self._fresh
+        self._check_whole()
+        if self._stepping and not self._fresh:
+            return  # the optimizer's own step calls that of its base class
+        early, begun = self._early, set(self._begun)
         self.forget()
+        self._stepping = True
         if early is not None and (changed := early.changed_since(optimizer)):
             raise Misuse(
                 f"The optimizer's {', '.join(changed)} changed between backward and optimizer.step(), but with "
@@ -71,14 +77,37 @@ class Background:
         twin = early or Twin(optimizer)
         order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
         for unit in (self.units[index] for index in order if index not in begun):
-            if unit in self._apart and (fresh or not unit.updating):  # else an optimizer's step calls its base class's
+            if unit in self._apart:
                 unit.catch_up()
                 self._begin(unit, twin)
 
-    def forget(self) -> None:
-        """No gradient of a step that has ended, or was given up, is waited for."""
+    def end_step(self) -> None:
+        """`optimizer.step()` returns."""
+        self._stepping = False
+        if self.mode == "synchronous":
+            self.settle()
+
+    def forget(self, abandoned: bool = False) -> None:
+        """Gradients are forgotten.
+
+        Args:
+            abandoned: whether a backward raised: units that it had updated are half a step ahead of the others.
+        """
+        self._torn = self._torn or (abandoned and bool(self._begun))
         self._early, self._fresh = None, False
         self._begun.clear()
+
+    def mend(self) -> None:
+        """All states have been restored."""
+        self.forget()
+        self._torn = False
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise Misuse(
+                "A backward raised after it had updated some units: the weights are those of half a step. Restore a "
+                "checkpoint, or use tz.Offload(step='overlapped'), which updates nothing before optimizer.step()."
+            )
 
     def _begin(self, unit: Unit, twin: Twin) -> None:
         segments: dict[Bucket, list[Segment]] = {}

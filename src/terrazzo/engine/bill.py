@@ -24,7 +24,8 @@ __all__ = ["MemoryBill", "PaperStep", "memory_bill"]
 class MemoryBill:
     """Bytes that the engine holds on this rank. Activations and the framework's own memory come on top.
 
-    All but the last two lie on the device; on CPU ranks `host_bytes` come out of the same memory.
+    All but the last two lie on the device; on CPU ranks `host_bytes` come out of the same memory. Finished gradients on
+    their way to another tier, two units' at most, are not in it.
 
     Attributes:
         weight_bytes: weights at rest; they include the master weights wherever both are one memory.

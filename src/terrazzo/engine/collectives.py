@@ -118,7 +118,7 @@ class GlooCollectives(Collectives):
         kinds = ("gather", "reduce") if self.size > 1 else ()
         self._near = find_neighbours(self.rank, self.gather_rows, kinds, _timeout_s(group)) if kinds else {}
         self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
-        self._workers = {kind: Worker(f"terrazzo-{kind}") for kind in kinds}
+        self._workers = {kind: Worker(f"terrazzo-{kind}", meets_ranks=True) for kind in kinds}
         self._tags = {"gather": 0, "reduce": 1}
 
     def _all_gather(self, full: Tensor) -> Moves:

@@ -125,6 +125,8 @@ class Engine:
         """Return once every state is at rest: no update is under way, nothing is still to be written. Collective."""
         self.schedule.rest()
         self.finish_updates()
+        if self.axes.device.type == "cuda":
+            torch.cuda.current_stream(self.axes.device).synchronize()  # copies from host memory may still be queued
 
     def finish_updates(self) -> None:
         """Return once no update is under way; gathered weights stay. Collective."""
@@ -206,6 +208,8 @@ class Engine:
         self.settle()
         with torch.no_grad():
             restore_model(self.buckets(), read)
+            if self.driver is not None and self.driver.background is not None:
+                self.driver.background.mend()
             if self.driver is not None and with_optimizer:
                 restore_optimizer(self.driver, self.templates, read)
 

@@ -74,6 +74,11 @@ class Gradient:
             self._landing = None
         return self._finished
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is a finished gradient, be it still on its way to its tier."""
+        return self._finished is not None
+
     def handed_over(self) -> Finished:
         """The finished gradient for an update, which waits for it, and scales in place what it finds in memory."""
         assert self._finished is not None, "no gradient is finished"

@@ -34,7 +34,7 @@ class ShardedModule(nn.Module):
             forget_gradients(engine.trainable(), engine.schedule, set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, once no update is under way."""
+        """As of any module, once no update is under way; collective while one may be."""
         self._terrazzo.finish_updates()
         return super().state_dict(*args, **kwargs)
 

@@ -32,7 +32,7 @@ def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
     """What the optimizer keeps for each element of a bucket."""
     groups = dict.fromkeys(member.group for member in bucket.members if member.group >= 0)
     names = [name for group in groups for name, spec in templates[group].items() if spec.per_element]
-    return list(dict.fromkeys(names)) if templates else []
+    return list(dict.fromkeys(names))
 
 
 def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
@@ -75,7 +75,7 @@ def _load_bytes(bucket: Bucket, cell: int) -> int:
 
 def _slot_bytes(bucket: Bucket, templates: Templates, cell: int) -> int:
     """One cell of everything that an update brings from drives and back."""
-    if not (bucket.trainable and bucket.tiers.optim == "nvme"):
+    if not (templates and bucket.trainable and bucket.tiers.optim == "nvme"):
         return 0
     precision, numel = bucket.recipe.precision, min(cell, _numel(bucket, bucket.optim_axes))
     dtypes = [precision.master, *(precision.moments for _ in moment_names(bucket, templates))]

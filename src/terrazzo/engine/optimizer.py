@@ -119,7 +119,7 @@ def choose_kernel(optimizer: Optimizer) -> None:
             group["fused"] = True
 
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, StateSpec]:
@@ -237,7 +237,7 @@ class OptimizerDriver:
         self._cut_segments(optimizer)
         if self.background is not None:
             self.background.begin(optimizer)
-        here = [segment for segment in self.segments if segment.due and not segment.bucket.updated_apart]
+        here = [segment for segment in self.segments if not segment.bucket.updated_apart and segment.due]
         finished = {bucket: bucket.gradient.handed_over() for bucket in {segment.bucket: None for segment in here}}
         if self._moments_differ:
             self._step_one_by_one(optimizer, here, finished)
@@ -250,8 +250,8 @@ class OptimizerDriver:
             segment.parameter.grad = None
         if (publish := self._publish()) is not None:
             publish()
-        if self.background is not None and self.background.mode == "synchronous":
-            self.background.settle()
+        if self.background is not None:
+            self.background.end_step()
 
     def _cut_segments(self, optimizer: Optimizer) -> None:
         self.recut(optimizer, [segment.cut(segment.seen, optimizer) for segment in self.segments])
@@ -287,7 +287,7 @@ class OptimizerDriver:
         if not set_to_none:
             self.settle()  # an update may still read what is going to be zero
         if self.background is not None:
-            self.background.forget()
+            self.background.forget(abandoned=self.schedule.in_backward)
         forget_gradients(self.buckets, self.schedule, set_to_none)
 
 
@@ -351,7 +351,7 @@ def adopt(optimizer: Optimizer, driver: OptimizerDriver) -> None:
 def clip_grad_norm(buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, norm_type: float) -> Tensor:
     """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
     axes, split = recipe.axes, recipe.plan.optim.axes
-    gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
+    gradients = [bucket.gradient for bucket in buckets if bucket.gradient.is_finished]
     local = [_norm(gradient, norm_type).to(axes.device) for gradient in gradients]
     norms = torch.stack(local) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
     if norm_type == float("inf"):

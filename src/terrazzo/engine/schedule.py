@@ -120,7 +120,8 @@ class Schedule:
         """The model's own forward raised."""
         self.in_forward = False
         for unit in self.units:
-            unit.release()
+            with contextlib.suppress(RuntimeError, OSError):  # a gather that failed does so again
+                unit.release()
 
     def _put_down(self, unit: Runnable, training: bool) -> None:
         if training:
@@ -187,9 +188,13 @@ class Schedule:
             with contextlib.suppress(RuntimeError, OSError):
                 transfer.finish()
         self._reducing.clear()
-        self._fetch_held_back()  # a rank that came a little further has done so
+        with contextlib.suppress(RuntimeError, OSError):
+            self._fetch_held_back()  # a rank that came a little further has done so
         self.in_backward = False
-        self.rest()
+        self._awaited.clear()
+        for unit in self.units:
+            with contextlib.suppress(RuntimeError, OSError):
+                unit.rest()
 
     def _backward_to(self, position: int) -> None:
         """Run the program up to `position`: the same calls in the same order on every rank."""

@@ -306,6 +306,7 @@ def _drive(engine: Engine, optimizer: Optimizer) -> None:
     apart = [bucket for bucket in engine.trainable() if bucket.updated_apart]
     if apart:
         choose_kernel(optimizer)
+        engine.templates = [state_of(optimizer, group) for group in optimizer.param_groups]
     for bucket in apart:
         bucket.build_moments(engine.store, moment_names(bucket, engine.templates))
     if apart:

@@ -27,7 +27,7 @@ from terrazzo.engine.segment import Segment, scaled
 from terrazzo.engine.slot import Slot
 from terrazzo.engine.store.store import Store
 from terrazzo.engine.store.topology import bind_to, step_threads
-from terrazzo.engine.worker import Job, start_thread
+from terrazzo.engine.worker import Job, again, start_thread
 
 __all__ = ["Twin", "Updater", "unhooked_step"]
 
@@ -187,16 +187,24 @@ class _Carrier:
             done = task.done
             try:
                 if self._failure is not None:
-                    raise self._failure
+                    raise again(self._failure)
                 self._carry_out(task)
             except BaseException as error:
-                self._failure = error  # states are torn: nothing may be stepped any more
+                self._fail(error)
                 if done is not None:
-                    done.set_exception(error)
+                    told = again(error)
+                    told.__cause__ = error
+                    done.set_exception(told)
+                    del told
             else:
                 if done is not None:
                     done.set_result(None)
             del task, done
+
+    def _fail(self, error: BaseException) -> None:
+        """States are torn: nothing may be stepped any more, and transfers that failed hold what they were for."""
+        self._failure = again(error)
+        self._slots.clear()
 
     def _look_ahead(self) -> bool:
         """Start reading for what comes next, half the slots ahead; False at the end."""
@@ -211,7 +219,7 @@ class _Carrier:
                 try:
                     self._start_reading(task)
                 except BaseException as error:
-                    self._failure = error
+                    self._fail(error)
             self._ahead.append(task)
         return True
 
@@ -236,6 +244,8 @@ class _Carrier:
             return
         if task.slot is not None:
             task.slot.finish_reading()
+        if task.mark is not None:
+            task.mark.synchronize()  # what was queued before may still read weights in host memory
         with self._store.lane.after(task.mark):
             for segment in task.due:
                 self._step(segment, task)

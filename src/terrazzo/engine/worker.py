@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import queue
 import threading
 import time
@@ -12,20 +13,30 @@ from concurrent.futures import Future
 
 import torch
 
-__all__ = ["Job", "Worker", "start_thread"]
+__all__ = ["Job", "Worker", "again", "start_thread"]
 
 _PATIENCE_S = 10.0
 _running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
-def start_thread(name: str, work: Callable[[], None], stop: Callable[[], object]) -> threading.Thread:
-    """A thread that does `work`, and is asked to stop when the process exits.
+def start_thread(name: str, work: Callable[[], None], stop: Callable[[], object] | None = None) -> threading.Thread:
+    """A daemon thread that does `work`.
 
-    It is a daemon: a rank that has lost a peer must be able to exit while the thread waits for it. But an interpreter
-    that cuts a daemon off within one of torch's kernels aborts, so it is given time to come out of there.
+    Args:
+        stop: asks it to end. An interpreter that exits cuts daemons off, and aborts if that is within one of torch's
+            kernels: a thread that can be asked is given time to come out of there. None for one that waits for other
+            ranks, which may be gone.
     """
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    _running[thread] = stop
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _running.pop(threading.current_thread(), None)  # what `stop` holds is let go of here
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    if stop is not None:
+        _running[thread] = stop
     thread.start()
     return thread
 
@@ -33,11 +44,23 @@ def start_thread(name: str, work: Callable[[], None], stop: Callable[[], object]
 @atexit.register
 def _stop_all() -> None:
     until = time.monotonic() + _PATIENCE_S
-    running = [(thread, stop) for thread, stop in _running.items() if thread.is_alive()]
+    running = [(thread, stop) for thread, stop in list(_running.items()) if thread.is_alive()]
     for _, stop in running:
         stop()
     for thread, _ in running:
         thread.join(max(0.0, until - time.monotonic()))
+
+
+def again(error: BaseException) -> BaseException:
+    """The same error as an object of its own.
+
+    Whoever raises an error adds frames to it, and with them all that is alive there: who keeps one to raise it once
+    more keeps a copy, or the model that has failed could never be freed.
+    """
+    try:
+        return copy.copy(error)
+    except Exception:  # not every class can be copied
+        return RuntimeError(str(error))
 
 
 class Job(Future[None]):
@@ -53,12 +76,13 @@ class Worker:
 
     Args:
         name: of the thread.
+        meets_ranks: whether jobs wait for other ranks.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, meets_ranks: bool = False) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
         jobs = self._jobs  # the thread must not hold the object whose end it waits for
-        self.thread = start_thread(name, lambda: _work(jobs), lambda: jobs.put(None))
+        self.thread = start_thread(name, lambda: _work(jobs), None if meets_ranks else lambda: jobs.put(None))
 
     def __del__(self) -> None:
         self._jobs.put(None)

@@ -27,6 +27,7 @@ from torch import Tensor
 from terrazzo.engine.pages import use_large_pages
 from terrazzo.engine.store.disk_file import PAGE_BYTES, SwapFile, lost, sweep
 from terrazzo.engine.store.disk_folder import free_bytes, inspect_folder, mount_of
+from terrazzo.engine.worker import again
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = [
@@ -192,7 +193,7 @@ class Disk:
         if self._closed:
             raise Misuse(f"This Disk {self._closed}: start transfers before that, in the process that made it.")
         if self._failure is not None:
-            raise self._failure
+            raise again(self._failure)
         plain = tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu and tensor.is_contiguous()
         if not plain or (tensor.data_ptr() | tensor.numel() | offset) % PAGE_BYTES:
             raise Misuse(
@@ -227,7 +228,7 @@ class Disk:
                 self._read(block)
             moved_bytes = len(block.data)
         except BaseException as error:
-            self._failure = self._failure or error
+            self._failure = self._failure or again(error)
             raise
         finally:
             self.traffic.end(writes, moved_bytes)

@@ -22,7 +22,7 @@ __all__ = ["Drive", "DriveBuffer", "cell_numel", "cells", "padded_bytes"]
 
 def cell_numel(block_bytes: int) -> int:
     """Elements of a cell: a block of fp32. The same for every dtype, so that the cells of all states coincide."""
-    return max(PAGE_BYTES, block_bytes // torch.float32.itemsize)
+    return round_up(block_bytes // torch.float32.itemsize, PAGE_BYTES)
 
 
 def cells(held: Range, size: int) -> Iterator[Range]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from terrazzo.errors import BadInput, did_you_mean
 
@@ -24,8 +24,10 @@ class Offload:
         path: a folder for swap files, or several that share the load; needed for `nvme`.
         step: when offloaded states are updated. `overlapped`: behind the next forward, each unit before its weights are
             needed. `backward`: each unit as soon as its gradient is final, behind the rest of backward, which leaves no
-            room for clipping or loss scaling. `synchronous`: within `optimizer.step()`. All three give the same bits.
-        threads: CPU threads of the update; by default from the machine's cores and the ranks on it.
+            room for clipping or loss scaling, nor for leaving `optimizer.step()` out. `synchronous`: within
+            `optimizer.step()`. All three give the same bits.
+        threads: CPU threads of the update; by default from the machine's cores and the ranks on it. Threads started
+            after it take the same number from torch unless they set their own.
         pin: page-lock host memory where CUDA is there, so that copies run beside computation.
         direct: read and write swap files past the page cache (O_DIRECT), where the file system allows it.
         block_mib: size of one read or write, in MiB; states on drives are updated in pieces of so much.
@@ -51,20 +53,23 @@ class Offload:
         if self.threads is not None:
             _check_number("threads", self.threads, 1, 4096)
         _check_number("depth", self.depth, 1, 256)
-        if not isinstance(self.block_mib, int | float) or self.block_bytes % 4096 or not 0 < self.block_mib <= 64:
+        sized = isinstance(self.block_mib, int | float) and 0 < self.block_mib <= 64
+        if not sized or self.block_bytes % 4096:
             raise BadInput(
                 f"offload: block_mib is {self.block_mib!r}; give a multiple of 4 KiB up to 64 MiB, such as 4 or 0.25."
             )
-        if self.path is not None and not self.folders:
-            raise BadInput("offload: path is an empty list; name at least one folder.")
+        if self.path is not None and not (self.folders and all(map(str, self._paths()))):
+            raise BadInput("offload: path is empty; name at least one folder.")
 
     @property
     def folders(self) -> tuple[Path, ...]:
         """Where swap files go."""
+        return tuple(Path(path) for path in self._paths())
+
+    def _paths(self) -> Sequence[str | os.PathLike[str]]:
         if self.path is None:
             return ()
-        paths: Any = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
-        return tuple(Path(path) for path in paths)
+        return [self.path] if isinstance(self.path, str | os.PathLike) else self.path
 
     @property
     def block_bytes(self) -> int:
