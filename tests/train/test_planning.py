@@ -409,8 +409,8 @@ def test_a_summary_reads_promised_then_measured() -> None:
     assert summary_lines({**SUMMARY, **there, "disk_bytes_measured": 2**22, "offload": usage})[2:6] == [
         "host memory: promised 1.00 MiB, measured 2.00 MiB",
         "swap files: promised 4.00 MiB, measured 4.00 MiB",
-        "disk: read 3.00 GB at 1.50 GB/s, wrote 2.00 GB at n/a GB/s",
-        "optimizer step on the CPU: 0.50 thousand million parameters/s",
+        "disk, of this rank: read 3.00 GB at 1.50 GB/s, wrote 2.00 GB at n/a GB/s",
+        "optimizer step on the CPU: 0.50 G parameters/s",
     ]
     unknown = {**SUMMARY, "step_s_promised": None, "calibrated": False, "no_promise": "no peak is known"}
     assert summary_lines(unknown)[-1].startswith("pace: promised n/a (no peak is known), measured 0.25 s")

@@ -124,7 +124,7 @@ class Bucket:
         self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
         self._held: Buffer | None = None
         self._present = True
-        self._guard = Guard([(member.parameter, member.name) for member in self.members])
+        self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = view(self.full.data, slot)
         if not self.resident:

@@ -43,6 +43,7 @@ class AtRest(nn.Parameter):
     """A parameter whose values are not on this rank now."""
 
     terrazzo_name: str
+    terrazzo_split: bool
 
     @classmethod
     def __torch_function__(
@@ -59,9 +60,15 @@ class AtRest(nn.Parameter):
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
         name = touched.terrazzo_name if touched is not None else "a parameter"
+        if touched is not None and not touched.terrazzo_split:
+            raise Misuse(
+                f"{getattr(func, '__name__', func)!s} was called on {name!r}, which is being updated in the background "
+                "until its unit's next forward. Read or write it inside 'with tz.gathered(model):', or use "
+                "tz.Offload(step='synchronous')."
+            )
         raise Misuse(
             f"{getattr(func, '__name__', func)!s} was called on {name!r}, whose values are sharded over ranks: outside "
-            "its unit's forward and backward they are not on this rank, or not up to date. Read or write them inside "
+            "its unit's forward and backward they are not on this rank. Read or write them inside "
             "'with tz.gathered(model):', or use the module's own forward."
         )
 
@@ -78,12 +85,13 @@ class Guard:
 
     Args:
         parameters: with the names that errors call them.
+        split: whether their values are split over ranks; else they are only out of reach while they are updated.
     """
 
-    def __init__(self, parameters: Sequence[tuple[nn.Parameter, str]]) -> None:
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, str]], split: bool = True) -> None:
         self._classes = [(parameter, type(parameter)) for parameter, _ in parameters]
         for parameter, name in parameters:
-            parameter.terrazzo_name = name  # type: ignore[attr-defined]
+            parameter.terrazzo_name, parameter.terrazzo_split = name, split  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """From now on, reading a value raises an error with the parameter's name."""

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, SwapFailed
 
 __all__ = [
     "BAD_INPUT",
@@ -117,8 +117,10 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """A paragraph for bad input, the whole traceback for everything else."""
-    return str(error) if isinstance(error, BadInput) else "".join(traceback.format_exception(error)).rstrip()
+    """A paragraph for what the user can mend, the whole traceback for everything else."""
+    return (
+        str(error) if isinstance(error, BadInput | SwapFailed) else "".join(traceback.format_exception(error)).rstrip()
+    )
 
 
 def _claim(path: Path) -> bool:

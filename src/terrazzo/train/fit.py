@@ -32,6 +32,9 @@ CERTAIN = (
 )  # fmt: skip
 """Terms that follow from the plan alone. The others depend on the kernels that torch takes."""
 
+_STATE_OF = {"weights": "weight", "master": "optim", "moments": "optim", "gradients": "grad"}
+"""The states of a plan that terms are of."""
+
 DOUBT = 1.3
 """A run is refused for its activations only where the estimate is so much more than there is. Of published runs, nine
 in ten took within 11 % of theirs (docs/planner.md); those are few in kind, so that more is left here."""
@@ -132,8 +135,9 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
     if largest.name in CERTAIN:
         if setup.plan.name.partition("@")[0] not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
             edits.append("plan=zero3 to split all states over the ranks")
-        if setup.cluster.device.kind == "cpu" and "nvme" not in setup.plan.optim.shares:
-            edits.append("offload.optim=nvme with an offload.path to keep the largest states on a disk")
+        state = _STATE_OF.get(largest.name)
+        if setup.cluster.device.kind == "cpu" and state and "nvme" not in setup.plan.places()[state].shares:
+            edits.append(f"offload.{state}=nvme with an offload.path to keep the {largest.name} on a disk")
         elif not setup.plan.optim.offloaded:
             edits.append("offload.optim=cpu to keep optimizer state in host memory")
         if setup.precision.weight == torch.float32 and setup.precision.master == torch.float32:

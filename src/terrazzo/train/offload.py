@@ -10,6 +10,7 @@ from pathlib import Path
 
 from terrazzo.engine import Plan
 from terrazzo.engine.store.disk import free_bytes, inspect_folder, sweep
+from terrazzo.engine.store.disk_folder import mount_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.estimate import Memory
 from terrazzo.planner.formulas import Term
@@ -125,6 +126,8 @@ def _too_much_on_disk(config: Config, folders: Sequence[Path], needed_bytes: flo
     on_disk = Counter(os.stat(place).st_dev for place in places)
     for folder, place in zip(folders, places, strict=True):
         wanted, free = needed_bytes * on_disk[os.stat(place).st_dev] / len(folders), free_bytes(place)
+        if mount_of(place).kind in ("tmpfs", "ramfs"):  # which is host memory
+            free = min(free, available_host_bytes() or free)
         if wanted > free:
             return (
                 f"Swap files of this machine's ranks would take {_gib(wanted)} on the disk of '{folder}'"

@@ -139,10 +139,10 @@ def _offload_lines(summary: Mapping[str, Any]) -> list[str]:
         lines.append(_both(summary, "swap files", "disk_bytes"))
         moved = [("read", "read_bytes", "read_s"), ("wrote", "written_bytes", "write_s")]
         rates = [f"{verb} {usage[n] / GB:.2f} GB at {rate_text(usage[n], usage[s])} GB/s" for verb, n, s in moved]
-        lines.append(f"disk: {', '.join(rates)}")
+        lines.append(f"disk, of this rank: {', '.join(rates)}")
     if usage["stepped_numel"]:
         rate = rate_text(usage["stepped_numel"], usage["step_s"])
-        lines.append(f"optimizer step on the CPU: {rate} thousand million parameters/s")
+        lines.append(f"optimizer step on the CPU: {rate} G parameters/s")
     return lines
 
 

@@ -274,7 +274,7 @@ ENGINE = (
         ("terrazzo",),
         "warn",
         lambda setup, _: _too_small_a_share(setup),
-        "{plan} places {offloaded}, and of {units} units a share has none.",
+        "{plan} places {offloaded}: of {units} units one of these shares, or what is left on the device, has none.",
         "Use a share of 1/{units} or more, or smaller units.",
         "terrazzo.engine.place.Place.tier_of",
     ),
