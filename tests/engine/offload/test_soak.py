@@ -21,6 +21,8 @@ from tests.engine.offload.runs import MODES, SMALL_BLOCK, TIERS
 from tests.engine.toys import Net, adamw, train
 from tests.helpers.fake import fake_group
 
+pytestmark = pytest.mark.alone  # threads and tensors of other tests would be counted
+
 STEPS = 1000
 
 
