@@ -154,7 +154,6 @@ def test_several_folders_past_the_page_cache(tmp_path: Path) -> None:
         "Adam amsgrad",
         "SGD",
         "SGD nesterov",
-       
         "Adagrad",
         "RMSprop",
         "NAdam",
