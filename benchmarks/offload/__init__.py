@@ -1,0 +1,1 @@
+"""What offloading costs: the update on the CPU, swap files, updates from drives, and whole training steps."""
