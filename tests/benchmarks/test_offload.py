@@ -144,7 +144,7 @@ def test_a_small_run_of_every_part(tmp_path: Path) -> None:
     assert {"terrazzo read", "terrazzo write"} <= set(moved["turns"])
     streamed = nvme.measure(tmp_path, nvme.Effort("tiny", blocks=2, rounds=1, threads=1, peers=()))
     assert set(streamed["turns"]) == {"read", "write", "read and write at once", "adam", "terrazzo"}
-    parts = {"normal": training.Part("tiny", 2, tuple(training.PLANS), 1), "one": training.Part("tiny", 1, ONE, 1)}
+    parts = {"normal": training.Part("tiny", 1, tuple(training.PLANS), 1), "one": training.Part("tiny", 1, ONE, 1)}
     trained = training.measure(tmp_path, parts)
     assert list(trained["normal"]["turns"]) == list(training.PLANS)
     assert list(trained["one"]["turns"]) == list(ONE)
