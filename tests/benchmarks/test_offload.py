@@ -16,6 +16,7 @@ from benchmarks.offload.report import Target, report, targets
 from benchmarks.offload.turns import Others, attempt, ratio, take_turns
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "offload"
+ONE = ("device", training.PER_TENSOR)
 SMALL = Shape(blocks=1, width=64, vocabulary=128, sequence=64)
 
 
@@ -136,17 +137,22 @@ def test_fio_is_asked_for_the_same_blocks_past_the_page_cache(tmp_path: Path) ->
 
 
 @pytest.mark.processes
-def test_a_small_run_of_the_parts_in_one_process(tmp_path: Path) -> None:
+def test_a_small_run_of_every_part(tmp_path: Path) -> None:
     stepped = adam.measure(adam.Effort(SMALL, rounds=1, steps=1, threads=(1,), peers=False))
     assert set(stepped["turns"]["1"]) == {"bandwidth", "terrazzo", "terrazzo, copies", "torchao, copies"}
     moved = drive.measure(tmp_path, drive.Effort(1 << 20, rounds=1))
     assert {"terrazzo read", "terrazzo write"} <= set(moved["turns"])
     streamed = nvme.measure(tmp_path, nvme.Effort("tiny", blocks=2, rounds=1, threads=1, peers=()))
     assert set(streamed["turns"]) == {"read", "write", "read and write at once", "adam", "terrazzo"}
+    parts = {"normal": training.Part("tiny", 2, tuple(training.PLANS), 1), "one": training.Part("tiny", 1, ONE, 1)}
+    trained = training.measure(tmp_path, parts)
+    assert list(trained["normal"]["turns"]) == list(training.PLANS)
+    assert list(trained["one"]["turns"]) == list(ONE)
     parted = [
         *stepped["turns"].values(),
         moved["turns"],
         streamed["turns"],
+        *(part["turns"] for part in trained.values()),
     ]
     assert all(len(taken) == 1 and taken[0] > 0 for turns in parted for taken in turns.values())
     assert not list(tmp_path.iterdir())

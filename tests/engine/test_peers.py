@@ -1,15 +1,13 @@
-"""Ranks on one machine that read each other's memory: who can, what happens when one is gone, and the thread."""
+"""Ranks on one machine that read each other's memory: who can, and what happens when one is gone."""
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -25,7 +23,6 @@ from terrazzo.engine import peers
 from terrazzo.engine.collectives import GlooCollectives, collectives_for
 from terrazzo.engine.peers import Memory, find_neighbours
 from terrazzo.engine.transfer import Ledger, Traffic, Transfer
-from terrazzo.engine.worker import Worker
 from tests.engine.test_collectives import check_all_gather, check_all_reduce, check_everything, check_reduce_scatter
 from tests.helpers.processes import Pool, RankFailed
 
@@ -117,45 +114,6 @@ def test_reads_another_process() -> None:
             memory.read(0, torch.zeros(1))
     with pytest.raises(ConnectionError, match="Bad address"):
         Memory(os.getpid(), 16).read(0, torch.zeros(1))
-
-
-def test_a_worker_does_jobs_in_order_and_hands_over_errors() -> None:
-    done: list[int] = []
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    worker = Worker("test")
-    jobs = [worker.submit(lambda n=n: done.append(n)) for n in range(5)]
-    failing, last = worker.submit(fail), worker.submit(lambda: done.append(5))
-    with pytest.raises(ValueError, match="no"):
-        failing.wait()
-    last.wait()
-    assert done == list(range(6))
-    assert all(job.done() for job in jobs)
-
-
-def test_a_job_that_is_done_holds_no_memory() -> None:
-    worker, held = Worker("test"), torch.zeros(10)
-    alive = weakref.ref(held)
-
-    def use(tensor: torch.Tensor = held) -> None:
-        tensor.add_(1)
-
-    job = worker.submit(use)
-    del use, held
-    job.wait()
-    assert alive() is None
-
-
-def test_the_thread_ends_with_its_worker() -> None:
-    worker = Worker("test")
-    thread = worker.thread
-    assert thread.daemon
-    del worker
-    gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 def meet(sizes: tuple[int, int]) -> str:

@@ -15,40 +15,51 @@ import torch
 
 __all__ = ["Job", "Worker", "again", "start_thread"]
 
-_PATIENCE_S = 10.0
-_running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
 
 
-def start_thread(name: str, work: Callable[[], None], stop: Callable[[], object] | None = None) -> threading.Thread:
+class _Thread(threading.Thread):
+    def __init__(self, name: str, work: Callable[[], None], ask: Callable[[], object], patience_s: float) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work: Callable[[], None] | None = work
+        self._ask: Callable[[], object] | None = ask
+        self.patience_s = patience_s
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._work()
+        finally:
+            self._work = self._ask = None  # what they hold may be the last of a model: free it while exit waits for us
+
+    def ask(self) -> None:
+        if (ask := self._ask) is not None:
+            ask()
+
+
+def start_thread(name: str, work: Callable[[], None], ask: Callable[[], object], patience_s: float = 10.0) -> None:
     """A daemon thread that does `work`.
 
+    An interpreter that exits cuts daemons off wherever they next need its lock, and aborts if that is within torch:
+    they are asked to end, and given time to come out of there.
+
     Args:
-        stop: asks it to end. An interpreter that exits cuts daemons off, and aborts if that is within one of torch's
-            kernels: a thread that can be asked is given time to come out of there. None for one that waits for other
-            ranks, which may be gone.
+        ask: has it end soon.
+        patience_s: how long the exit of the process waits for it to end.
     """
-
-    def run() -> None:
-        try:
-            work()
-        finally:
-            _running.pop(threading.current_thread(), None)  # what `stop` holds is let go of here
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    if stop is not None:
-        _running[thread] = stop
+    thread = _Thread(name, work, ask, patience_s)
+    _threads.add(thread)
     thread.start()
-    return thread
 
 
 @atexit.register
-def _stop_all() -> None:
-    until = time.monotonic() + _PATIENCE_S
-    running = [(thread, stop) for thread, stop in list(_running.items()) if thread.is_alive()]
-    for _, stop in running:
-        stop()
-    for thread, _ in running:
-        thread.join(max(0.0, until - time.monotonic()))
+def _end_all() -> None:
+    running = [thread for thread in list(_threads) if thread.is_alive()]
+    for thread in running:
+        thread.ask()
+    asked = time.monotonic()
+    for thread in running:
+        thread.join(max(0.0, asked + thread.patience_s - time.monotonic()))
 
 
 def again(error: BaseException) -> BaseException:
@@ -76,13 +87,13 @@ class Worker:
 
     Args:
         name: of the thread.
-        meets_ranks: whether jobs wait for other ranks.
+        meets_ranks: whether jobs wait for other ranks, which may be gone.
     """
 
     def __init__(self, name: str, meets_ranks: bool = False) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
         jobs = self._jobs  # the thread must not hold the object whose end it waits for
-        self.thread = start_thread(name, lambda: _work(jobs), None if meets_ranks else lambda: jobs.put(None))
+        start_thread(name, lambda: _work(jobs), lambda: jobs.put(None), patience_s=1.0 if meets_ranks else 10.0)
 
     def __del__(self) -> None:
         self._jobs.put(None)

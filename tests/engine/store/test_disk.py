@@ -28,6 +28,8 @@ from terrazzo.engine.store.disk import (
 from terrazzo.errors import BadInput, Misuse
 from tests.engine.store.swap import at_page, disk_in, mounted, random_pages, read_back, supports_direct
 
+pytestmark = pytest.mark.alone  # threads, descriptors and memory of other tests would be counted
+
 
 def folders_in(root: Path, count: int) -> list[Path]:
     folders = [root / f"disk{index}" for index in range(count)]
@@ -37,6 +39,7 @@ def folders_in(root: Path, count: int) -> list[Path]:
 
 
 def fd_count() -> int:
+    gc.collect()  # other tests may have left some to it
     return len(os.listdir("/proc/self/fd"))
 
 
