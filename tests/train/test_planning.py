@@ -408,7 +408,7 @@ def test_a_summary_reads_promised_then_measured() -> None:
     there = {"host_bytes_promised": 2**20, "host_bytes_measured": 2**21, "disk_bytes_promised": 2**22}
     assert summary_lines({**SUMMARY, **there, "disk_bytes_measured": 2**22, "offload": usage})[2:6] == [
         "host memory: promised 1.00 MiB, measured 2.00 MiB",
-        "swap files: promised 4.00 MiB, measured 4.00 MiB",
+        "swap files, of this rank: promised 4.00 MiB, measured 4.00 MiB",
         "disk, of this rank: read 3.00 GB at 1.50 GB/s, wrote 2.00 GB at n/a GB/s",
         "optimizer step on the CPU: 0.50 G parameters/s",
     ]

@@ -89,6 +89,17 @@ def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkey
     assert [Path(path).name for path in saved] == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.parametrize("digest", [False, True])
+def test_where_states_are_on_drives_these_are_named_too(
+    digest: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_the_third_gradient(monkeypatch)
+    offload = {"optim": "nvme", "path": str(tmp_path / "run" / "swap"), "digest": digest}
+    with pytest.raises(Diverged) as caught:
+        trained(config_in(tmp_path, offload=offload))
+    assert ("offload.digest=true checks" in str(caught.value)) is not digest
+
+
 def test_under_fp16_such_a_step_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_the_third_gradient(monkeypatch)
     assert trained(config_in(tmp_path, precision={"name": "fp16"})) == 0

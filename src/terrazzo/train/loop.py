@@ -17,6 +17,7 @@ from terrazzo.train.data import GlobalBatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
 from terrazzo.train.export import export
 from terrazzo.train.failure import PREEMPTED
+from terrazzo.train.offload import swap_folders
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 from terrazzo.train.stop import StopRequest
@@ -121,7 +122,14 @@ class Trainer:
             raise Diverged(
                 f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"
                 f" precision bf16 or fp32; checkpoints up to step {self.session.keeper.saved_step} are intact."
+                f"{self._doubt_of_drives()}"
             )
+
+    def _doubt_of_drives(self) -> str:
+        config = self.session.config
+        if config.offload.digest or not swap_folders(config):
+            return ""
+        return " If nothing explains it: offload.digest=true checks what the drives of offload.path give back."
 
     def validate(self) -> None:
         """Measure and report the validation loss, where there are data for it."""

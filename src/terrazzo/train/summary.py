@@ -136,7 +136,7 @@ def _offload_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary["host_bytes_promised"]:
         lines.append(_both(summary, "host memory", "host_bytes"))
     if summary["disk_bytes_promised"]:
-        lines.append(_both(summary, "swap files", "disk_bytes"))
+        lines.append(_both(summary, "swap files, of this rank", "disk_bytes"))
         moved = [("read", "read_bytes", "read_s"), ("wrote", "written_bytes", "write_s")]
         rates = [f"{verb} {usage[n] / GB:.2f} GB at {rate_text(usage[n], usage[s])} GB/s" for verb, n, s in moved]
         lines.append(f"disk, of this rank: {', '.join(rates)}")
