@@ -13,6 +13,7 @@ import typer
 from terrazzo import __version__
 from terrazzo.cli.bench import bench
 from terrazzo.cli.checkpoint import checkpoint
+from terrazzo.cli.config import config
 from terrazzo.cli.plan import plan
 from terrazzo.cli.train import train
 from terrazzo.errors import BadInput, SaveFailed, printable
@@ -48,6 +49,7 @@ app.command(context_settings={"ignore_unknown_options": False})(train)
 app.command()(plan)
 app.command()(bench)
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(config, name="config")
 
 
 def main() -> None:

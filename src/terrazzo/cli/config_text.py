@@ -1,0 +1,213 @@
+"""What `terrazzo config` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from terrazzo.dialects.convert import Conversion
+from terrazzo.dialects.description import shown
+from terrazzo.dialects.dialect import Context, Finding
+from terrazzo.dialects.diff import Difference
+from terrazzo.dialects.emit import plain
+from terrazzo.dialects.explain import Option, Page, origin_words
+from terrazzo.dialects.precision_table import COLUMNS, Cost, costs, precisions
+from terrazzo.dialects.verdict import KINDS, Verdict
+from terrazzo.errors import printable
+
+__all__ = ["as_json", "say", "say_conversion", "say_differences", "say_findings", "say_json", "say_page"]
+
+STYLES = {"refused": "red", "lossy": "yellow", "error": "red", "warning": "yellow", "defaulted": "cyan"}
+GIB = 2**30
+
+
+def say(text: str, style: str = "", *, stderr: bool = False) -> None:
+    """Print lines as they are, and nothing that a terminal would obey."""
+    Console(highlight=False, soft_wrap=True, stderr=stderr).print(Text(printable(text), style))
+
+
+def say_json(value: Any) -> None:
+    """Print a report as JSON."""
+    print(json.dumps(plain(value), indent=2))
+
+
+# -- explain -------------------------------------------------------------------------------------------------------
+
+
+def say_page(file: str, page: Page, *, everything: bool) -> None:
+    """The plan in words, then what the file sets, and with `everything` also what it does not."""
+    say(f"{file}: {page.title}", "bold")
+    say("\n".join(page.plan))
+    said = [option for option in page.options if option.key]
+    default = [option for option in page.options if not option.key]
+    if said:
+        say("\n" + columns([["option", "value", "set by", "meaning"], *map(_option_row, said)]))
+    if everything:
+        if default:
+            say(f"\nby default:\n{columns([[row[0], row[1], row[3]] for row in map(_option_row, default)])}")
+        if page.left:
+            say(f"\nleft to code: {', '.join(page.left)}")
+    else:
+        say(f"\n{len(default)} more by default, {len(page.left)} left to code: --all lists them")
+    if page.own:
+        rows = [[extra.key, _cell(extra.value), extra.why] for extra in page.own]
+        say(f"\nonly {page.title} has these:\n" + columns(rows))
+    if page.unsettled:
+        say("\nkeys that are not taken as they stand:")
+        _say_verdicts(page.unsettled, stderr=False)
+
+
+def _option_row(option: Option) -> list[str]:
+    open_ended = option.value is None and option.origin == "auto"
+    return [option.path, "open" if open_ended else _cell(option.value), origin_words(option), option.meaning]
+
+
+# -- check ---------------------------------------------------------------------------------------------------------
+
+
+def say_findings(file: str, title: str, findings: Sequence[Finding]) -> None:
+    """One line per finding, and a count."""
+    say(f"{file}: {title}", "bold")
+    for finding in findings:
+        say(f"{finding.level}: {finding.key + ': ' if finding.key else ''}{finding.text}", STYLES[finding.level])
+    counts = [sum(finding.level == level for finding in findings) for level in ("error", "warning")]
+    say(f"{_count(counts[0], 'error')}, {_count(counts[1], 'warning')}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+# -- convert -------------------------------------------------------------------------------------------------------
+
+
+def say_conversion(file: str, conversion: Conversion, context: Context, *, stderr: bool) -> None:
+    """Every key's verdict, the precision table before and after, and what its dtypes cost."""
+    source, target = conversion.source.title, conversion.target.title
+    say(f"{file}: {source} -> {target}", "bold", stderr=stderr)
+    _say_verdicts(conversion.verdicts, stderr=stderr)
+    say(_counts(conversion.verdicts), stderr=stderr)
+    if conversion.unsaid:
+        say(f"\nin no key of the file, and lost or open in {target}:", stderr=stderr)
+        _say_verdicts(conversion.unsaid, stderr=stderr)
+    if conversion.added:
+        say(f"\nby {target}'s defaults, where {source} leaves it to code or was refused:", stderr=stderr)
+        say(columns([[each.key, _cell(each.value)] for each in conversion.added]), stderr=stderr)
+    say("\n" + _precision_text(conversion, context), stderr=stderr)
+    if conversion.refused:
+        say(f"\n{_count(len(conversion.refused), 'key')} refused: see above what to do instead.", "red", stderr=stderr)
+
+
+def _say_verdicts(verdicts: Sequence[Verdict], *, stderr: bool) -> None:
+    rows = [[verdict.kind, f"{verdict.key} = {_cell(verdict.value)}", _becomes(verdict)] for verdict in verdicts]
+    if not rows:
+        return
+    for verdict, line in zip(verdicts, columns(rows).splitlines(), strict=True):
+        style = STYLES.get(verdict.kind, "")
+        say(line, style, stderr=stderr)
+        if verdict.why and not verdict.tuning:
+            say(f"{' ' * 11}{verdict.why}", style, stderr=stderr)
+
+
+def _becomes(verdict: Verdict) -> str:
+    if verdict.tuning:
+        return f"left out, changes no result{f' ({verdict.why})' if verdict.why else ''}"
+    return verdict.target
+
+
+def _counts(verdicts: Sequence[Verdict]) -> str:
+    kinds = [verdict.kind for verdict in verdicts]
+    tuning = sum(verdict.tuning for verdict in verdicts)
+    some = f"{tuning} of them " if tuning < kinds.count("defaulted") else ""
+    words = {"defaulted": f" ({some}left out: they only tune or log)" if tuning else ""}
+    return ", ".join(f"{kinds.count(kind)} {kind}{words.get(kind, '')}" for kind in KINDS if kind in kinds) or "no keys"
+
+
+def _precision_text(conversion: Conversion, context: Context) -> str:
+    rows = [["dtypes", *COLUMNS]]
+    for label, description in (("before", conversion.before), ("after", conversion.after)):
+        rows.append([label, *precisions(description).cells()])
+    lines = [columns(rows)]
+    memory = _memory_rows(conversion, context)
+    if memory:
+        unit = "GiB" if context.parameters else "bytes per parameter"
+        lines.append(f"model states at rest, {unit} per rank, and how much of it is for dtypes wider than compute:")
+        lines.append(columns(memory))
+    return "\n".join(lines)
+
+
+def _memory_rows(conversion: Conversion, context: Context) -> list[list[str]]:
+    rows = [["ranks", "before", "upcast", "after", "upcast"]]
+    pairs = zip(costs(conversion.before), costs(conversion.after, _ranks(conversion)), strict=True)
+    for before, after in pairs:
+        cells = [*_memory_cells(before, context), *_memory_cells(after, context)]
+        if any(cell != "-" for cell in cells):
+            rows.append([str(before.ranks), *cells])
+    return rows if len(rows) > 1 else []
+
+
+def _ranks(conversion: Conversion) -> tuple[int, ...]:
+    return tuple(cost.ranks for cost in costs(conversion.before))
+
+
+def _memory_cells(cost: Cost, context: Context) -> list[str]:
+    scale = context.parameters / GIB if context.parameters else 1.0
+    values = (cost.bytes_per_parameter, cost.upcast)
+    return ["-" if value is None else f"{value * scale:.4g}" for value in values]
+
+
+def as_json(file: str, conversion: Conversion, context: Context, written: Path | None) -> dict[str, Any]:
+    """The whole report."""
+    sides = {"before": conversion.before, "after": conversion.after}
+    ranks = _ranks(conversion)
+    return {
+        "file": file,
+        "from": conversion.source.name,
+        "to": conversion.target.name,
+        "verdicts": conversion.verdicts,
+        "counts": {kind: sum(verdict.kind == kind for verdict in conversion.verdicts) for kind in KINDS},
+        "unsaid": conversion.unsaid,
+        "added": conversion.added,
+        "precision": {side: precisions(description) for side, description in sides.items()},
+        "memory": {side: costs(description, ranks) for side, description in sides.items()},
+        "parameters": context.parameters,
+        "document": conversion.document,
+        "written": str(written) if written else None,
+    }
+
+
+# -- diff ----------------------------------------------------------------------------------------------------------
+
+
+def say_differences(a: tuple[str, str], b: tuple[str, str], found: Sequence[Difference]) -> None:
+    """A line per difference."""
+    say(f"A  {a[0]}: {a[1]}\nB  {b[0]}: {b[1]}")
+    if not found:
+        say("They mean the same.")
+        return
+    rows = [["option", "A", "B", "meaning"]]
+    for each in found:
+        sides = [_cell(side.value) if side.is_set else "left to code" for side in (each.a, each.b)]
+        rows.append([each.path, *sides, each.meaning])
+    say("\n" + columns(rows))
+    say(_count(len(found), "difference"))
+
+
+# -- cells ---------------------------------------------------------------------------------------------------------
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as aligned lines."""
+    cells = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return shown(plain(value))

@@ -1,0 +1,1 @@
+"""Other people's configurations: read into one neutral description, and written from it."""

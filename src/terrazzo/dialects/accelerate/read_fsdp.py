@@ -1,0 +1,170 @@
+"""Reading `fsdp_config` and `parallelism_config` as `accelerate launch` passes them on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.accelerate.source import Source
+from terrazzo.dialects.description import Setting
+from terrazzo.dialects.fsdp import words
+from terrazzo.dialects.fsdp.words import HYBRID, NUMBERED, offload, row_settings
+from terrazzo.dialects.reader import derived
+
+__all__ = ["STATES", "STRATEGIES", "Settings", "read_fsdp", "read_mesh", "version_of"]
+
+Settings = dict[str, Setting[Any]]
+
+_F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
+STRATEGIES = {name: row for name, row in words.STRATEGIES.items() if not name.startswith("_")}
+"""Row by the strategy's name."""
+_STRATEGIES: dict[Any, str] = {
+    **STRATEGIES,
+    **{key: row for number, row in NUMBERED.items() for key in (number, str(number))},
+}
+_POLICIES = {"transformer_based_wrap": "classes", "size_based_wrap": "min_numel", "no_wrap": "none"}
+STATES = {"full_state_dict": "full", "local_state_dict": "local", "sharded_state_dict": "sharded"}
+"""Kind of checkpoint by its name."""
+_STATES: dict[Any, str] = {
+    **STATES,
+    **{key: kind for number, kind in enumerate(STATES.values(), 1) for key in (number, str(number))},
+}
+
+
+def version_of(source: Source) -> Setting[int]:
+    """FSDP's version: 1 unless the file says 2."""
+    return source.choice(f"{_F}version", {1: 1, 2: 2, "1": 1, "2": 2}, 1)
+
+
+def read_mesh(source: Source, fsdp: bool) -> Settings:
+    """Degrees. Without the section all ranks are one axis; within it, a size that is not given is 1.
+
+    Args:
+        source: the YAML.
+        fsdp: whether FSDP shards: what else there is takes the ranks that are left, whatever dp_shard_size says.
+    """
+    given: Settings = {}
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
+        given[f"mesh.{axis}"] = source.integer(f"{_P}{axis}_size", 1, low=1)
+    shards = given["mesh.dp_shard"]
+    if not fsdp and shards.origin == "file":
+        source.keep_as(shards.key, source.flat[shards.key], "nothing is split over it")
+    if not fsdp or not any(size.origin == "file" for size in given.values()):
+        given["mesh.dp_shard"] = Setting(None, "default")
+    return given | {"mesh.pp": Setting(1, "default"), "mesh.ep": Setting(1, "default")}
+
+
+def read_fsdp(source: Source, mesh: Settings) -> Settings:
+    """Row, units, offload, prefetch, loading, checkpointing and kind of checkpoint."""
+    version = version_of(source)
+    row, chosen = _row(source, version.value)
+    replicas = mesh["mesh.dp_replicate"]
+    given: Settings = {}
+    if version.value == 2 and (replicas.value or 1) > 1:
+        row, chosen = HYBRID[row], (*chosen, replicas)
+    elif row.startswith("hybrid"):
+        nodes = _nodes(source, mesh.get("mesh.world"))
+        given |= {path: setting for path, setting in nodes.items() if mesh[path].origin != "file"}
+    given |= row_settings(row, *chosen, version) if version.origin == "file" else row_settings(row, *chosen)
+    given |= _units(source) | offload(source.boolean(f"{_F}offload_params", False)) | _prefetch(source, version.value)
+    return given | _activations(source) | _saving(source, version.value) | _loading(source, version.value)
+
+
+def _nodes(source: Source, world: Setting[Any] | None) -> Settings:
+    """Version 1 replicates over nodes, and splits over the ranks of each."""
+    nodes = source.integer("num_machines", None, low=1)
+    if nodes.value is None:
+        return {"mesh.dp_replicate": Setting(None, "default")}
+    source.keep_as(nodes.key, source.flat[nodes.key], "how many nodes there are")
+    ranks = world.value if world is not None else source.context.world
+    shards = None if ranks is None or ranks % nodes.value else ranks // nodes.value
+    return {"mesh.dp_replicate": nodes, "mesh.dp_shard": Setting(shards, "derived" if shards else "default")}
+
+
+def _row(source: Source, version: int) -> tuple[str, tuple[Setting[Any], ...]]:
+    """Each version has a key of its own, and passes over the other's."""
+    strategy, reshard = f"{_F}sharding_strategy", f"{_F}reshard_after_forward"
+    mine, other = (strategy, reshard) if version == 1 else (reshard, strategy)
+    if source.raw(other) is not None:
+        source.refuse(source.spelled(other), _passed_over(version, source.raw(other)))
+    if version == 1:
+        found = source.choice(mine, _STRATEGIES, "zero3")
+        return found.value, (found,)
+    kept = source.boolean(mine, True)
+    return ("zero3" if kept.value else "shard_grad_op"), (kept,)
+
+
+def _passed_over(version: int, value: Any) -> str:
+    if version == 1:
+        hint = f"version 1 shards by fsdp_sharding_strategy alone: write fsdp_sharding_strategy: {value}"
+        return f"{hint}. accelerate config writes this key too, and it has no effect"
+    word = str(value).upper()
+    instead = {"SHARD_GRAD_OP": "fsdp_reshard_after_forward: false", "2": "fsdp_reshard_after_forward: false"}
+    hybrid = "parallelism_config with dp_replicate_size and dp_shard_size"
+    if word.startswith("HYBRID") or word in ("4", "5"):
+        return f"version 2 passes over it, and nothing is replicated: write {hybrid}"
+    if word in ("NO_SHARD", "3"):
+        return "version 2 passes over it, and all is split: write distributed_type: MULTI_GPU"
+    return f"version 2 passes over it: write {instead.get(word, 'fsdp_reshard_after_forward: true')}"
+
+
+def _units(source: Source) -> Settings:
+    policy = source.choice(f"{_F}auto_wrap_policy", _POLICIES, "none")
+    classes = source.text(f"{_F}transformer_layer_cls_to_wrap", None, null=True)
+    size = source.integer(f"{_F}min_num_params", source.default(f"{_F}min_num_params"))
+    for setting, wanted in ((classes, "classes"), (size, "min_numel")):
+        if policy.value != wanted and setting.origin == "file" and setting.value:
+            source.keep(setting.key, "fsdp_auto_wrap_policy does not look at it", harmless=True)
+    if policy.value == "min_numel":
+        return {"units.policy": policy, "units.min_numel": size}
+    if policy.value != "classes" or not classes.value:
+        return {"units.policy": Setting("auto" if policy.value == "classes" else "none", policy.origin, policy.key)}
+    names = tuple(classes.value.split(","))
+    if any(name != name.strip() for name in names):
+        source.refuse(classes.key, "a blank becomes part of a name, which no module then has: write commas alone")
+    return {"units.policy": policy, "units.classes": Setting(tuple(n.strip() for n in names), "file", classes.key)}
+
+
+def _prefetch(source: Source, version: int) -> Settings:
+    """FSDP1 gathers ahead only if told; FSDP2 always does in backward."""
+    backward, forward = f"{_F}backward_prefetch", f"{_F}forward_prefetch"
+    if version == 2:
+        for key, same in ((backward, "BACKWARD_PRE"), (forward, False)):
+            if source.raw(key) not in (None, same):
+                source.refuse(source.spelled(key), "version 2 passes over it: backward gathers ahead, forward does not")
+        return {"prefetch.backward": Setting(1, "default"), "prefetch.forward": Setting(0, "default")}
+    words = {"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, 1: 1, 2: 0, "1": 1, "2": 0}
+    ahead = source.choice(backward, words, 0, null=True)
+    asked = source.boolean(forward, False)
+    return {"prefetch.backward": ahead, "prefetch.forward": derived(int(asked.value), asked, origin=asked.origin)}
+
+
+def _activations(source: Source) -> Settings:
+    on = source.boolean(f"{_F}activation_checkpointing", False)
+    away = source.boolean(f"{_F}activation_checkpointing_offload", False)
+    mode = "full" if on.value else "none"
+    return {
+        "activation_checkpointing.mode": Setting(mode, on.origin, on.key),
+        "activation_checkpointing.offload": away,
+    }
+
+
+def _saving(source: Source, version: int) -> Settings:
+    state = source.choice(f"{_F}state_dict_type", _STATES, "full" if version == 1 else "sharded", null=True)
+    export = Setting("full" if state.value == "full" else "none", state.origin, state.key)
+    return {"saving.state": state, "saving.export": export}
+
+
+def _loading(source: Source, version: int) -> Settings:
+    low = source.boolean(f"{_F}cpu_ram_efficient_loading", True)
+    sent = source.boolean(f"{_F}sync_module_states", True)
+    if version == 2:
+        if sent.origin == "file":
+            source.keep(sent.key, "version 2 needs no such key", harmless=True)
+        sent = Setting(low.value, "derived")
+    source.boolean(f"{_F}use_orig_params", True)
+    key = source.spelled(f"{_F}use_orig_params")
+    if key in source.verdicts and source.verdicts[key].kind == "applied":
+        source.keep(key, "parameters keep their names everywhere else", harmless=True)
+    ignored = source.text(f"{_F}ignored_modules", None, null=True)
+    units = {"units.ignored": ignored} if ignored.value is not None else {}
+    return {"loading.low_memory": low, "loading.broadcast": sent, **units}

@@ -1,0 +1,54 @@
+"""The precision that Accelerate trains in, and so the Trainer, by what stands under it.
+
+What a word such as `bf16: true` means depends on the stack: Accelerate lifts trainable FSDP parameters to fp32 before
+they are sharded, and gathers and reduces in 16 bits; under DDP, weights keep the dtype in which the model was loaded.
+In both it runs the forward under autocast and returns fp32. transformers' own sharding keeps the loaded dtype, and
+reduces in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.description import LOADED, Setting
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.fsdp.policy import loaded
+from terrazzo.engine import LossScaling
+
+__all__ = ["AUTOCAST", "precision_row"]
+
+AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losses compute in fp32"
+
+_STATES = ("weight", "compute", "reduce", "accumulate", "master", "moments", "saved")
+
+
+def precision_row(stack: str, half: Setting[Any], deferred: bool, context: Context) -> dict[str, Setting[Any]]:
+    """The dtype of every state.
+
+    Args:
+        stack: `fsdp1`, `fsdp2`, `ddp`, or `native` for transformers' own sharding.
+        half: `bf16`, `fp16` or None, with its key.
+        deferred: gradients of several micro-batches are summed before they are reduced.
+    """
+    kept = loaded(context, False)
+    row = dict.fromkeys(_STATES, kept)
+    if half.value is not None:
+        row |= {"compute": half.value}
+        if stack in ("fsdp1", "fsdp2"):
+            lifted = dict.fromkeys(("weight", "master", "moments", "saved"), "fp32")
+            row |= {**lifted, "reduce": half.value, "accumulate": half.value if deferred else "fp32"}
+        elif stack == "native":
+            row |= {"reduce": "fp32", "accumulate": "fp32"}
+    found = {f"precision.{state}": Setting(value, "default") for state, value in row.items()}
+    for state in ("compute", "reduce"):
+        if half.value is not None:
+            found[f"precision.{state}"] = Setting(row[state], half.origin, half.key)
+    scaled = LossScaling() if half.value == "fp16" else None
+    accelerated = stack != "native" and half.value is not None  # prepare_model() wraps the forward
+    return {
+        **found,
+        "precision.buffers": Setting(half.value if stack == "fsdp1" and half.value else LOADED, "default"),
+        "precision.autocast": Setting(accelerated, half.origin, half.key),
+        "precision.loss_scaling": Setting(scaled, half.origin, half.key),
+        **({"precision.output": Setting("fp32", "default")} if accelerated else {}),
+    }

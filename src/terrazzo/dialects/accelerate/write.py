@@ -1,0 +1,86 @@
+"""Writing Accelerate's YAML from the neutral description."""
+
+from __future__ import annotations
+
+from terrazzo.dialects.accelerate.write_engines import write_deepspeed, write_replicas
+from terrazzo.dialects.accelerate.write_fsdp import write_fsdp
+from terrazzo.dialects.accelerate.write_own import write_own
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import Context, Writing
+from terrazzo.dialects.fsdp.words import OFFLOAD, SHARDING, Pen, leave_to_loop
+
+__all__ = ["write"]
+
+_NAME = "accelerate"
+
+
+def write(description: Description, context: Context) -> Writing:
+    """A file that `accelerate launch --config_file` takes, with a verdict for every setting."""
+    if description.dialect == _NAME:
+        return write_own(description)
+    pen = Pen(description, "Accelerate", _NAME)
+    leave_to_loop(pen)
+    pen.write("compute_environment", "LOCAL_MACHINE")
+    engine = _engine(pen)
+    pen.write("distributed_type", engine)
+    _machines(pen)
+    half = _half(pen, engine)
+    if engine == "FSDP":
+        write_fsdp(pen, half, context)
+    elif engine == "DEEPSPEED":
+        write_deepspeed(pen, half)
+    else:
+        write_replicas(pen, half)
+    _compile(pen, engine)
+    return pen.finish(_NAME)
+
+
+def _engine(pen: Pen) -> str:
+    """FSDP where it has the row, DeepSpeed for what only that can do, plain replicas where nothing is split."""
+    tiers = {str(pen.value(path, "device")) for path in OFFLOAD}
+    finer = len(tiers) > 1 or not tiers <= {"device", "cpu"}
+    row, sequence = pen.description.row, pen.value("mesh.sp", 1) > 1
+    split = all(pen.is_set(path) for path in SHARDING) and row != "zero0"
+    if pen.description.dialect == "deepspeed" and split:
+        return "DEEPSPEED"
+    if row in ("zero1", "zero2") or sequence or (finer and row in ("zero3", "shard_grad_op")):
+        return "DEEPSPEED"
+    if not split:
+        return "MULTI_CPU" if pen.value("training.device") == "cpu" else "MULTI_GPU"
+    return "FSDP"
+
+
+def _machines(pen: Pen) -> None:
+    if pen.value("mesh.world") is not None:
+        pen.put("mesh.world", "num_processes", pen.value("mesh.world"))
+    if pen.value("training.device") == "cpu":
+        pen.put("training.device", "use_cpu", True)
+    else:
+        pen.implied("training.device")
+
+
+def _half(pen: Pen, engine: str) -> str | None:
+    """Write mixed precision; None where none of it is on.
+
+    Weights, masters and compute all in 16 bits are, under FSDP, a model loaded so and no mixed precision.
+    """
+    compute = pen.value("precision.compute")
+    if compute not in ("bf16", "fp16", "fp8"):
+        if pen.is_set("precision.compute"):
+            pen.write("mixed_precision", "no")
+        return None
+    pure = compute == pen.value("precision.weight") == pen.value("precision.master")
+    if pure and engine != "DEEPSPEED":
+        pen.write("mixed_precision", "no")
+        return None
+    pen.put("precision.compute", "mixed_precision", compute)
+    return str(compute)
+
+
+def _compile(pen: Pen, engine: str) -> None:
+    if not pen.value("training.compile"):
+        pen.implied("training.compile")
+    elif engine == "DEEPSPEED":
+        pen.lossy("training.compile", "accelerate launch does not hand it to DeepSpeed: call engine.compile()")
+    else:
+        pen.put("training.compile", "dynamo_config.dynamo_backend", "INDUCTOR")

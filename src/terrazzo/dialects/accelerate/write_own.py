@@ -1,0 +1,70 @@
+"""Writing back what was read from Accelerate's YAML: every key that stood there, with what it says now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from terrazzo.dialects.accelerate.keys import PREFIXES
+from terrazzo.dialects.description import Description, settings
+from terrazzo.dialects.dialect import Writing
+from terrazzo.dialects.draft import Draft
+
+__all__ = ["write_own"]
+
+_D, _F, _P = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
+_STAGES = {"zero0": 0, "zero1": 1, "zero2": 2}
+_Say = Callable[[Description], Any]
+
+
+def _of(path: str) -> _Say:
+    return lambda description: description.value(path)
+
+
+def _folder(place: int) -> _Say:
+    return lambda description: (description.value("offload.path") or ("none",))[place]
+
+
+_SAY: Mapping[str, _Say] = {
+    "num_processes": _of("mesh.world"),
+    "use_cpu": lambda description: description.value("training.device") == "cpu",
+    f"{_F}reshard_after_forward": lambda description: description.row in ("zero3", "hybrid_shard"),
+    f"{_F}offload_params": lambda description: description.value("offload.weight") != "device",
+    f"{_F}min_num_params": _of("units.min_numel"),
+    f"{_F}transformer_layer_cls_to_wrap": lambda description: ",".join(description.value("units.classes")),
+    f"{_F}forward_prefetch": lambda description: bool(description.value("prefetch.forward")),
+    f"{_F}cpu_ram_efficient_loading": _of("loading.low_memory"),
+    f"{_F}sync_module_states": _of("loading.broadcast"),
+    f"{_F}activation_checkpointing": lambda description: description.value("activation_checkpointing.mode") != "none",
+    f"{_F}activation_checkpointing_offload": _of("activation_checkpointing.offload"),
+    f"{_F}ignored_modules": _of("units.ignored"),
+    f"{_D}zero_stage": lambda description: _STAGES.get(description.row or "", 3),
+    f"{_D}offload_optimizer_nvme_path": _folder(0),
+    f"{_D}offload_param_nvme_path": _folder(-1),
+    f"{_D}gradient_accumulation_steps": _of("batch.accumulation"),
+    f"{_D}gradient_clipping": _of("training.clip"),
+    f"{_D}zero3_init_flag": _of("loading.low_memory"),
+    f"{_D}zero3_save_16bit_model": lambda description: description.value("saving.export") != "none",
+    **{f"{_P}{axis}_size": _of(f"mesh.{axis}") for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")},
+}
+"""What a key says, from the description. Keys that choose among words are kept as they stood."""
+
+
+def write_own(description: Description) -> Writing:
+    """The document again: what stands in the extras as it is, the rest from the settings that it gave."""
+    draft = Draft(description, "Accelerate")
+    kept = {extra.key for extra in description.extras}
+    for path, setting in settings(description):
+        if not setting.is_set:
+            continue
+        for key in setting.keys:
+            if key not in kept and (say := _SAY.get(_canonical(key))) is not None:
+                draft.write(key, say(description))
+        draft.implied(path, key=setting.key)
+    return draft.finish("accelerate")
+
+
+def _canonical(key: str) -> str:
+    section, dot, name = key.partition(".")
+    prefix = PREFIXES.get(section, "")
+    return f"{section}.{prefix}{name.removeprefix(prefix)}" if dot else key

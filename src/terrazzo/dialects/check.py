@@ -1,0 +1,174 @@
+"""What is wrong with a configuration before a process is started: keys, combinations, batch arithmetic, the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from terrazzo.dialects.description import DTYPES, PATHS, Description
+from terrazzo.dialects.dialect import Finding
+from terrazzo.dialects.understand import TWO_AXES, Understood, data_ranks, degrees
+from terrazzo.dialects.verdict import Verdict
+from terrazzo.engine import Plan
+from terrazzo.errors import BadInput
+
+__all__ = ["check"]
+
+
+def check(understood: Understood) -> list[Finding]:
+    """All findings, errors first."""
+    found = [*_keys(understood), *_everywhere(understood)]
+    found += understood.dialect.findings(understood.loaded.document, understood.reading, understood.context)
+    unique = list(dict.fromkeys(found))
+    return sorted(unique, key=lambda finding: finding.level != "error")
+
+
+def _keys(understood: Understood) -> Iterator[Finding]:
+    if understood.loaded.relaxed:
+        text = "comments or commas before a closing bracket: DeepSpeed reads them, Hugging Face's loaders do not"
+        yield Finding("", "warning", text)
+    for verdict in understood.reading.verdicts:
+        if verdict.kind == "refused":
+            yield Finding(verdict.key, "error", verdict.why)
+        elif verdict.kind in ("lossy", "renamed") and verdict.why:
+            yield Finding(verdict.key, "warning", verdict.why)
+        elif verdict.kind == "defaulted" and _unresolved(understood.description, verdict):
+            yield Finding(verdict.key, "warning", verdict.why or "its value is not known here")
+
+
+def _unresolved(description: Description, verdict: Verdict) -> bool:
+    """Whether "auto" stayed what it was: what comes from the key has no value."""
+    paths = [path for path in verdict.target.split(", ") if path in PATHS]
+    return bool(paths) and all(description.value(path) is None for path in paths)
+
+
+def _everywhere(understood: Understood) -> Iterator[Finding]:
+    description = understood.description
+    yield from _world(understood)
+    yield from _model(understood)
+    yield from _batch(description)
+    yield from _plan(description)
+    yield from _precision(description)
+    yield from _loop(description)
+
+
+def _world(understood: Understood) -> Iterator[Finding]:
+    description, given = understood.description, understood.context.world
+    world, key = description.value("mesh.world"), description["mesh.world"].key or "mesh.world"
+    if given is not None and world is not None and world != given:
+        yield Finding(key, "error", f"it says {world} ranks, and --world {given}")
+    axes = degrees(description)
+    given_axes = {axis: degree for axis, degree in axes.items() if description.value(f"mesh.{axis}") is not None}
+    wanted = math.prod(degree or 1 for degree in given_axes.values())
+    product = " × ".join(f"{axis} {degree}" for axis, degree in given_axes.items() if degree != 1) or "1"
+    keys = ", ".join(dict.fromkeys(key for axis in axes for key in description[f"mesh.{axis}"].keys)) or "mesh.world"
+    if world is None:
+        return
+    if None in axes.values() and world % wanted:
+        yield Finding(keys, "error", f"{product} = {wanted} does not divide the {world} ranks of the world")
+    elif None not in axes.values() and math.prod(degree or 1 for degree in axes.values()) != world:
+        yield Finding(keys, "error", f"{product} = {wanted} ranks, but the world has {world}: they must be equal")
+
+
+def _model(understood: Understood) -> Iterator[Finding]:
+    """What the model's sizes rule out."""
+    description, model = understood.description, understood.context
+    for axis, size, name, even in (
+        ("tp", model.heads, "attention heads", True),
+        ("tp", model.kv_heads, "key and value heads", True),
+        ("sp", model.heads, "attention heads", True),
+        ("pp", model.layers, "blocks", False),
+        ("ep", model.experts, "experts", True),
+    ):
+        setting = description[f"mesh.{axis}"]
+        degree = setting.value or 1
+        if size is not None and degree > 1 and (degree > size or (even and size % degree)):
+            text = f"{axis} {degree} cannot cut the model's {size} {name}" + (" evenly" if even else "")
+            yield Finding(setting.key or axis, "error", text)
+    yield from _units(understood)
+    length = description["batch.sequence_length"]
+    if model.positions is not None and (length.value or 0) > model.positions:
+        text = f"sequences of {length.value:,} tokens, and the model takes {model.positions:,}"
+        yield Finding(length.key or "batch.sequence_length", "warning", text)
+
+
+def _units(understood: Understood) -> Iterator[Finding]:
+    """Units that the model cannot be cut into."""
+    description, model = understood.description, understood.context
+    classes = description["units.classes"]
+    alone = [name for name in classes.value or () if name.rpartition(".")[2] in ("Embedding", "Linear")]
+    if model.tied and alone:
+        text = (
+            f"the model's head is its embedding, and a unit of {alone[0]} parts them: FSDP raises where units share a"
+            f" parameter. Leave {alone[0]} to the root"
+        )
+        yield Finding(classes.key or "units.classes", "error", text)
+    smallest, block = description["units.min_numel"], model.block_numel
+    if description.value("units.policy") == "min_numel" and block is not None and (smallest.value or 0) > block:
+        text = f"no block has {smallest.value:,} elements, the largest has {block:,}: the whole model is one unit"
+        yield Finding(smallest.key or "units.min_numel", "warning", text)
+
+
+def _batch(description: Description) -> Iterator[Finding]:
+    whole, micro, count = (
+        description.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation")
+    )
+    ranks = data_ranks(description)
+    settings = [description[f"batch.{name}"] for name in ("global_batch", "micro_batch", "accumulation")]
+    keys = ", ".join(dict.fromkeys(key for setting in settings for key in setting.keys)) or "batch"
+    if not (whole and micro and ranks):
+        return
+    at_once = micro * ranks
+    if count and whole != at_once * count:
+        text = (
+            f"{micro} × {count} micro-batches × {ranks} data ranks = {at_once * count}, but the global batch is {whole}"
+        )
+        yield Finding(keys, "error", text)
+    elif not count and whole % at_once:
+        near = max(at_once, whole // at_once * at_once)
+        text = (
+            f"the global batch {whole} is no multiple of {micro} × {ranks} data ranks = {at_once}; {near} is, for one"
+        )
+        yield Finding(keys, "error", text)
+
+
+def _plan(description: Description) -> Iterator[Finding]:
+    plan = description.plan
+    if plan is None:
+        return
+    found, key = degrees(description), description["sharding.weight"].key or "plan"
+    if description.row in TWO_AXES and found["dp_replicate"] == 1:
+        text = f"{plan.name} needs two data axes; without replicas nothing is replicated: give both degrees"
+        yield Finding(key, "warning" if found["dp_shard"] is None else "error", text)
+    rows = {state: ",".join(place.axes) or "-" for state, place in plan.places().items()}
+    try:
+        Plan(**rows).resolve(("dp_replicate", "dp_shard", "cp"))
+    except BadInput as error:
+        yield Finding(key, "error", str(error))
+    if any("nvme" in str(description.value(f"offload.{state}")) for state in ("weight", "grad", "optim")):
+        path = description["offload.path"]
+        if not path.value:
+            yield Finding(path.key or "offload.path", "error", "states are on NVMe, and no folder is named for them")
+
+
+def _precision(description: Description) -> Iterator[Finding]:
+    dtype = {name: description.value(f"precision.{name}") for name in ("compute", "reduce", "master", "moments")}
+    key = description["precision.compute"].key or "precision"
+    assert all(value in (None, *DTYPES) for value in dtype.values())
+    scaled = description.value("precision.loss_scaling") or description.value("precision.static_loss_scale")
+    if dtype["compute"] == "fp16" and description["precision.loss_scaling"].is_set and not scaled:
+        yield Finding(key, "warning", "fp16 gradients without loss scaling underflow: turn it on, or use bf16")
+    if dtype["master"] in ("bf16", "fp16"):
+        text = f"the weights that the optimizer updates are {dtype['master']}: steps below 2^-8 of a weight are lost"
+        yield Finding(description["precision.master"].key or key, "warning", text)
+
+
+def _loop(description: Description) -> Iterator[Finding]:
+    warmup, total = description["schedule.warmup_steps"], description["schedule.total_steps"]
+    if warmup.value and total.value and warmup.value > total.value:
+        text = f"{warmup.value} steps of warm-up are more than the {total.value} of the run"
+        yield Finding(warmup.key or "schedule", "error", text)
+    offload = description["activation_checkpointing.offload"]
+    if offload.value and description.value("activation_checkpointing.mode") == "none":
+        text = "it moves what activation checkpointing keeps, and there is none: turn that on"
+        yield Finding(offload.key or "activation_checkpointing", "error", text)

@@ -1,0 +1,105 @@
+"""Comments of a YAML file, taken from one text and put into another, key by key."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from terrazzo.dialects.reader import join
+
+__all__ = ["Comment", "place", "take"]
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass
+class Comment:
+    """What stands with one key, without `#`: whole lines above it, and the end of its own line."""
+
+    above: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        return [*self.above, *self.beside]
+
+
+def take(text: str) -> dict[str, Comment]:
+    """Comments by dotted key: whole lines are the next key's, ends of lines the last key's before them.
+
+    Those above the first key and below the last are of the whole file, under the empty key.
+    """
+    spots = list(_keys(text))
+    lines = [line for line, _, _ in spots]
+    first = {line: name for line, _, name in reversed(spots)}
+    found: dict[str, Comment] = {}
+    for line, alone, words in _comments(text):
+        after = bisect_right(lines, line)
+        if not alone:
+            key = first[lines[after - 1]] if after else ""
+            found.setdefault(key, Comment()).beside.append(words)
+        else:
+            key = spots[after][2] if 0 < after < len(spots) else ""
+            found.setdefault(key, Comment()).above.append(words)
+    return found
+
+
+def place(text: str, comments: Mapping[str, Comment]) -> str:
+    """The text of plain block YAML with comments at its keys; those of keys that it has not are put at its head."""
+    spots = {name: (line, column) for line, column, name in _keys(text)}
+    lines = text.splitlines()
+    above: dict[int, list[str]] = {}
+    head: list[str] = []
+    for key, comment in comments.items():
+        if key not in spots:
+            head += [f"# {words}".rstrip() for words in comment.lines()]
+            continue
+        line, column = spots[key]
+        above.setdefault(line, []).extend(f"{' ' * column}# {words}".rstrip() for words in comment.above)
+        if (
+            comment.beside
+            and re.search(r":( \S.*)?$", lines[line])
+            and not lines[line].endswith(("|", ">", "|-", ">-"))
+        ):
+            lines[line] += f"  # {'; '.join(comment.beside)}"
+        else:
+            above[line] += [f"{' ' * column}# {words}".rstrip() for words in comment.beside]
+    body = [each for number, own in enumerate(lines) for each in (*above.get(number, ()), own)]
+    return "\n".join([*head, *body]) + "\n"
+
+
+def _keys(text: str) -> Iterator[tuple[int, int, str]]:
+    """Line, column and dotted name of every key, in order. The text has been loaded: it is small, plain, acyclic."""
+    root = yaml.compose(text, Loader=_Loader)
+
+    def walk(prefix: str, node: yaml.Node) -> Iterator[tuple[int, int, str]]:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
+            name = join(prefix, key.value)
+            yield key.start_mark.line, key.start_mark.column, name
+            if value.start_mark.index >= key.start_mark.index:  # else an alias of what stands elsewhere
+                yield from walk(name, value)
+
+    return walk("", root) if root is not None else iter(())
+
+
+def _comments(text: str) -> Iterator[tuple[int, bool, str]]:
+    """Line, whether it is alone there, and words of every comment: a `#` after a blank that is in no scalar."""
+    inside: dict[int, list[tuple[int, int]]] = {}
+    for token in yaml.scan(text, Loader=_Loader):
+        if isinstance(token, yaml.ScalarToken):
+            first, last = token.start_mark, token.end_mark
+            for number in range(first.line, last.line + 1):
+                start = first.column if number == first.line else 0
+                inside.setdefault(number, []).append((start, last.column if number == last.line else len(text)))
+    for number, line in enumerate(text.splitlines()):
+        for found in re.finditer(r"(?:^|(?<=\s))#", line):
+            if not any(start <= found.start() < end for start, end in inside.get(number, ())):
+                words = line[found.end() :].removeprefix(" ").rstrip()
+                yield number, not line[: found.start()].strip(), words
+                break

@@ -1,0 +1,140 @@
+"""From one dialect to another, with one verdict for every key of the source.
+
+The target's document is read back. Whatever then means something else than the source, and has not been named by the
+writer, becomes lossy: no loss goes unnamed, not even one by a writer's mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.dialects.description import Description, Extra, Setting, inactive, settings, shown
+from terrazzo.dialects.dialect import Context, Dialect, Reading, Writing
+from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.understand import Understood, agree, extras_by_key, idle, read_document
+from terrazzo.dialects.verdict import Verdict, worst
+
+__all__ = ["Conversion", "convert", "convert_reading"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted configuration.
+
+    Attributes:
+        document: of the target.
+        verdicts: one for every key of the source, in its order.
+        unsaid: settings that the source's defaults decide and the target cannot say; their keys are paths.
+        added: what holds in the target by its own defaults: the source leaves it to code, or it was refused; their
+            keys are paths.
+        before: what the source means.
+        after: what the target's document means, read back.
+    """
+
+    source: Dialect
+    target: Dialect
+    document: dict[str, Any]
+    verdicts: tuple[Verdict, ...]
+    unsaid: tuple[Verdict, ...]
+    added: tuple[Verdict, ...]
+    before: Description
+    after: Description
+
+    @property
+    def refused(self) -> tuple[Verdict, ...]:
+        return tuple(verdict for verdict in (*self.verdicts, *self.unsaid) if verdict.kind == "refused")
+
+
+def convert(understood: Understood, target: Dialect) -> Conversion:
+    """The same configuration in another dialect."""
+    return convert_reading(understood.dialect, understood.reading, target, understood.context)
+
+
+def convert_reading(source: Dialect, reading: Reading, target: Dialect, context: Context) -> Conversion:
+    """As `convert`, from what has been read."""
+    before = reading.description
+    writing = target.write(before, context)
+    after = read_document(target, writing.document, context).description
+    fates = _Fates(before, after, writing, target)
+    verdicts = tuple(fates.of_key(verdict) for verdict in reading.verdicts)
+    return Conversion(
+        source, target, writing.document, verdicts, tuple(fates.unsaid()), tuple(fates.added()), before, after
+    )
+
+
+class _Fates:
+    """What became of keys and settings."""
+
+    def __init__(self, before: Description, after: Description, writing: Writing, target: Dialect) -> None:
+        self.before, self.after, self.target, self.missing = before, after, target, writing.missing
+        self.extras = extras_by_key(before)
+        self.own = list(flatten(writing.document)) if before.dialect == target.name else []
+        self.by_path = {verdict.key: self._read_back(verdict) for verdict in writing.verdicts}
+        self.paths: dict[str, list[str]] = {}
+        for path, setting in settings(before):
+            for key in setting.keys:
+                self.paths.setdefault(key, []).append(path)
+
+    def _read_back(self, verdict: Verdict) -> Verdict:
+        """The writer's verdict; lossy where the document read back says otherwise, and the writer did not say why."""
+        if verdict.kind in ("lossy", "refused") or verdict.why or agree(verdict.key, self.before, self.after):
+            return verdict
+        now, title = shown(self.after.value(verdict.key)), self.target.title
+        if verdict.value is None:
+            why = f"{verdict.key} is open here, and {title} takes {now}"
+        else:
+            why = f"{title} has {now} for {verdict.key}, not {shown(verdict.value)}"
+        return Verdict(verdict.key, verdict.value, "lossy", verdict.target, why)
+
+    def of_key(self, read: Verdict) -> Verdict:
+        """What became of one key of the source."""
+        if read.kind == "refused":
+            return Verdict(read.key, read.value, "refused", "", read.why)
+        written = [self.by_path[path] for path in self.paths.get(read.key, ()) if path in self.by_path]
+        if written:
+            return self._composed(read, written)
+        extra = self.extras.get(read.key) or self.extras.get(read.target)
+        return self._extra(read, extra) if extra is not None else Verdict(read.key, read.value, read.kind, "", read.why)
+
+    def _extra(self, read: Verdict, extra: Extra) -> Verdict:
+        """Of a key with a meaning to its own library alone."""
+        if self.before.dialect == self.target.name:
+            return Verdict(read.key, read.value, read.kind, extra.key, read.why)
+        if extra.harmless:
+            return Verdict(read.key, read.value, "defaulted", "", extra.why, tuning=True)
+        why = "; ".join(part for part in (f"no such setting in {self.target.title}", extra.why) if part)
+        return Verdict(read.key, read.value, "refused" if extra.refused else "lossy", "", why)
+
+    def _composed(self, read: Verdict, written: list[Verdict]) -> Verdict:
+        direct = [verdict for verdict in written if self.before[verdict.key].origin != "derived"] or written
+        targets = _once(part for verdict in direct for part in verdict.target.split(", "))
+        kind = worst([read.kind, *(verdict.kind for verdict in written)])
+        stays = any(target == read.key or target.startswith(f"{read.key}.") for target in [*targets, *self.own])
+        if kind in ("applied", "renamed") and targets:
+            kind = "applied" if stays and read.kind == "applied" else "renamed"
+        if kind == "renamed" and read.kind == "defaulted":
+            kind = "defaulted"
+        grave = [verdict.why for verdict in written if verdict.kind == kind] if kind in ("lossy", "refused") else []
+        why = "; ".join(_once([read.why, *(grave or [verdict.why for verdict in written])]))
+        return Verdict(read.key, read.value, kind, ", ".join(targets), why)
+
+    def unsaid(self) -> Iterable[Verdict]:
+        """Losses of settings that no key of the source gave, and what the target needs beside them."""
+        yield from self.missing
+        for path, verdict in self.by_path.items():
+            if not self.before[path].key and verdict.kind in ("lossy", "refused") and not idle(self.before, path):
+                yield verdict
+
+    def added(self) -> Iterable[Verdict]:
+        """The target's own choices where the source makes none, or what it asks for is refused."""
+        for path, now in settings(self.after):
+            was: Setting[Any] = self.before[path]
+            open_now = not was.is_set or (self.by_path[path].kind == "refused" and now.origin == "default")
+            if now.is_set and open_now and not inactive(path, now.value) and not idle(self.after, path):
+                yield Verdict(path, now.value, "defaulted", now.key, f"{self.target.title}'s default")
+
+
+def _once(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(text for text in texts if text))

@@ -1,0 +1,82 @@
+"""DeepSpeed's JSON configuration, as a dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from terrazzo.dialects.deepspeed.findings import findings
+from terrazzo.dialects.deepspeed.read_precision import read_precision
+from terrazzo.dialects.deepspeed.read_schedule import read_schedule
+from terrazzo.dialects.deepspeed.read_training import read_batch, read_optimizer, read_training
+from terrazzo.dialects.deepspeed.read_zero import (
+    Settings,
+    read_mesh,
+    read_offload,
+    read_prefetch,
+    read_removed,
+    read_saving,
+    read_sharding,
+    stage_of,
+)
+from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.table import ALIASES, TABLE
+from terrazzo.dialects.deepspeed.versions import REMOVED
+from terrazzo.dialects.deepspeed.write import write
+from terrazzo.dialects.description import UNSET, Description, Setting
+from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.reader import matches
+
+__all__ = ["DeepSpeed"]
+
+_TELLING = (
+    *("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer"),
+    *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "activation_checkpointing", "aio"),
+)
+
+
+class DeepSpeed(Dialect):
+    """DeepSpeed's configuration. `Context.versions["deepspeed"]` says which release; default: 0.19.8."""
+
+    name = "deepspeed"
+    title = "DeepSpeed JSON"
+    suffix = ".json"
+    known_keys = (*TABLE, *ALIASES, *REMOVED, *(f"{key}.*" for key in REMOVED), "optimizer.params.<argument>")
+
+    def recognises(self, document: Document) -> bool:
+        """By keys that no other dialect has at the top, or by a 16-bit section with its switch."""
+        switches = (document.get(name) for name in ("fp16", "bf16", "bfloat16"))
+        return any(key in document for key in _TELLING[:4]) or (
+            any(isinstance(switch, dict) and "enabled" in switch for switch in switches)
+        )
+
+    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+        """See `Dialect.read`. Settings come from the parts in turn; a later part may set an earlier one's right."""
+        source = Source(document, context)
+        stage = stage_of(source)
+        given: Settings = read_sharding(source, stage)
+        given |= read_mesh(source, given.get("mesh.dp_shard", UNSET))
+        apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value
+        given |= read_offload(source, stage.value) | read_prefetch(source, stage.value)
+        given |= read_saving(source, stage.value)
+        given |= read_precision(source, given["mesh.sp"].value > 1)
+        given |= read_batch(source, apart) | read_optimizer(source) | read_schedule(source) | read_training(source)
+        given["loading.broadcast"] = Setting(True, "default")
+        read_removed(source)
+        source.keep_rest()
+        return source.finish(self.name, given, self.known_keys)
+
+    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+        """See `Dialect.write`."""
+        return write(description, context)
+
+    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+        """Combinations that DeepSpeed refuses, or takes otherwise than they look."""
+        return findings(document, reading, context)
+
+    def meaning(self, key: str) -> str:
+        """What a key does, under any of its spellings."""
+        row = TABLE.get(ALIASES.get(key, key)) or next(
+            (row for pattern, row in TABLE.items() if pattern.endswith(".*") and matches(key, pattern)), None
+        )
+        removed = next((each for name, each in REMOVED.items() if key == name or key.startswith(f"{name}.")), None)
+        return row.meaning if row else f"removed: {removed.what}" if removed else ""

@@ -1,0 +1,67 @@
+"""Writing DeepSpeed's JSON: what DeepSpeed does by itself needs no key, and the same dialect gets its own keys back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from terrazzo.dialects.deepspeed.auto import AUTO
+from terrazzo.dialects.deepspeed.table import TABLE
+from terrazzo.dialects.deepspeed.versions import LAST, default_of
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.draft import Draft
+from terrazzo.dialects.verdict import Kind
+
+__all__ = ["NAME", "Pen"]
+
+NAME = "deepspeed"
+
+
+class Pen(Draft):
+    """A draft of a DeepSpeed document.
+
+    Attributes:
+        own: whether the description was read from DeepSpeed's JSON.
+        given: keys that stood there.
+        context: for whom.
+        version: of DeepSpeed, as numbers.
+    """
+
+    def __init__(self, description: Description, context: Context) -> None:
+        super().__init__(description, "DeepSpeed")
+        self.own = description.dialect == NAME
+        self.context, self.version = context, context.version("deepspeed", LAST)
+        self.kept = {extra.key: extra.value for extra in description.extras} if self.own else {}
+
+    def default(self, key: str) -> Any:
+        """DeepSpeed's default in the target's version."""
+        return default_of(key, self.version, TABLE[key].default)
+
+    def stood(self, paths: str | Iterable[str], key: str) -> bool:
+        """Whether this very dialect said these settings by this key."""
+        names = [paths] if isinstance(paths, str) else paths
+        return self.own and any(key in self.setting(path).keys for path in names)
+
+    def option(self, paths: str | list[str], key: str, value: Any, note: tuple[Kind, str] = ("applied", "")) -> None:
+        """Write one key for some settings, unless DeepSpeed does so by itself and the key did not stand there.
+
+        Args:
+            paths: the settings that it says.
+            key: DeepSpeed's.
+            value: in DeepSpeed's words.
+            note: the verdict and its reason.
+        """
+        names = [paths] if isinstance(paths, str) else paths
+        if any(self.setting(path).origin == "auto" for path in names) and self.stood(names, key):
+            self.put(names, key, AUTO, "Hugging Face fills it: DeepSpeed alone does not take 'auto'")
+        elif key in self.kept and not self.stood(names, key):
+            self._say(names, note[0], key, note[1])  # `finish` restores it
+        elif value != self.default(key) or self.stood(names, key):
+            self.put(names, key, self.kept.get(key, value) if self.stood(names, key) else value, note[1], note[0])
+        else:
+            self._say(names, note[0], "", note[1])
+
+    def spoken(self, path: str) -> bool:
+        """Whether a setting has its verdict."""
+        return path in self._verdicts

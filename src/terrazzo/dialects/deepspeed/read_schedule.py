@@ -1,0 +1,105 @@
+"""Reading the learning-rate schedule that the engine steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.deepspeed.read_zero import Settings
+from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.table import SCHEDULER_PARAMS
+from terrazzo.dialects.deepspeed.versions import STRICT_WARMUP
+from terrazzo.dialects.description import Setting
+from terrazzo.errors import did_you_mean
+
+__all__ = ["NEUTRAL", "read_schedule"]
+
+NEUTRAL = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""The neutral name of a schedule of DeepSpeed's; others keep their own."""
+
+_PARAMS = "scheduler.params"
+
+
+def read_schedule(source: Source) -> Settings:
+    """The schedule; nothing where the code passes one."""
+    name = source.text("scheduler.type", None, null=True)
+    if name.value is None:
+        return {}
+    if name.value not in SCHEDULER_PARAMS:
+        near = did_you_mean(name.value, SCHEDULER_PARAMS)
+        source.refuse(name.key, f"DeepSpeed has no such schedule: it has {', '.join(SCHEDULER_PARAMS)}.{near}")
+        return {}
+    given: Settings = {"schedule.name": Setting(NEUTRAL.get(name.value, name.value), "file", name.key)}
+    if name.value in NEUTRAL:
+        given |= _warm_up(source) | _end(source, name.value)
+    return given | _options(source, name)
+
+
+def _warm_up(source: Source) -> Settings:
+    """At least 2 steps, whatever is asked."""
+    key = f"{_PARAMS}.warmup_num_steps"
+    least = 1 if source.version >= STRICT_WARMUP else 0
+    steps = source.integer(key, 1000, low=least)
+    if steps.origin == "auto" and steps.value is not None:
+        return {"schedule.warmup_steps": Setting(max(2, steps.value), "auto", key)}
+    if steps.origin == "file" and steps.value < 2:
+        source.say(key, "lossy", "DeepSpeed warms up over 2 steps at least")
+        source.keep_as(key, steps.value, "DeepSpeed makes 2 of it")
+        return {"schedule.warmup_steps": Setting(2, "derived", key)}
+    return {"schedule.warmup_steps": steps}
+
+
+def _end(source: Source, name: str) -> Settings:
+    if name == "WarmupLR":
+        return _peak(source, None)
+    total = source.integer(f"{_PARAMS}.total_num_steps", None, low=1)
+    given: Settings = {"schedule.total_steps": total} if total.origin != "default" else {}
+    if name == "WarmupDecayLR":
+        return given | {"schedule.final_fraction": Setting(0.0, "default")} | _peak(source, 0.001)
+    return given | {"schedule.final_fraction": source.number(f"{_PARAMS}.cos_min_ratio", 0.0001, high=1.0)}
+
+
+def _peak(source: Source, default: float | None) -> Settings:
+    """The schedule's own peak, which holds rather than the optimizer's rate."""
+    key, rate = f"{_PARAMS}.warmup_max_lr", "optimizer.params.lr"
+    if not isinstance(source.raw(key), int | float | str | None):
+        return {}
+    peak = source.number(key, default, null=True)
+    if peak.value is None and peak.origin != "auto":
+        return {}
+    asked = source.get(rate)
+    if asked is None:
+        return {"optimizer.lr": peak}
+    if peak.value is not None and isinstance(asked, int | float) and asked != peak.value:
+        source.say(rate, "lossy", f"the schedule's warmup_max_lr holds instead: {peak.value:g}")
+        source.keep_as(rate, asked, "the schedule's warmup_max_lr holds instead")
+        return {"optimizer.lr": peak}
+    return {"optimizer.lr": Setting(peak.value, peak.origin, ", ".join((*peak.keys, rate)))}
+
+
+def _options(source: Source, name: Setting[Any]) -> Settings:
+    """What else bends the curve: the shape of the warm-up, its start, and all of a schedule of DeepSpeed's own."""
+    arguments = SCHEDULER_PARAMS[name.value]
+    options: dict[str, Any] = {}
+    keys: list[str] = []
+    if "warmup_type" in arguments and source.get(f"{_PARAMS}.warmup_type", "log") == "log":
+        options["warmup_type"] = "log"
+        keys.append(name.key)
+    for key in [key for key in source.unread() if key.startswith(f"{_PARAMS}.")]:
+        argument = key.removeprefix(f"{_PARAMS}.")
+        if argument not in arguments and argument != "last_batch_iteration":
+            near = did_you_mean(argument, arguments)
+            source.refuse(key, f"{name.value} takes no such argument.{near}")
+            continue
+        value = source.take(key).value
+        if argument == "warmup_type" and value not in ("log", "linear"):
+            source.refuse(key, "expected log or linear; DeepSpeed takes log")
+        elif value == arguments.get(argument, -1) and argument != "warmup_type":
+            source.keep_as(key, source.flat[key], "the default")
+        elif argument != "warmup_type":
+            options[argument] = value
+            keys.append(key)
+        elif value == "linear":
+            source.keep_as(key, value, "the neutral shape")
+        else:
+            keys.append(key)
+    return {"schedule.options": Setting(options, "file", ", ".join(keys))} if options else {}

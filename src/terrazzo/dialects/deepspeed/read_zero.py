@@ -1,0 +1,250 @@
+"""Reading `zero_optimization`: which row of the table, on which mesh, and what is off the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
+from terrazzo.dialects.description import Origin, Setting
+from terrazzo.dialects.reader import derived
+from terrazzo.engine import Plan
+
+__all__ = [
+    "Settings",
+    "read_mesh",
+    "read_offload",
+    "read_prefetch",
+    "read_removed",
+    "read_saving",
+    "read_sharding",
+    "stage_of",
+]
+
+Settings = dict[str, Setting[Any]]
+
+ZERO = "zero_optimization"
+HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
+GATHER, PREFETCH = f"{ZERO}.stage3_gather_16bit_weights_on_model_save", f"{ZERO}.stage3_prefetch_bucket_size"
+_ROWS = ("zero0", "zero1", "zero2", "zero3")
+_DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
+_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+
+def stage_of(source: Source) -> Setting[int]:
+    """The stage; `zero_optimization: true` is an old way to say 1."""
+    if isinstance(source.get(ZERO), bool):
+        source.say(ZERO, "renamed", "an old word for zero_optimization.stage")
+        return Setting(int(source.get(ZERO)), "file", ZERO)
+    return source.integer(f"{ZERO}.stage", 0, high=3)
+
+
+def read_removed(source: Source) -> None:
+    """Explain keys of features that DeepSpeed no longer has. Those that are switched off cost nothing."""
+    for key, removed in REMOVED.items():
+        gone, asked = source.version >= removed.since, _asks(source, key)
+        for name in [name for name in source.unread() if name == key or name.startswith(f"{key}.")]:
+            text = removed.in_words(source.version)
+            if not gone:
+                source.keep(name, text, refused=asked, harmless=not asked)
+            if asked:
+                source.refuse(name, text)
+            elif gone:
+                source.say(name, "defaulted", f"It is switched off, as without the key. {text}")
+
+
+def _asks(source: Source, key: str) -> bool:
+    """Whether a removed feature is switched on."""
+    off: tuple[Any, ...] = (False, None, -1, 0, {})
+    if key in SWITCHED:
+        return source.get(f"{key}.enabled") not in off
+    return any(name.startswith(f"{key}.") for name in source.flat) or source.get(key) not in off
+
+
+def read_sharding(source: Source, stage: Setting[int]) -> Settings:
+    """The row: that of the stage, or one of two axes for hpZ, and for MiCS, which is gone."""
+    hpz, mics = source.integer(HPZ, 1), source.get(MICS)
+    if stage.value == 3 and isinstance(mics, int) and mics > 0:
+        return _mics(source, stage)
+    if stage.value == 3 and hpz.value > 1:
+        source.say(HPZ, "applied", "gradients are reduced over all ranks at once there, within the group first here")
+        return _row("hpz", stage, hpz) | {"mesh.dp_shard": hpz}
+    if hpz.origin == "file":
+        source.keep_as(HPZ, hpz.value, "it has no effect here")
+    return _row(_ROWS[stage.value], stage)
+
+
+def _mics(source: Source, stage: Setting[int]) -> Settings:
+    """MiCS, which later versions refuse and Terrazzo has."""
+    group = source.integer(MICS, 1)
+    since = in_words(REMOVED[MICS].since)
+    source.say(MICS, "renamed", f"MiCS is the row hybrid_shard; DeepSpeed {since} removed it and refuses the key")
+    return _row("hybrid_shard", stage, group) | {"mesh.dp_shard": group}
+
+
+def _row(name: str, *sources: Setting[int]) -> Settings:
+    origin: Origin = next((each.origin for each in sources if each.origin != "default"), "default")
+    places = Plan.named(name).places()
+    return {f"sharding.{state}": derived(str(place), *sources, origin=origin) for state, place in places.items()}
+
+
+def read_mesh(source: Source, group: Setting[Any]) -> Settings:
+    """Degrees; the launcher gives the number of ranks.
+
+    Args:
+        source: the document.
+        group: ranks of one group of hpZ or MiCS, None if there are none.
+    """
+    given: Settings = {
+        "mesh.tp": _degree(source, source.integer("tensor_parallel.autotp_size", 0)),
+        "mesh.sp": _degree(source, source.integer("sequence_parallel_size", 1, low=1, null=True)),
+        "mesh.ep": _experts(source),
+        "mesh.pp": Setting(1, "default"),
+    }
+    if source.raw("pipeline.stages") not in (None, "auto"):
+        given["mesh.pp"] = _degree(source, source.integer("pipeline.stages", 1, low=1))
+    return given | _data(source, given, group)
+
+
+def _data(source: Source, given: Settings, group: Setting[Any]) -> Settings:
+    """Groups of hpZ and MiCS make replicas of what is left; else all data ranks are one group."""
+    apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value
+    if group.value is not None:
+        world = source.context.world
+        count = None if world is None or world % (apart * group.value) else world // apart // group.value
+        return {"mesh.dp_replicate": Setting(count, "derived")}
+    data = source.integer("data_parallel_size", None, low=1, null=True)
+    return {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": data}
+
+
+def _degree(source: Source, found: Setting[int]) -> Setting[int]:
+    """A degree; where it asks for nothing, the key is kept as it is."""
+    if found.origin == "file" and found.value <= 1:
+        source.keep_as(found.key, found.value, "it asks for nothing")
+    return Setting(max(1, found.value), found.origin, found.key)
+
+
+def _experts(source: Source) -> Setting[int]:
+    enabled = source.boolean("expert_parallel.enabled", False)
+    size = source.integer("expert_parallel.autoep_size", 1, low=1)
+    degree = size.value if enabled.value else 1
+    if degree == 1:
+        for found in (enabled, size):
+            if found.origin == "file":
+                source.keep_as(found.key, found.value, "it asks for nothing")
+    given = [each for each in (enabled, size) if each.origin == "file"]
+    return derived(degree, *given, origin="file" if given else "default")
+
+
+def read_prefetch(source: Source, stage: int) -> Settings:
+    """Stage 3 gathers ahead by elements; how many units that is, the model says. None is none."""
+    if stage != 3:
+        return {}
+    bucket = source.integer(PREFETCH, source.default(PREFETCH))
+    if bucket.origin != "default":
+        source.keep_as(PREFETCH, source.raw(PREFETCH), "how much is gathered ahead, in elements")
+    ahead = Setting(0 if bucket.value == 0 else 1, bucket.origin, bucket.key)
+    return {"prefetch.forward": ahead, "prefetch.backward": ahead}
+
+
+def read_offload(source: Source, stage: int) -> Settings:
+    """Tiers, with what DeepSpeed makes of them at each stage."""
+    optim, weight = _device(source, "offload_optimizer"), _device(source, "offload_param")
+    source.say(f"{ZERO}.cpu_offload_use_pin_memory", "lossy", "DeepSpeed does nothing with it: set pin_memory instead")
+    given: Settings = {**_optimizer_tiers(source, optim, stage), "offload.weight": _weight_tier(source, weight, stage)}
+    nvme = "nvme" in (given["offload.optim"].value, given["offload.weight"].value)
+    given |= _pin(source) if {optim.value, weight.value} != {"none"} else {}
+    given |= _nvme(source, optim.value, weight.value) if nvme else {}
+    return given | _aio(source, nvme)
+
+
+def _device(source: Source, section: str) -> Setting[str]:
+    """Where a section puts things; `cpu_offload: true` is an old way to say "cpu"."""
+    key = f"{ZERO}.{section}.device"
+    old = f"{ZERO}.{next(word for word, meant in _OLD_OFFLOAD.items() if meant == section)}"
+    if source.raw(old) is not None:
+        asked = source.boolean(old, False)
+        if asked.origin == "file" and source.verdicts[old].kind == "applied":
+            source.say(old, "renamed", f"today's word is {key}")
+        if asked.value and not source.has(key):
+            return Setting("cpu", "file", old)
+    return source.choice(key, _DEVICES, "none")
+
+
+def _optimizer_tiers(source: Source, device: Setting[str], stage: int) -> Settings:
+    ratio = source.number(f"{ZERO}.offload_optimizer.ratio", 1.0, high=1.0)
+    tier, where = "device" if device.value == "none" else device.value, device.key
+    if stage == 0 and tier != "device":
+        _ineffective(source, where, device.value, "at stage 0 DeepSpeed has no offload: from stage 1 on")
+        tier = "device"
+    if stage in (1, 2) and tier == "nvme":
+        _ineffective(source, where, "nvme", f"at stage {stage} DeepSpeed takes 'nvme' for 'cpu': NVMe needs stage 3")
+        tier = "cpu"
+    share = tier
+    if ratio.value < 1 and tier == "cpu" and stage == 3:
+        share = f"cpu:{ratio.value:g}" if ratio.value > 0 else "device"
+        optim = derived(share, device, ratio, origin="file")
+    else:
+        optim = Setting(share, device.origin, device.key)
+        if ratio.origin == "file":
+            source.keep_as(f"{ZERO}.offload_optimizer.ratio", ratio.value, "it has no effect here")
+    grad = "cpu" if tier == "nvme" else share
+    step: Settings = {"offload.step": Setting("synchronous", "default")} if share != "device" else {}
+    return {"offload.optim": optim, "offload.grad": derived(grad, optim, origin=optim.origin)} | step
+
+
+def _ineffective(source: Source, key: str, device: str, why: str, section: str = "offload_optimizer") -> None:
+    """A device that DeepSpeed takes and does not use; kept for its own sake."""
+    source.say(key, "lossy", why)
+    source.keep_as(f"{ZERO}.{section}.device", device, why)
+
+
+def _weight_tier(source: Source, device: Setting[str], stage: int) -> Setting[str]:
+    if device.value != "none" and stage < 3:
+        why = f"at stage {stage} DeepSpeed keeps weights on the device: offload_param needs stage 3"
+        _ineffective(source, device.key, device.value, why, "offload_param")
+        return Setting("device", device.origin, device.key)
+    return Setting("device" if device.value == "none" else device.value, device.origin, device.key)
+
+
+def _pin(source: Source) -> Settings:
+    """One setting for both sections; they differ only if the file says so."""
+    keys = [f"{ZERO}.{section}.pin_memory" for section in ("offload_optimizer", "offload_param")]
+    found = [source.boolean(key, source.default(key)) for key in keys]
+    given = [each for each in found if each.origin == "file"]
+    if len(given) == 2 and given[0].value != given[1].value:
+        source.keep_as(keys[1], given[1].value, "one setting says it for weights and optimizer state")
+        given = given[:1]
+    return {"offload.pin": derived(given[0].value, *given, origin="file") if given else found[0]}
+
+
+def _nvme(source: Source, optim: str, weight: str) -> Settings:
+    sections = [name for name, device in (("offload_optimizer", optim), ("offload_param", weight)) if device == "nvme"]
+    paths = [source.text(f"{ZERO}.{name}.nvme_path", None, null=True) for name in sections]
+    named = [path for path in paths if path.value is not None]
+    given: Settings = {"offload.direct": Setting(True, "default")}
+    if named:
+        folders = tuple(dict.fromkeys(path.value for path in named))
+        given["offload.path"] = derived(folders, *named, origin="file")
+    buffers = f"{ZERO}.{sections[0]}.buffer_count"
+    return given | {"offload.buffers": source.integer(buffers, source.default(buffers))}
+
+
+def _aio(source: Source, nvme: bool) -> Settings:
+    keys = {"offload.block_bytes": "aio.block_size", "offload.depth": "aio.queue_depth"}
+    return {
+        path: source.integer(key, source.default(key), low=1) for path, key in keys.items() if nvme or source.has(key)
+    }
+
+
+def read_saving(source: Source, stage: int) -> Settings:
+    """DeepSpeed's own checkpoint resumes on as many ranks as wrote it; at stage 0 every rank has all of it."""
+    gather = source.boolean(GATHER, False)
+    given: Settings = {"saving.state": Setting("local" if stage else "full", "default")}
+    background = source.boolean("checkpoint.writer.decoupled", False)
+    given["saving.background"] = background
+    if stage == 3:
+        given["saving.export"] = Setting("full" if gather.value else "none", gather.origin, gather.key)
+    elif gather.origin == "file":
+        source.keep_as(GATHER, gather.value, "it has no effect here")
+    return given

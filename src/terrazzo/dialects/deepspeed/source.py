@@ -1,0 +1,193 @@
+"""A DeepSpeed document on its way in: other spellings, "auto", removed keys, and what DeepSpeed does with strangers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL, Auto, resolve
+from terrazzo.dialects.deepspeed.rows import Row
+from terrazzo.dialects.deepspeed.table import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
+from terrazzo.dialects.deepspeed.versions import GHOSTS, LAST, REMOVED, default_of
+from terrazzo.dialects.description import Extra, Setting
+from terrazzo.dialects.dialect import Context, Document
+from terrazzo.dialects.reader import Reader, join, matches
+from terrazzo.errors import did_you_mean
+
+__all__ = ["Source"]
+
+
+class Source(Reader):
+    """A reader that knows DeepSpeed's other spellings and Hugging Face's "auto".
+
+    Attributes:
+        context: what the document does not say.
+        version: of DeepSpeed, as numbers.
+    """
+
+    def __init__(self, document: Document, context: Context) -> None:
+        super().__init__(document, "DeepSpeed", ("optimizer.params", "scheduler.params"))
+        self.context, self.version = context, context.version("deepspeed", LAST)
+        self.flat = _open(self.flat)
+        self._spelling = {ALIASES[key]: key for key in self.flat if key in ALIASES and not self._shadowed(key)}
+
+    def _shadowed(self, alias: str) -> bool:
+        """Whether the document has the same in today's words. Of two names for a section, today's counts alone."""
+        section = next((name for old, name in _SECTIONS.items() if alias.startswith(f"{old}.")), "")
+        return ALIASES[alias] in self.flat or (section != "" and section in self)
+
+    # -- taking a key ----------------------------------------------------------------------------------------------
+
+    def spelled(self, key: str) -> str:
+        """The key as the document spells it."""
+        return self._spelling.get(key, key)
+
+    def has(self, key: str) -> bool:
+        return self.spelled(key) in self.flat
+
+    def raw(self, key: str) -> Any:
+        return self.flat.get(self.spelled(key))
+
+    def auto(self, key: str) -> Auto | None:
+        """What "auto" stands for, if that is what the document says."""
+        return resolve(key, self.context) if self.raw(key) == AUTO and key not in LITERAL else None
+
+    def default(self, key: str) -> Any:
+        """The default in this version."""
+        return default_of(key, self.version, TABLE[key].default)
+
+    def _checked(self, key: str, default: Any, expected: str, parse: Any, null: bool) -> Setting[Any]:
+        if (auto := self.auto(key)) is not None:
+            return self._automatic(key, auto, default)
+        found = super()._checked(self.spelled(key), default, expected, parse, null)
+        if self.spelled(key) != key and self.verdicts[self.spelled(key)].kind == "applied":
+            self.say(self.spelled(key), "renamed", f"today's word is {key}")
+        if found.origin == "file" and isinstance(self.raw(key), str) and found.value != self.raw(key):
+            self.keep_as(key, self.raw(key), "another way to write the same")
+        return found
+
+    def _automatic(self, key: str, auto: Auto, default: Any) -> Setting[Any]:
+        """What "auto" comes to: the rule's value, None where it is open, or the default where DeepSpeed drops it."""
+        name, section = self.spelled(key), key.rpartition(".")[0]
+        if auto.rule:
+            self.say(name, "defaulted", auto.why)
+            return Setting(auto.value, "auto", name)
+        if section in STRICT:
+            shown = "its default" if default is None else f"its default, {default}"
+            self.say(name, "defaulted", f"Hugging Face has no rule for it, and DeepSpeed drops 'auto' for {shown}")
+        else:
+            self.refuse(name, auto.why)
+        return Setting(default, "auto", name)
+
+    def take(self, key: str) -> Setting[Any]:
+        """A key by its row: checked as the row says, else the default."""
+        row, default = TABLE[key], self.default(key)
+        null = row.default is None
+        if row.kind == "bool":
+            return self.boolean(key, default, null=null)
+        if row.kind == "int":
+            return self.integer(key, default, null=null, low=min(0, row.default or 0))
+        if row.kind == "number":
+            return self.number(key, default, null=null)
+        if row.kind == "text":
+            return self.text(key, default, null=null)
+        if row.kind == "names":
+            return self.names(key, default or ())
+        return self._checked(key, default, "a value", lambda value: value, True)
+
+    # -- keeping a key ---------------------------------------------------------------------------------------------
+
+    def keep_key(self, key: str, row: Row) -> None:
+        """Keep a key that means something to DeepSpeed alone, under today's spelling."""
+        found, name = self.take(key), self.spelled(key)
+        verdict = self.verdicts[name]
+        if verdict.kind == "refused":
+            return
+        same = found.origin == "auto" or self.raw(key) is None or found.value == self.default(key)
+        why = row.why or row.meaning
+        self.keep_as(key, self.raw(key), why)
+        self._extras[-1] = replace(
+            self._extras[-1], refused=row.keep == "refused" and not same, harmless=_harmless(row, same)
+        )
+        self.say(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
+
+    def keep_as(self, key: str, value: Any, why: str) -> None:
+        """Keep a value beside the neutral setting that it gave, where writing that would not give it back."""
+        self._extras = [extra for extra in self._extras if extra.key != key]
+        self._extras.append(Extra(key, value, why, harmless=True))
+
+    def keep_rest(self) -> None:
+        """Keep every known key that nobody has read; explain what is left."""
+        for key, row in TABLE.items():
+            for name in self._found(key):
+                self.keep_key(name, row) if name == key else self.keep(name, row.why or row.meaning, **_flags(row))
+        for key in self.unread():
+            if key in SECTIONS and (self.flat[key] == {} or (self.flat[key] is None and key in NULLABLE)):
+                self.keep(key, "it says nothing: the defaults hold", harmless=True)
+            elif key in SECTIONS:
+                self.refuse(key, f"it is {str(self.flat[key])[:40]!r}, expected a section of keys")
+            elif key.lstrip("_/#") in ("comment", "comments") or key.startswith("_comment"):
+                self.keep(key, "a remark: JSON has no comments", harmless=True)
+            else:
+                self.refuse(key, self._stranger(key))
+        today = {old: key for key, old in self._spelling.items()}
+        for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
+            if all(extra.key != today.get(key, key) for extra in self._extras):
+                self.keep_as(today.get(key, key), None, "it says nothing: the default holds")
+
+    def _found(self, pattern: str) -> list[str]:
+        if pattern in PATTERNS:
+            return [key for key in self.unread() if matches(key, pattern)]
+        name = self.spelled(pattern)
+        return [pattern] if name in self.flat and name not in self.verdicts else []
+
+    def _stranger(self, key: str) -> str:
+        """What DeepSpeed does with a key that it does not know."""
+        if key in ALIASES:
+            return f"it is {ALIASES[key]} by another name, which is there as well: remove one of them"
+        if key in GHOSTS:
+            return GHOSTS[key]
+        first, _, rest = key.partition(".")
+        section = max((name for name in SECTIONS if key.startswith(f"{name}.")), key=len, default="")
+        if not section:
+            near = did_you_mean(first, TOP)
+            return (
+                f"DeepSpeed has no '{first}' and ignores it without a word{', with all below it' * bool(rest)}.{near}"
+            )
+        siblings = [name for name in (*TABLE, *ALIASES) if name.startswith(f"{section}.")]
+        last = key.removeprefix(f"{section}.")
+        near = did_you_mean(last, [name.removeprefix(f"{section}.") for name in siblings]) or _elsewhere(last)
+        if section in STRICT:
+            return f"{section} has no '{last}': DeepSpeed refuses the file.{near}"
+        return f"{section} has no '{last}': DeepSpeed ignores it without a word.{near}"
+
+
+_SECTIONS = {"bfloat16": "bf16", "tensor_parallel.tensor_parallel": "tensor_parallel.tp"}
+
+TOP = tuple(dict.fromkeys(key.partition(".")[0] for key in (*TABLE, *ALIASES, *REMOVED)))
+"""Keys that may stand at the top."""
+
+
+def _open(flat: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of optimizer and schedule one level deep: what is below an argument is its value."""
+    opened: dict[str, Any] = {}
+    for key, value in flat.items():
+        if key in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping) and value:
+            opened.update({join(key, name): inner for name, inner in value.items()})
+        else:
+            opened[key] = value
+    return opened
+
+
+def _harmless(row: Row, same: bool) -> bool:
+    return same or row.keep in ("", "harmless")
+
+
+def _flags(row: Row) -> dict[str, bool]:
+    return {"harmless": row.keep == "harmless", "refused": row.keep == "refused"}
+
+
+def _elsewhere(last: str) -> str:
+    found = [key for key in TABLE if key.rpartition(".")[2] == last]
+    return f" There is a '{found[0]}'." if found else ""

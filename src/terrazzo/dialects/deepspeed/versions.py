@@ -1,0 +1,117 @@
+"""What changed between DeepSpeed's releases: defaults that moved, and features that are gone.
+
+Found by comparing the released sources: the version given is the first in which the change is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "GHOSTS",
+    "LAST",
+    "REMOVED",
+    "REMOVED_OPTIMIZERS",
+    "STRICT_WARMUP",
+    "SWITCHED",
+    "Removed",
+    "Version",
+    "default_of",
+    "in_words",
+]
+
+Version = tuple[int, ...]
+
+LAST = "0.19.8"
+"""The release that the reader and the writer were held against."""
+STRICT_WARMUP = (0, 19, 3)
+"""From here on, schedules refuse a warm-up of no steps."""
+
+# The default before, and the first version with today's.
+_MOVED: dict[str, tuple[Any, Version]] = {
+    "gradient_clipping": (0.0, (0, 19, 3)),
+    "bf16.check_grad_overflow": (False, (0, 19, 3)),
+    "zero_optimization.offload_optimizer.pin_memory": (False, (0, 19, 5)),
+    "zero_optimization.offload_param.pin_memory": (False, (0, 19, 5)),
+}
+
+
+def default_of(key: str, version: Version, today: Any) -> Any:
+    """A key's default in a version, where `today` is that of the last one."""
+    before, since = _MOVED.get(key, (today, ()))
+    return today if version >= since else before
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A feature that DeepSpeed no longer has.
+
+    Attributes:
+        since: the first version without it; from there on the key alone stops a run, even if it is switched off.
+        what: it was.
+        instead: what to do.
+    """
+
+    since: Version
+    what: str
+    instead: str
+
+    def in_words(self, version: Version) -> str:
+        gone = f"DeepSpeed {in_words(self.since)} removed {self.what} and refuses the key"
+        later = f"{self.what}; gone from DeepSpeed {in_words(self.since)} on"
+        return f"{gone if version >= self.since else later}. Instead: {self.instead}."
+
+
+def in_words(version: Version) -> str:
+    """As it is written: "0.19.8"."""
+    return ".".join(str(part) for part in version)
+
+
+_7, _8 = (0, 19, 7), (0, 19, 8)
+_ZERO = "zero_optimization"
+REMOVED: Mapping[str, Removed] = {
+    "nebula": Removed(_7, "Nebula checkpoints", "remove it; checkpoints in the background are Terrazzo's own"),
+    "compression_training": Removed(_7, "the compression library", "quantise or prune with torchao, then train"),
+    "quantize_training": Removed(_7, "mixture of quantisation", "quantisation-aware training of torchao"),
+    "sparse_attention": Removed(_7, "block-sparse attention", "FlexAttention with a block mask, in the model's code"),
+    "amp": Removed(_8, "Apex AMP", "'bf16', 'fp16' or 'torch_autocast'"),
+    "sparse_gradients": Removed(
+        _8, "sparse reduction of dense embeddings' gradients", "nn.Embedding(sparse=True) where it pays"
+    ),
+    "eigenvalue": Removed(_8, "eigenvalues for mixture of quantisation", "remove it"),
+    "elasticity": Removed(
+        _8, "elastic batch sizes", "set the batch keys; Terrazzo's checkpoints resume on any number of ranks"
+    ),
+    "graph_harvesting": Removed(_8, "capture of CUDA graphs", "torch.compile with mode 'reduce-overhead'"),
+    "curriculum_learning": Removed(
+        _8, "the old curriculum by sequence length", "data_efficiency.data_sampling.curriculum_learning"
+    ),
+    "progressive_layer_drop": Removed(_8, "progressive layer dropping", "stochastic depth in the model's code"),
+    f"{_ZERO}.mics_shard_size": Removed(
+        _7, "MiCS (shards within a group, replicas over groups)", "plan hybrid_shard with dp_shard of that size"
+    ),
+    f"{_ZERO}.mics_hierarchical_params_gather": Removed(_7, "MiCS's two-step gather", "remove it"),
+    f"{_ZERO}.zeropp_loco_param": Removed(_8, "LoCo's error feedback for quantised gradients", "remove it"),
+}
+"""By key; whatever is below it is meant as well."""
+
+SWITCHED = frozenset({"nebula", "amp", "eigenvalue", "elasticity", "curriculum_learning", "progressive_layer_drop"})
+"""Those that are off unless their `enabled` is true."""
+
+GHOSTS: Mapping[str, str] = {
+    "fp32_allreduce": "DeepSpeed no longer reads it: communication_data_type 'fp32' says the same",
+    "aio.thread_count": "DeepSpeed no longer reads it: today's word is aio.intra_op_parallelism",
+    "zero_optimization.offload_optimizer.buffer_size": "offload_param alone has it: DeepSpeed refuses the file",
+    "allgather_size": "DeepSpeed reads it beside 'zero_optimization: true' alone",
+}
+"""Keys that look known and are not, and what to write instead."""
+
+_COMPRESSED = "an optimizer that compresses what it sends"
+REMOVED_OPTIMIZERS: Mapping[str, Removed] = {
+    "onebitadam": Removed(_7, _COMPRESSED, "AdamW with communication_data_type 'bf16'"),
+    "onebitlamb": Removed(_7, _COMPRESSED, "Lamb with communication_data_type 'bf16'"),
+    "zerooneadam": Removed(_7, _COMPRESSED, "AdamW with communication_data_type 'bf16'"),
+}
+"""By optimizer.type in lower case."""

@@ -1,0 +1,57 @@
+"""What two configurations mean differently, whatever their dialects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from terrazzo.dialects.description import MEANING, PATHS, Description, Setting, inactive
+from terrazzo.dialects.understand import agree, extras_by_key, idle
+
+__all__ = ["Difference", "compare"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting.
+
+    Attributes:
+        path: of the neutral setting, or the key of an extra of two files of one dialect.
+        kind: `value`: both say it, and not the same; `a` or `b`: only that one does, the other leaves it to code.
+    """
+
+    path: str
+    meaning: str
+    kind: Literal["value", "a", "b"]
+    a: Setting[Any]
+    b: Setting[Any]
+
+
+def compare(a: Description, b: Description) -> list[Difference]:
+    """Every difference, in the order of the sections. What one leaves to code and the other turns off is none."""
+    found = []
+    for path in PATHS:
+        one, other = a[path], b[path]
+        if one.is_set and other.is_set:
+            if not agree(path, a, b) and not (idle(a, path) and idle(b, path)):
+                found.append(Difference(path, MEANING[path], "value", one, other))
+        elif one.is_set != other.is_set:
+            said = one if one.is_set else other
+            if not inactive(path, said.value) and not idle(a if one.is_set else b, path):
+                found.append(Difference(path, MEANING[path], "a" if one.is_set else "b", one, other))
+    return found + (_extras(a, b) if a.dialect == b.dialect else [])
+
+
+def _extras(a: Description, b: Description) -> list[Difference]:
+    ours, theirs = extras_by_key(a), extras_by_key(b)
+    found = []
+    for key in dict.fromkeys([*ours, *theirs]):
+        one, other = (
+            Setting(side[key].value, "file", key) if key in side else Setting(None, "unset") for side in (ours, theirs)
+        )
+        if one.is_set and other.is_set and one.value == other.value:
+            continue
+        meaning = (ours.get(key) or theirs[key]).why
+        kind: Literal["value", "a", "b"] = "value" if one.is_set and other.is_set else "a" if one.is_set else "b"
+        found.append(Difference(key, meaning, kind, one, other))
+    return found

@@ -1,0 +1,127 @@
+"""Writing a document setting by setting, so that none is dropped in silence.
+
+    draft = Draft(description, "FSDP2")
+    draft.put("precision.reduce", "mp_policy.reduce_dtype", "bfloat16")
+    draft.implied("prefetch.backward")
+    return draft.finish()
+
+What nobody has spoken of when the draft finishes is lossy, unless its value asks for nothing or follows from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from terrazzo.dialects.description import Description, Setting, inactive, settings, shown
+from terrazzo.dialects.dialect import Writing
+from terrazzo.dialects.reader import split
+from terrazzo.dialects.verdict import Kind, Verdict
+
+__all__ = ["Draft"]
+
+
+class Draft:
+    """A document under way.
+
+    Args:
+        description: what is to be said.
+        library: the target's name in messages.
+
+    Attributes:
+        document: nested, so far.
+    """
+
+    def __init__(self, description: Description, library: str) -> None:
+        self.description, self.library = description, library
+        self.document: dict[str, Any] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._missing: list[Verdict] = []
+
+    def setting(self, path: str) -> Setting[Any]:
+        return self.description[path]
+
+    def value(self, path: str, default: Any = None) -> Any:
+        """The value at a path; the default where it is unset or None."""
+        found = self.description[path].value
+        return default if found is None else found
+
+    def is_set(self, path: str) -> bool:
+        return self.description[path].is_set
+
+    # -- what becomes of a setting ---------------------------------------------------------------------------------
+
+    def put(self, paths: str | Iterable[str], key: str, value: Any, why: str = "", kind: Kind = "applied") -> None:
+        """Write a key, which says one or more settings. Unset ones get no verdict."""
+        self.write(key, value)
+        self._say(paths, kind, key, why)
+
+    def copy(self, path: str, key: str) -> None:
+        """Write a setting's value as it is, if it is set and not None."""
+        if (value := self.value(path)) is not None:
+            self.put(path, key, list(value) if isinstance(value, tuple) else value)
+        else:
+            self.implied(path)
+
+    def implied(self, paths: str | Iterable[str], why: str = "", key: str = "") -> None:
+        """The target does so without a key, or by `key`, already written."""
+        self._say(paths, "applied", key, why)
+
+    def lossy(self, paths: str | Iterable[str], why: str, key: str = "") -> None:
+        self._say(paths, "lossy", key, why)
+
+    def missing(self, path: str, key: str, why: str) -> None:
+        """The target needs a key that the source leaves to code."""
+        self._missing.append(Verdict(path, self.description[path].value, "lossy", key, why))
+
+    def refuse(self, paths: str | Iterable[str], why: str) -> None:
+        """The target cannot do this; `why` says what to do instead."""
+        self._say(paths, "refused", "", why)
+
+    def write(self, key: str, value: Any) -> None:
+        """Write a dotted key that no setting stands behind."""
+        *parents, last = split(key)
+        place = self.document
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+
+    def has(self, key: str) -> bool:
+        place: Any = self.document
+        for name in split(key):
+            if not isinstance(place, dict) or name not in place:
+                return False
+            place = place[name]
+        return True
+
+    def _say(self, paths: str | Iterable[str], kind: Kind, key: str, why: str) -> None:
+        for path in [paths] if isinstance(paths, str) else paths:
+            setting = self.description[path]
+            if setting.is_set:
+                self._verdicts[path] = Verdict(path, setting.value, kind, key, why)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def restore_extras(self, dialect: str) -> None:
+        """Write what the source said beyond the sections, if it is of this very dialect and not written by now."""
+        if self.description.dialect == dialect:
+            for extra in self.description.extras:
+                if not self.has(extra.key):
+                    self.write(extra.key, extra.value)
+
+    def finish(self, dialect: str = "") -> Writing:
+        """The document, with a verdict for every setting that is set.
+
+        Args:
+            dialect: the target's name, to restore extras of a source of the same dialect.
+        """
+        if dialect:
+            self.restore_extras(dialect)
+        for path, setting in settings(self.description):
+            if not setting.is_set or path in self._verdicts:
+                continue
+            if inactive(path, setting.value) or setting.origin == "derived":  # it follows from what has been spoken of
+                self.implied(path)
+            else:
+                self.lossy(path, f"{self.library} has nothing for {path} = {shown(setting.value)}")
+        return Writing(self.document, tuple(self._verdicts.values()), tuple(self._missing))

@@ -1,0 +1,82 @@
+"""A converted document as text: YAML with the source's comments at the keys that they spoke of, or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from terrazzo.dialects.comments import Comment, place, take
+from terrazzo.dialects.files import Format, Loaded
+from terrazzo.dialects.verdict import Verdict
+
+__all__ = ["plain", "to_text"]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block style, with lists of plain values in one line."""
+
+    def represent_sequence(
+        self, tag: str, sequence: Iterable[Any], flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
+        values = list(sequence)
+        flat = not any(isinstance(value, list | tuple | dict) for value in values)
+        return super().represent_sequence(tag, values, flow_style=flat)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def to_text(document: Mapping[str, Any], kind: Format, source: Loaded, verdicts: Iterable[Verdict]) -> str:
+    """The document's text.
+
+    Args:
+        source: the file that was converted; its comments are kept in YAML.
+        verdicts: those of the conversion: they say what each key of the source has become.
+    """
+    values = plain(document)
+    if kind == "json":
+        return json.dumps(values, indent=2) + "\n"
+    text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    if source.format == "json":
+        return text
+    return place(text, _moved(take(source.text), list(verdicts)))
+
+
+def _moved(comments: Mapping[str, Comment], verdicts: list[Verdict]) -> dict[str, Comment]:
+    """Comments under the keys of the target; those of keys that are gone name them, and lose their place."""
+    moved: dict[str, Comment] = {}
+    for key, comment in comments.items():
+        target = _target(key, verdicts)
+        if key and not target:
+            comment = Comment([f"{key}: {words}" if words else "" for words in comment.lines()])
+        known = moved.setdefault(target, Comment())
+        known.above += comment.above
+        known.beside += comment.beside
+    return moved
+
+
+def _target(key: str, verdicts: list[Verdict]) -> str:
+    """What a key has become. Of a section: the section that all of its keys are in, else what its first key is."""
+    if exact := [verdict.target for verdict in verdicts if verdict.key == key and verdict.target]:
+        return exact[0].split(", ")[0]
+    below = [
+        verdict.target.split(", ")[0] for verdict in verdicts if verdict.target and verdict.key.startswith(f"{key}.")
+    ]
+    parents = {target.rpartition(".")[0] for target in below}
+    if not key or not below:
+        return ""
+    return parents.pop() if len(parents) == 1 and parents != {""} else below[0]
+
+
+def plain(value: Any) -> Any:
+    """As JSON and YAML know it: mappings, lists, text, numbers, booleans, None."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list | set | frozenset):
+        return [plain(each) for each in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value

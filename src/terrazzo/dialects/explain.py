@@ -1,0 +1,151 @@
+"""What a configuration means: the row of the table, and every option's effective value with who set it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.dialects.description import LOADED, MEANING, Description, Extra, Setting, settings, shown
+from terrazzo.dialects.understand import Understood, data_ranks, degrees, extras_by_key
+from terrazzo.dialects.verdict import Verdict
+from terrazzo.engine import LossScaling
+
+__all__ = ["Option", "Page", "explain", "origin_words", "plan_words"]
+
+_STATES = {
+    "weight": "weights",
+    "between": "weights from forward to backward",
+    "grad": "gradients",
+    "optim": "optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option's effective value.
+
+    Attributes:
+        path: of the neutral setting.
+        origin: who set it: see `origin_words`.
+    """
+
+    path: str
+    value: Any
+    origin: str
+    key: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """What `explain` says.
+
+    Attributes:
+        plan: the meaning in the table's words, a line each.
+        options: every option that the file or its library decides.
+        left: settings that the file and its library leave to code, by path.
+        own: what has a meaning to this library alone.
+        unsettled: verdicts of keys that are not taken as they stand.
+    """
+
+    dialect: str
+    title: str
+    plan: tuple[str, ...]
+    options: tuple[Option, ...]
+    left: tuple[str, ...]
+    own: tuple[Extra, ...]
+    unsettled: tuple[Verdict, ...]
+
+
+def explain(understood: Understood) -> Page:
+    """The page of a file."""
+    description = understood.description
+    options = [
+        Option(path, setting.value, setting.origin, setting.key, MEANING[path])
+        for path, setting in settings(description)
+        if setting.is_set
+    ]
+    unsettled = [verdict for verdict in understood.reading.verdicts if verdict.kind != "applied"]
+    return Page(
+        understood.dialect.name,
+        understood.dialect.title,
+        tuple(plan_words(description)),
+        tuple(options),
+        tuple(path for path, setting in settings(description) if not setting.is_set),
+        tuple(extras_by_key(description).values()),
+        tuple(unsettled),
+    )
+
+
+def origin_words(setting: Setting[Any] | Option) -> str:
+    """Who set a value: `file: zero_optimization.stage`, `default`, `auto: train_batch_size`."""
+    if setting.origin == "file" and not setting.key:
+        return "file"
+    return f"{setting.origin}: {setting.key}" if setting.key else setting.origin
+
+
+def plan_words(description: Description) -> Iterator[str]:
+    """Where each state lives, over which ranks, in which dtypes, and the batch's arithmetic."""
+    plan = description.plan
+    if plan is None:
+        yield "where states live is left to code: there is no plan in this file"
+    else:
+        yield str(plan)
+        yield from (f"  {line}" for line in _in_full(description))
+    if mesh := _mesh(description):
+        yield f"ranks: {mesh}"
+    if dtypes := _dtypes(description):
+        yield f"dtypes: {dtypes}"
+    if batch := _batch(description):
+        yield f"batch: {batch}"
+
+
+def _in_full(description: Description) -> Iterator[str]:
+    words = {
+        "-": "a full copy on every rank",
+        "D": "split over all data ranks",
+        "S": "split over the ranks of dp_shard",
+    }
+    for state, name in _STATES.items():
+        axes = description.value(f"sharding.{state}")
+        tier = description.value(f"offload.{state}") if state != "between" else None
+        where = {"cpu": ", in host memory", "nvme": ", on NVMe", "device": "", None: ""}.get(tier, f", {tier}")
+        yield f"{name}: {words.get(axes, f'split over {axes}')}{where}"
+
+
+def _mesh(description: Description) -> str:
+    found = degrees(description)
+    given = {axis: degree for axis, degree in found.items() if degree not in (1, None)}
+    if (ep := description.value("mesh.ep")) not in (None, 1):
+        given["ep"] = ep
+    world = description.value("mesh.world")
+    product = " × ".join(f"{axis} {degree}" for axis, degree in given.items())
+    if world is None:
+        return product + (" × dp_shard as many as are left" if product and found["dp_shard"] is None else "")
+    return f"{world} = {product}" if product else str(world)
+
+
+def _dtypes(description: Description) -> str:
+    names = ("weight", "compute", "reduce", "accumulate", "master", "moments")
+    found = [(name, description.value(f"precision.{name}")) for name in names]
+    known = [f"{name} {'as loaded' if dtype == LOADED else dtype}" for name, dtype in found if dtype]
+    if scaling := description.value("precision.loss_scaling"):
+        known.append(scaling_words(scaling))
+    if fixed := description.value("precision.static_loss_scale"):
+        known.append(f"loss scale {fixed:g}")
+    return ", ".join(known)
+
+
+def scaling_words(scaling: LossScaling) -> str:
+    """Dynamic loss scaling in a few words."""
+    return f"loss scale from {scaling.init:g}, doubled after {scaling.interval} good steps"
+
+
+def _batch(description: Description) -> str:
+    sizes = {name: description.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation")}
+    ranks = data_ranks(description)
+    if all(sizes.values()) and ranks:
+        micro, count = sizes["micro_batch"], sizes["accumulation"]
+        return f"{sizes['global_batch']} sequences = {micro} × {count} micro-batches × {ranks} data ranks"
+    return ", ".join(f"{name} {shown(size)}" for name, size in sizes.items() if size)

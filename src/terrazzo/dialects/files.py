@@ -1,0 +1,314 @@
+"""Loading a stranger's file: plain data or `BadInput`, quickly, and nothing that a string names is run.
+
+Two formats, JSON and YAML. What is refused: more than 1 MiB, nesting deeper than 32, more than 20,000 values once
+aliases are expanded, cycles, keys given twice, NaN and infinities, numbers beyond 64 bits, other encodings than UTF-8,
+control characters, YAML tags for anything but plain values, several documents in one file, and what is no regular file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "Loaded", "load", "parse"]
+
+MAX_BYTES = 2**20
+MAX_DEPTH = 32
+MAX_VALUES = 20_000
+_MAX_NUMBER = 2**63
+_MAX_DIGITS = 100  # YAML's numbers in base 60 take quadratic time
+
+Format = Literal["json", "yaml"]
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it is there: 10 times faster
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A file, read.
+
+    Attributes:
+        document: plain data: dicts with text keys, lists, text, numbers, booleans, None.
+        text: as it stands in the file.
+        relaxed: whether it is JSON with comments or commas too many, which DeepSpeed reads and Python's json refuses.
+    """
+
+    path: Path
+    document: dict[str, Any]
+    text: str
+    format: Format
+    relaxed: bool = False
+
+
+def load(path: str | Path) -> Loaded:
+    """Read a file: JSON if its name ends in `.json`, else YAML. Errors: `BadInput` for all that the module refuses."""
+    path = Path(path)
+    text = _decode(_read(path), str(path))
+    kind: Format = "json" if path.suffix.lower() == ".json" else "yaml"
+    return Loaded(path, parse(text, kind, str(path)), text, kind, kind == "json" and _strict(text) != text)
+
+
+def parse(text: str, kind: Format, origin: str = "the text") -> dict[str, Any]:
+    """Plain data from text. Errors: `BadInput`, naming `origin`."""
+    if bad := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x85\u2028\u2029]", text):
+        line = text.count("\n", 0, bad.start()) + 1
+        raise BadInput(f"'{origin}' holds the control character {bad.group()!r} in line {line}: remove it.")
+    try:
+        document = _json(text, origin) if kind == "json" else _yaml(text, origin)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        name = "YAML" if kind == "yaml" else "JSON"
+        raise BadInput(f"'{origin}' is not valid {name}: {' '.join(str(error).split())[:300]}.") from None
+    except (RecursionError, ValueError, OverflowError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"'{origin}' holds a value that cannot be read: {str(error).partition(';')[0][:200]}.") from None
+    if document is None:
+        raise BadInput(f"'{origin}' is empty: there is nothing to read.")
+    if not isinstance(document, dict):
+        raise BadInput(f"'{origin}' holds a {type(document).__name__}, expected keys with values.")
+    _check(document, origin)
+    return document
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> bytes:
+    try:
+        # A pipe would make open() wait for ever, and a device has no end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise BadInput(f"'{path}' is {'a folder' if path.is_dir() else 'no regular file'}: name a file.")
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            data = (file.read(MAX_BYTES + 1) or b"") if size_bytes <= MAX_BYTES else b""  # None: nothing there yet
+    except FileNotFoundError:
+        near = did_you_mean(path.name, _neighbours(path.parent))
+        raise BadInput(f"No configuration file at '{path}'.{near}") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"'{path}' cannot be read: {error}.") from None
+    if size_bytes > MAX_BYTES or len(data) > MAX_BYTES:
+        raise BadInput(
+            f"'{path}' is {max(size_bytes, len(data)):,} bytes; no configuration is more than {MAX_BYTES:,}: is it "
+            "another file?"
+        )
+    return data
+
+
+def _neighbours(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for _, entry in zip(range(1000), entries, strict=False)]
+    except OSError:
+        return []
+
+
+def _decode(data: bytes, origin: str) -> str:
+    for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"), (b"\x00\x00\xfe\xff", "UTF-32")):
+        if data.startswith(mark):
+            raise BadInput(f"'{origin}' is encoded as {name}, expected UTF-8: save it again as UTF-8.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadInput(
+            f"'{origin}' is not UTF-8 text: byte {data[error.start]:#04x} in line {line}. Save it again as UTF-8."
+        ) from None
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------
+
+
+_BESIDES = re.compile(r'"(?:[^"\\]|\\.)*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)|,(?=\s*[}\]])', re.DOTALL)
+"""Text in quotes, and what strict JSON has not: comments, and commas before a closing bracket."""
+
+
+def _strict(text: str) -> str:
+    """Without what strict JSON has not; all else keeps its place."""
+    return _BESIDES.sub(lambda found: found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0]), text)
+
+
+def _json(text: str, origin: str) -> Any:
+    text = _strict(text)
+    _check_depth(_brackets(text), origin)
+
+    def refuse(word: str) -> NoReturn:
+        raise BadInput(f"'{origin}' holds {word}, which is not a number that a setting can have.")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise _twice(key, origin)
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+
+
+def _brackets(text: str) -> Iterator[int]:
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', text, re.DOTALL):
+        if found.group() in "[{":
+            yield 1
+        elif found.group() in "]}":
+            yield -1
+
+
+def _check_depth(steps: Iterator[int], origin: str) -> None:
+    depth = 0
+    for step in steps:
+        depth += step
+        if depth > MAX_DEPTH:
+            raise BadInput(f"'{origin}' is nested more than {MAX_DEPTH} deep; no configuration is.")
+
+
+def _twice(key: str, origin: str, line: int | None = None) -> BadInput:
+    where = f" (line {line})" if line else ""
+    return BadInput(f"'{origin}': key '{key}' appears twice in one section{where}: keep one of them.")
+
+
+# -- YAML ----------------------------------------------------------------------------------------------------------
+
+
+class _Loader(_Parser):  # type: ignore[misc]
+    """Plain values only. `1e-3` is a number, as in YAML 1.2; dates are text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+_PLAIN = frozenset(
+    f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
+)
+
+
+def _yaml(text: str, origin: str) -> Any:
+    _check_depth(_events(text, origin), origin)
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _Nodes(origin).check(root)
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _events(text: str, origin: str) -> Iterator[int]:
+    """The steps in depth, read before anything is built: what is too much is refused where it starts to be."""
+    documents = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        if count > 3 * MAX_VALUES:
+            raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
+        if isinstance(event, yaml.CollectionStartEvent):
+            yield 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            yield -1
+        elif isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise BadInput(f"'{origin}' holds several YAML documents: keep one, up to the line '---'.")
+
+
+class _Nodes:
+    """Checks on the tree of YAML nodes, each node once, however often aliases name it."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.values: dict[int, int] = {}  # of a node and all below it, aliases expanded
+        self.open: set[int] = set()
+
+    def check(self, node: yaml.Node) -> int:
+        """The number of values (and of kilobytes of text) of a node, aliases expanded."""
+        if id(node) in self.open:
+            raise BadInput(
+                f"'{self.origin}': the alias in line {node.start_mark.line + 1} contains itself: write the values out."
+            )
+        if id(node) in self.values:
+            return self.values[id(node)]
+        if node.tag not in _PLAIN:
+            raise BadInput(
+                f"'{self.origin}' line {node.start_mark.line + 1} has the tag {_short(node.tag)!r}: a configuration "
+                "holds plain values only, and nothing in it is called. Remove the tag."
+            )
+        if (
+            isinstance(node, yaml.ScalarNode)
+            and node.tag.endswith((":int", ":float"))
+            and len(node.value) > _MAX_DIGITS
+        ):
+            raise BadInput(
+                f"'{self.origin}' line {node.start_mark.line + 1} has a number of {len(node.value):,} characters."
+            )
+        self.open.add(id(node))
+        count = 1 + sum(map(self.check, self._children(node)))
+        self.open.discard(id(node))
+        if count > MAX_VALUES:
+            raise BadInput(f"'{self.origin}' holds more than {MAX_VALUES:,} values once aliases are expanded.")
+        self.values[id(node)] = count
+        return count
+
+    def _children(self, node: yaml.Node) -> list[yaml.Node]:
+        if isinstance(node, yaml.ScalarNode):
+            return []
+        if isinstance(node, yaml.SequenceNode):
+            return list(node.value)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
+                raise BadInput(f"'{self.origin}' line {key.start_mark.line + 1}: a key is no text: name it.")
+            if key.value in seen:
+                raise _twice(key.value, self.origin, key.start_mark.line + 1)
+            seen.add(key.value)
+            if key.tag in _PLAIN and not key.tag.endswith(":merge"):
+                key.tag = "tag:yaml.org,2002:str"  # `8:` and `on:` are the keys "8" and "on"
+        return [each for pair in node.value for each in pair]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# -- both ----------------------------------------------------------------------------------------------------------
+
+
+def _check(document: dict[str, Any], origin: str) -> None:
+    """Refuse numbers that no setting can have, and more values or text than any configuration holds."""
+    budget = [MAX_VALUES, 4 * MAX_BYTES]
+
+    def walk(key: str, value: Any) -> None:
+        budget[0] -= 1
+        budget[1] -= len(value) if isinstance(value, str) else 0
+        if min(budget) < 0:
+            raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values, or text without end.")
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                walk(key, name)
+                walk(f"{key}.{name}" if key else name, inner)
+        elif isinstance(value, str) and not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+            raise BadInput(f"'{origin}': {key} holds half a character ({value!a:.60}), which is no text.")
+        elif isinstance(value, list):
+            for inner in value:
+                walk(key, inner)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise BadInput(f"'{origin}': {key} is {value}, which is not a number that a setting can have.")
+        elif isinstance(value, int) and abs(value) >= _MAX_NUMBER:
+            raise BadInput(f"'{origin}': {key} is a number of {value.bit_length()} bits, more than any setting has.")
+
+    walk("", document)

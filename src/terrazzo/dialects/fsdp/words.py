@@ -1,0 +1,334 @@
+"""The words of torch's own sharding, shared by every dialect that stands on FSDP: dtypes, strategies, units, offload.
+
+`Pen` is a `Draft` that leaves out what the target does without being told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from terrazzo.dialects.description import PATHS, Description, Origin, Setting, inactive
+from terrazzo.dialects.draft import Draft
+from terrazzo.dialects.reader import Reader, derived, matches
+from terrazzo.dialects.understand import NVME_ONLY
+from terrazzo.engine import Plan
+
+__all__ = [
+    "DTYPES",
+    "HYBRID",
+    "HYBRID_ROWS",
+    "NEAREST",
+    "NUMBERED",
+    "OFFLOAD",
+    "ON_CPU",
+    "SHARDING",
+    "STRATEGIES",
+    "TORCH_NAMES",
+    "WRAP_KEYS",
+    "Pen",
+    "canonical",
+    "dtype",
+    "given_only",
+    "keep_nulls",
+    "leave_to_loop",
+    "nearest_row",
+    "offload",
+    "origin_of",
+    "refuse_rest",
+    "row_settings",
+    "shard_ranks",
+    "uniform",
+    "wants_deepspeed",
+    "wrap_policy",
+    "write_offload",
+    "write_wrap_policy",
+]
+
+SHARDING = ("sharding.weight", "sharding.between", "sharding.grad", "sharding.optim")
+OFFLOAD = ("offload.weight", "offload.grad", "offload.optim")
+LOOP = ("batch", "optimizer", "schedule", "training", "activation_checkpointing", "saving", "loading")
+
+ON_CPU = "the optimizer steps on the CPU once backward is done"
+
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""Torch's name of a neutral dtype."""
+DTYPES = {
+    **{name: short for short, name in TORCH_NAMES.items()},
+    **{f"torch.{name}": short for short, name in TORCH_NAMES.items()},
+    **{short: short for short in TORCH_NAMES},
+    "half": "fp16",
+    "float": "fp32",
+    "double": "fp64",
+}
+"""Neutral dtype by any of the words in use."""
+
+STRATEGIES = {
+    "full_shard": "zero3",
+    "shard_grad_op": "shard_grad_op",
+    "no_shard": "zero0",
+    "hybrid_shard": "hybrid_shard",
+    "_hybrid_shard_zero2": "hybrid_shard_zero2",
+    "hybrid_shard_zero2": "hybrid_shard_zero2",
+}
+"""Row of the table by the name of FSDP1's `ShardingStrategy`."""
+NUMBERED = dict(enumerate(dict.fromkeys(STRATEGIES.values()), 1))
+"""Row by the strategy's number."""
+HYBRID = {"zero3": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
+"""Row on two axes, replicas and shards, by that on one."""
+HYBRID_ROWS = tuple(HYBRID.values())
+
+NEAREST = {
+    "zero1": (
+        "shard_grad_op",
+        "FSDP has no stage 1: weights and gradients are split as well, the numbers are the same",
+    ),
+    "zero2": (
+        "shard_grad_op",
+        "FSDP splits the weights at rest too and gathers them once per step: less memory, the same numbers",
+    ),
+    "hfsdp": ("hybrid_shard", "FSDP keeps the optimizer state whole in every replica: 12/S instead of 12/(S·R) bytes"),
+    "hpz": ("zero3", "without a second copy inside the node, backward gathers over all ranks: more traffic"),
+}
+"""The row that FSDP runs in place of one that it lacks, and what changes. The optimizer's numbers do not."""
+
+
+def nearest_row(description: Description, rows: Collection[str]) -> tuple[str | None, str]:
+    """The description's row, or the one nearest to it among `rows`, and what changes with it.
+
+    None with a reason where there is none near; None without one where the description says no row at all.
+    """
+    if not all(description[path].is_set for path in SHARDING):
+        return None, ""
+    row = description.row
+    if row is not None and row in rows:
+        return row, ""
+    if row in NEAREST and NEAREST[row][0] in rows:
+        return NEAREST[row]
+    places = " | ".join(f"{path.partition('.')[2]} {description.value(path)}" for path in SHARDING)
+    return None, f"no setting splits the states so ({places})"
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def origin_of(*sources: Setting[Any]) -> Origin:
+    """ "file" if the file gave any of these, else "default"."""
+    return "file" if any(source.origin == "file" for source in sources) else "default"
+
+
+def row_settings(row: str, *sources: Setting[Any], origin: Origin | None = None) -> dict[str, Setting[Any]]:
+    """The four places of a row, under the keys of what chose it."""
+    chosen = origin or origin_of(*sources)
+    places = Plan.named(row).places()
+    return {f"sharding.{state}": derived(str(place), *sources, origin=chosen) for state, place in places.items()}
+
+
+def uniform(kind: str, *states: str) -> dict[str, Setting[Any]]:
+    """One dtype for each of some states, by default."""
+    return {f"precision.{state}": Setting(kind, "default") for state in states}
+
+
+def dtype(reader: Reader, key: str) -> Setting[Any]:
+    """A dtype by any of its names; None where none is given."""
+    found = reader.choice(key, DTYPES, null=True)
+    return canonical(reader, key, found, TORCH_NAMES.get(found.value))
+
+
+def canonical(reader: Reader, key: str, found: Setting[Any], word: str | None) -> Setting[Any]:
+    """The same setting; a spelling other than `word`, which the library itself uses, is said to be renamed."""
+    if found.origin == "file" and word is not None and reader.get(key) != word:
+        reader.say(key, "renamed", f"written {word} from here on")
+    return found
+
+
+def keep_nulls(reader: Reader, known: Iterable[str]) -> None:
+    """Keep known keys that say nothing, so that the same document can be written again."""
+    patterns = tuple(known)
+    for key in [key for key, value in reader.flat.items() if value is None or value == {}]:
+        if any(matches(key, pattern) for pattern in patterns):
+            reader.keep(key, "it says nothing: the default holds", harmless=True)
+
+
+def given_only(settings: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+    """Those that the file gives a value: a default that says nothing to others is left unset."""
+    return {path: setting for path, setting in settings.items() if setting.origin == "file"}
+
+
+def refuse_rest(reader: Reader, known: Iterable[str]) -> None:
+    """Refuse known keys that nobody has taken: their value has a shape that nobody reads."""
+    patterns = tuple(known)
+    for key in reader.unread():
+        if any(matches(key, pattern) for pattern in patterns):
+            reader.refuse(key, f"it is {str(reader.get(key))[:60]!r}, which {reader.library} does not take there")
+
+
+def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> dict[str, Setting[Any]]:
+    """FSDP's all-or-nothing offload: weights, gradients and optimizer in host memory, or none of them."""
+    tier = derived("cpu" if enabled.value else "device", enabled, origin=enabled.origin)
+    given = dict.fromkeys(OFFLOAD, tier)
+    return {**given, "offload.pin": pin or Setting(True, "default")} if enabled.value else given
+
+
+_CLASS_KEYS = (
+    "",
+    ".transformer_layer_cls",
+    ".module_classes",
+    ".ModuleWrapPolicy",
+    ".ModuleWrapPolicy.module_classes",
+    ".transformer_auto_wrap_policy.transformer_layer_cls",
+)
+_SIZE_KEYS = (".min_num_params", ".size_based_auto_wrap_policy.min_num_params")
+WRAP_KEYS = (*_CLASS_KEYS, *_SIZE_KEYS, ".size_based_auto_wrap_policy.<argument>")
+"""What may stand at and below a wrap policy."""
+
+
+def wrap_policy(reader: Reader, key: str) -> dict[str, Setting[Any]]:
+    """Units by FSDP1's `auto_wrap_policy`: class names, or a smallest size. Names of functions are refused."""
+    for name in (key + suffix for suffix in _SIZE_KEYS if key + suffix in reader.flat):
+        size = reader.integer(name, 10**8, low=1)
+        for other in reader.unread():
+            if other.startswith(f"{key}.size_based_auto_wrap_policy."):
+                reader.keep(other, "only torch's size rule has it")
+        return {"units.policy": derived("min_numel", size, origin="file"), "units.min_numel": size}
+    for name in (key + suffix for suffix in _CLASS_KEYS if reader.get(key + suffix) is not None):
+        classes = reader.names(name)
+        wrong = [word for word in classes.value if not re.fullmatch(r"(\w+\.)*[A-Z]\w*", word)]
+        if wrong:
+            reader.refuse(name, f"'{wrong[0]}' names a function, which is not run: name the classes of the units")
+        elif classes.value:
+            return {"units.policy": derived("classes", classes, origin="file"), "units.classes": classes}
+    return {"units.policy": Setting("none", "default")}
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+class Pen(Draft):
+    """A draft that leaves out what the target does by itself.
+
+    Written for the dialect that the description was read from, it repeats exactly the keys that stood there.
+
+    Args:
+        description: what is to be said.
+        library: the target's name in messages.
+        dialect: the target's name.
+    """
+
+    def __init__(self, description: Description, library: str, dialect: str) -> None:
+        super().__init__(description, library)
+        self.own = description.dialect == dialect
+
+    def wanted(self, path: str, default: Any, key: str = "") -> bool:
+        """Whether a setting needs its key.
+
+        In this very dialect: if the file gave it, by `key` or one beside it where one is named. Else: if its value is
+        not what the target does without being told.
+        """
+        setting = self.setting(path)
+        if not setting.is_set:
+            return False
+        if self.own and setting.origin in ("default", "derived"):
+            return bool(key) and setting.origin == "derived" and key in setting.keys
+        if self.own and setting.keys:
+            return not key or any(_beside(said, key) for said in setting.keys)
+        return bool(setting.value != default)
+
+    def kept(self, key: str) -> bool:
+        """Whether the source says this very key beyond the sections, so that it comes back by itself."""
+        return self.own and any(extra.key == key for extra in self.description.extras)
+
+    def place(self, path: str, key: str) -> str:
+        """The key that said it in this very dialect, if it was one, else `key`."""
+        keys = self.setting(path).keys
+        return keys[0] if self.own and len(keys) == 1 and _beside(keys[0], key) else key
+
+    def option(self, path: str, key: str, default: Any, words: Mapping[Any, Any] | None = None, why: str = "") -> None:
+        """Write a setting that one key says, in the target's words, unless its default says the same."""
+        setting = self.setting(path)
+        if words is not None and setting.value is not None and setting.value not in words:
+            self.lossy(path, f"{self.library} cannot say {setting.value!r}: {_listed(words)}")
+        elif self.wanted(path, default, key) and not self.kept(self.place(path, key)):
+            value = words[setting.value] if words is not None and setting.value is not None else setting.value
+            self.put(path, self.place(path, key), list(value) if isinstance(value, tuple) else value, why)
+        else:
+            self.implied(path, why)
+
+
+def _beside(said: str, key: str) -> bool:
+    """Whether two keys are one, or one is a part of the other, or both are forms of one argument."""
+    if said.startswith(f"{key}.") or key.startswith(f"{said}.") or said == key:
+        return True
+    return said.partition(".")[0] == key.partition(".")[0] == "auto_wrap_policy"
+
+
+def _listed(words: Mapping[Any, Any]) -> str:
+    return f"it has {', '.join(str(word) for word in dict.fromkeys(words))}"
+
+
+def write_offload(pen: Pen, key: str, value: Any = True, off: Any = False) -> bool:
+    """Write FSDP's offload if any state is off the device; whether it is."""
+    tiers = {path: pen.value(path, "device") for path in OFFLOAD}
+    idle = [path for path in PATHS if path.startswith("offload.") and path not in OFFLOAD]
+    if set(tiers.values()) == {"device"}:
+        pen.implied(idle)
+        if pen.wanted("offload.weight", "device", key):
+            pen.put(OFFLOAD, pen.place("offload.weight", key), off)
+        else:
+            pen.implied(OFFLOAD)
+        return False
+    if not any("nvme" in tier for tier in tiers.values()):
+        pen.implied([path for path in idle if path in NVME_ONLY])
+    if pen.value("offload.step") in ("auto", "synchronous"):
+        pen.implied("offload.step", ON_CPU)
+    if set(tiers.values()) == {"cpu"}:
+        pen.put(OFFLOAD, pen.place("offload.weight", key), value)
+        return True
+    asked = ", ".join(f"{path.partition('.')[2]} {tier}" for path, tier in tiers.items())
+    why = f"{pen.library} moves all of weights, gradients and optimizer to the CPU or nothing; asked was {asked}"
+    pen.put(OFFLOAD, key, value, why, "lossy")
+    return True
+
+
+def wants_deepspeed(description: Description) -> bool:
+    """Whether DeepSpeed says this and FSDP cannot: stages 1 and 2, a second copy in the node, a part off the device."""
+    tiers = {description.value(path) or "device" for path in OFFLOAD}
+    partly = tiers not in ({"device"}, {"cpu"})
+    return description.dialect == "deepspeed" or description.row in ("zero1", "zero2", "hpz") or partly
+
+
+def leave_to_loop(pen: Pen) -> None:
+    """Say of what a training loop decides that these arguments do not."""
+    for path in PATHS:
+        if path.partition(".")[0] in LOOP and not inactive(path, pen.description.value(path)):
+            pen.lossy(path, f"{pen.library} takes no such argument: your own code says it")
+
+
+def shard_ranks(pen: Pen, world: int | None) -> int | None:
+    """Ranks per replica: as said, or what is left of the world where that is known."""
+    said: int | None = pen.value("mesh.dp_shard")
+    world = pen.value("mesh.world") or world
+    if said is not None or world is None:
+        return said
+    if pen.is_set("mesh.dp_replicate") and pen.value("mesh.dp_replicate") is None:
+        return None
+    for axis in ("dp_replicate", "tp", "cp", "sp", "pp"):
+        world //= pen.value(f"mesh.{axis}", 1)
+    return world or None
+
+
+def write_wrap_policy(pen: Pen, key: str) -> None:
+    """Write units as FSDP1's `auto_wrap_policy`."""
+    policy = pen.value("units.policy")
+    if policy == "classes":
+        pen.put("units.classes", pen.place("units.classes", key), list(pen.value("units.classes", ())))
+        pen.implied("units.policy", key=key)
+    elif policy == "min_numel":
+        where = pen.place("units.min_numel", f"{key}.min_num_params")
+        pen.put("units.min_numel", where, pen.value("units.min_numel", 10**8))
+        pen.implied("units.policy", key=where)
+    elif policy == "auto":
+        pen.lossy("units.policy", f"{pen.library} finds no units by itself: name the classes of the blocks in {key}")
+    else:
+        pen.implied("units.policy")

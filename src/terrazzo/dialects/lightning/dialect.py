@@ -1,0 +1,217 @@
+"""Lightning's Trainer as a dialect: its arguments at the top, or below `trainer` as LightningCLI writes them.
+
+A strategy is a name, or `class_path` with `init_args`; a class path is compared with the known ones, never imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from terrazzo.dialects.description import Description, Extra, Setting
+from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.fsdp.words import keep_nulls, refuse_rest
+from terrazzo.dialects.lightning.findings import findings
+from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, KNOWN, MODEL_PARALLEL, NAMED, SHARED, TOP, TRAINER
+from terrazzo.dialects.lightning.loop import read_loop
+from terrazzo.dialects.lightning.rows import WORDS, precision_row
+from terrazzo.dialects.lightning.strategies import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
+from terrazzo.dialects.lightning.write import write
+from terrazzo.dialects.reader import Reader, matches
+from terrazzo.errors import did_you_mean
+
+__all__ = ["Lightning"]
+
+_TELLING = ("accumulate_grad_batches", "gradient_clip_val", "strategy", "num_nodes", "max_epochs", "accelerator")
+_VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
+_HARMLESS: tuple[str, ...] = (
+    "logger",
+    "callbacks",
+    "log_every",
+    "enable_",
+    "profiler",
+    "num_sanity",
+    "limit_val",
+    "limit_test",
+)
+_HARMLESS += (
+    "limit_predict",
+    "val_check",
+    "check_val",
+    "inference",
+    "detect",
+    "barebones",
+    "model_registry",
+    "benchmark",
+)
+
+
+class Lightning(Dialect):
+    """The arguments of `lightning.Trainer` and its strategy."""
+
+    name = "lightning"
+    title = "Lightning Trainer"
+    suffix = ".yaml"
+    known_keys = KNOWN
+
+    def recognises(self, document: Document) -> bool:
+        """By Trainer arguments, at the top or below `trainer`."""
+        below = document.get("trainer")
+        arguments = below if isinstance(below, Mapping) else document
+        known = [key for key in arguments if key in TRAINER or key in ("seed_everything", "model", "data")]
+        telling = any(key in arguments for key in (*_TELLING, *(("precision",) if below is arguments else ())))
+        return bool(known) and telling and 2 * len(known) > len(arguments) and "fsdp" not in document
+
+    def meaning(self, key: str) -> str:
+        name = key.removeprefix("trainer.")
+        argument = name.removeprefix("strategy.init_args.").partition(".")[0]
+        if name.startswith("strategy.init_args."):
+            table = {**SHARED, **FSDP, **MODEL_PARALLEL, **{each: row[1] for each, row in DEEPSPEED.items()}}
+            return table.get(argument, "argument of the strategy")
+        found = {**TRAINER, **TOP}.get(name)
+        return str(found[1]) if found else ""
+
+    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+        return _Read(document, context).reading(self.name)
+
+    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+        return write(description, context, self.name)
+
+    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+        return findings(document)
+
+
+class _Read:
+    """One document under way."""
+
+    def __init__(self, document: Document, context: Context) -> None:
+        self.prefix = "trainer." if isinstance(document.get("trainer"), Mapping) else ""
+        opaque = tuple(f"{self.prefix}strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
+        self.reader = Reader(document, "Lightning", opaque)
+        self.trainer = document["trainer"] if self.prefix else document
+        self.context = context
+
+    def reading(self, name: str) -> Reading:
+        reader = self.reader
+        keep_nulls(reader, KNOWN)
+        word = self._precision()
+        strategy = self._strategy()
+        arguments = {**self.trainer, "precision": word.value}
+        found = read_strategy(strategy, reader, self.context, arguments)
+        given = _by_nodes({**read_loop(reader, self.prefix), **found.given}, reader.get(f"{self.prefix}num_nodes", 1))
+        if strategy.kind != "DeepSpeedStrategy":
+            row = precision_row(strategy.kind, word)
+            given |= _chosen(strategy, row, found.given)
+        reader.verdicts.update({verdict.key: verdict for verdict in found.verdicts if verdict.key in reader.flat})
+        _keep_others(reader, self.prefix, strategy)
+        _name_class(strategy, given)
+        prefixed = {path: self._prefixed(setting) for path, setting in given.items()}
+        return self._close(reader.finish(name, prefixed, KNOWN, unknown="raises a TypeError"), found)
+
+    def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
+        """Keys that name a Trainer argument without its section."""
+        keys = [f"{self.prefix}{key}" if key in TRAINER else key for key in setting.keys]
+        present = [key for key in keys if key in self.reader]
+        return Setting(setting.value, setting.origin if present or not keys else "default", ", ".join(present))
+
+    def _close(self, reading: Reading, found: Found) -> Reading:
+        """Add what comes back as it was: extras of the strategy, and keys that several settings come from."""
+        extras = [*reading.description.extras, *found.extras]
+        kept = {extra.key for extra in extras}
+        for verdict in reading.verdicts:
+            section = verdict.key.removeprefix(self.prefix).partition(".")[0]
+            if verdict.key not in kept and verdict.kind != "refused" and section in _VERBATIM:
+                extras.append(Extra(verdict.key, verdict.value, verdict.why, harmless=True))
+        return Reading(reading.description.replace({}, tuple(extras)), reading.verdicts)
+
+    def _precision(self) -> Setting[Any]:
+        key = f"{self.prefix}precision"
+        word = self.reader.choice(key, WORDS, "32-true", fold=False, null=True)
+        if str(self.reader.get(key)).startswith("transformer-engine"):
+            why = "transformer_engine computes in fp8: choose bf16"
+            self.reader.keep(key, why, refused=True)
+            self.reader.refuse(key, why)
+        return word
+
+    def _strategy(self) -> Strategy:
+        """The class of the strategy with its arguments; what is not known is refused and read as DDP."""
+        where, reader = f"{self.prefix}strategy", self.reader
+        raw = self.trainer.get("strategy", "auto")
+        if isinstance(raw, Mapping):
+            return self._by_class(where, raw)
+        name = str(raw).lower() if raw is not None else "auto"
+        reader.any(where)
+        if name not in NAMED:
+            reader.keep(where, "a strategy that is not known here", refused=True)
+            reader.refuse(where, f"there is no strategy {raw!r} here.{did_you_mean(name, NAMED)}")
+            return Strategy("", {}, frozenset(), where, where)
+        kind, arguments = NAMED[name]
+        return Strategy(kind, arguments, frozenset(), where, where if where in reader.flat else "")
+
+    def _by_class(self, where: str, raw: Mapping[str, Any]) -> Strategy:
+        path = str(raw.get("class_path", ""))
+        kind = path.rpartition(".")[2]
+        arguments = raw.get("init_args") or {}
+        self.reader.any(f"{where}.class_path")
+        known = (*ARGUMENTS, *DDP_CLASSES)
+        if kind not in known:
+            near = did_you_mean(kind, known)
+            self.reader.keep(f"{where}.class_path", "a strategy that is not known here", refused=True)
+            self.reader.refuse(f"{where}.class_path", f"'{path[:80]}' is none of the strategies read here.{near}")
+            kind = ""
+        arguments = arguments if isinstance(arguments, Mapping) else {}
+        return Strategy(kind, arguments, frozenset(map(str, arguments)), where, f"{where}.class_path")
+
+
+def _by_nodes(given: dict[str, Setting[Any]], nodes: Any) -> dict[str, Setting[Any]]:
+    """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh."""
+    replicas, world = given.get("mesh.dp_replicate"), given.get("mesh.world")
+    if replicas is None or replicas.value is not None or world is None or not _is_count(nodes):
+        return given
+    sizes = {"mesh.dp_replicate": nodes, "mesh.dp_shard": world.value // nodes}
+    return {**given, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _name_class(strategy: Strategy, given: dict[str, Setting[Any]]) -> None:
+    """Say of the plan, or of the axes where code makes the plan, that the strategy's class chose it too."""
+    if not strategy.name or any(strategy.name in setting.keys for setting in given.values()):
+        return
+    chosen = [path for path in given if path.startswith("sharding.")] or [
+        path for path in ("mesh.tp",) if path in given
+    ]
+    for path in chosen:
+        setting = given[path]
+        origin = "file" if setting.origin == "default" and path.startswith("sharding.") else setting.origin
+        given[path] = Setting(setting.value, origin, ", ".join((*setting.keys, strategy.name)))
+
+
+def _chosen(
+    strategy: Strategy, row: dict[str, Setting[Any]], said: Mapping[str, Setting[Any]]
+) -> dict[str, Setting[Any]]:
+    """The row, with what the strategy's own `mixed_precision` says of gather, reduction and buffers."""
+    if strategy.kind == "ModelParallelStrategy":
+        return {path: setting for path, setting in row.items() if path != "precision.reduce"}
+    if strategy.kind != "FSDPStrategy" or strategy.arguments.get("mixed_precision") is None:
+        return row
+    states = ("precision.compute", "precision.reduce", "precision.buffers")
+    return {**row, **{path: said[path] for path in states if said[path].value != "loaded"}}
+
+
+def _keep_others(reader: Reader, prefix: str, strategy: Strategy) -> None:
+    for key in reader.unread():
+        name = key.removeprefix(prefix)
+        top = name.partition(".")[0]
+        if name.startswith("strategy.init_args.") and strategy.kind in ARGUMENTS:
+            known = ARGUMENTS[strategy.kind]
+            near = did_you_mean(name.removeprefix("strategy.init_args."), known)
+            reader.refuse(key, f"{strategy.kind} has no such argument and raises a TypeError.{near}")
+        elif any(matches(key, pattern) for pattern in KNOWN):
+            default = name in TRAINER and reader.get(key) == TRAINER[name][0]
+            harmless = default or name.startswith(_HARMLESS)
+            why = "the model and its data come from your code there" if top in ("model", "data") else ""
+            reader.keep(key, why or TRAINER.get(top, ("", "only Lightning has it"))[1], harmless=harmless)
+    refuse_rest(reader, KNOWN)

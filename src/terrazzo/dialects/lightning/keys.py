@@ -1,0 +1,163 @@
+"""Arguments of Lightning's Trainer and strategies with their defaults and meanings, and the strategies by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["DEEPSPEED", "FSDP", "KNOWN", "MODEL_PARALLEL", "NAMED", "SHARED", "TOP", "TRAINER"]
+
+TRAINER: dict[str, tuple[Any, str]] = {
+    "strategy": ("auto", "how the model is spread over ranks"),
+    "strategy.class_path": (None, "class of the strategy"),
+    "accelerator": ("auto", "kind of device"),
+    "devices": ("auto", "ranks per node"),
+    "num_nodes": (1, "nodes"),
+    "precision": (None, "dtypes of weights and computation"),
+    "accumulate_grad_batches": (1, "micro-batches per optimizer step"),
+    "gradient_clip_val": (None, "largest gradient norm, or value"),
+    "gradient_clip_algorithm": (None, "norm or value"),
+    "max_steps": (-1, "optimizer steps of the run; -1: by max_epochs"),
+    "max_epochs": (None, "length of the run in passes over the data"),
+    "min_epochs": (None, "shortest run in passes over the data"),
+    "min_steps": (None, "shortest run in steps"),
+    "max_time": (None, "longest time of the run"),
+    "default_root_dir": (None, "folder of logs and checkpoints"),
+    "logger": (None, "loggers"),
+    "callbacks": (None, "callbacks"),
+    "fast_dev_run": (False, "a few batches only"),
+    "limit_train_batches": (None, "batches of training"),
+    "limit_val_batches": (None, "batches of validation"),
+    "limit_test_batches": (None, "batches of testing"),
+    "limit_predict_batches": (None, "batches of prediction"),
+    "overfit_batches": (0.0, "train on these batches only"),
+    "val_check_interval": (None, "steps between validations"),
+    "check_val_every_n_epoch": (1, "passes between validations"),
+    "num_sanity_val_steps": (None, "batches of validation before training"),
+    "log_every_n_steps": (None, "steps between lines"),
+    "enable_checkpointing": (None, "write checkpoints"),
+    "enable_progress_bar": (None, "progress bar"),
+    "enable_model_summary": (None, "summary of the model"),
+    "deterministic": (None, "deterministic operators"),
+    "benchmark": (None, "cuDNN's benchmark"),
+    "inference_mode": (True, "no autograd in evaluation"),
+    "use_distributed_sampler": (True, "every rank sees other data"),
+    "profiler": (None, "profiler"),
+    "detect_anomaly": (False, "autograd's anomaly detection"),
+    "barebones": (False, "nothing but training"),
+    "plugins": (None, "plugins"),
+    "sync_batchnorm": (False, "batch norm over all ranks"),
+    "reload_dataloaders_every_n_epochs": (0, "make data loaders again"),
+    "enable_autolog_hparams": (True, "log hyper-parameters"),
+    "model_registry": (None, "where checkpoints are registered"),
+}
+
+TOP: dict[str, tuple[Any, str]] = {
+    "seed_everything": (True, "seed of the run"),
+    "optimizer.class_path": (None, "class of the optimizer"),
+    "optimizer.init_args.<argument>": (None, "argument of the optimizer"),
+    "lr_scheduler.class_path": (None, "class of the schedule"),
+    "lr_scheduler.init_args.<argument>": (None, "argument of the schedule"),
+    "ckpt_path": (None, "checkpoint to resume from"),
+}
+"""What LightningCLI adds beside `trainer`."""
+
+SHARED = {
+    "accelerator": "plugin of the strategy",
+    "parallel_devices": "devices of the strategy",
+    "cluster_environment": "how ranks are found",
+    "checkpoint_io": "how checkpoints are written",
+    "precision_plugin": "plugin for dtypes",
+    "process_group_backend": "backend of the process group",
+    "timeout": "longest wait for another rank",
+    "start_method": "how processes are started",
+}
+FSDP = {
+    "state_dict_type": "full: one file; sharded: one per rank",
+    "activation_checkpointing": "older form of activation_checkpointing_policy",
+    "activation_checkpointing_policy": "classes of blocks that are recomputed in backward",
+}
+"""Arguments of FSDPStrategy beside those of FullyShardedDataParallel."""
+MODEL_PARALLEL = {
+    "data_parallel_size": "ranks of a data parallel group; auto: nodes",
+    "tensor_parallel_size": "ranks of a tensor parallel group; auto: ranks per node",
+    "save_distributed_checkpoint": "one file per rank",
+}
+DEEPSPEED: dict[str, tuple[Any, str]] = {
+    "zero_optimization": (True, "use ZeRO"),
+    "stage": (2, "ZeRO stage"),
+    "remote_device": (None, "where the model is built"),
+    "offload_optimizer": (False, "optimizer off the device"),
+    "offload_parameters": (False, "weights off the device"),
+    "offload_params_device": ("cpu", "cpu or nvme"),
+    "offload_optimizer_device": ("cpu", "cpu or nvme"),
+    "nvme_path": ("/local_nvme", "folder of swap files"),
+    "params_buffer_count": (5, "staging buffers of weights"),
+    "params_buffer_size": (100_000_000, "elements of one of them"),
+    "max_in_cpu": (1_000_000_000, "elements kept in host memory"),
+    "optimizer_buffer_count": (4, "staging buffers of the optimizer"),
+    "block_size": (1_048_576, "bytes of one read or write"),
+    "queue_depth": (8, "reads and writes in flight"),
+    "single_submit": (False, "submit one by one"),
+    "overlap_events": (True, "submit without waiting"),
+    "thread_count": (1, "threads of one read or write"),
+    "pin_memory": (False, "host memory is page-locked"),
+    "sub_group_size": (1_000_000_000_000, "elements that are stepped at once"),
+    "contiguous_gradients": (True, "gradients in one buffer"),
+    "overlap_comm": (True, "reduction overlaps with backward"),
+    "allgather_partitions": (True, "gather by all-gather"),
+    "reduce_scatter": (True, "reduce by reduce-scatter"),
+    "allgather_bucket_size": (200_000_000, "elements gathered at once"),
+    "reduce_bucket_size": (200_000_000, "elements reduced at once"),
+    "zero_allow_untested_optimizer": (True, "any optimizer"),
+    "logging_batch_size_per_gpu": ("auto", "micro-batch, for logs"),
+    "config": (None, "a whole DeepSpeed configuration"),
+    "logging_level": (30, "log level"),
+    "loss_scale": (0, "fp16: fixed scale; 0: dynamic"),
+    "initial_scale_power": (16, "fp16: first scale, as a power of two"),
+    "loss_scale_window": (1000, "fp16: steps between growths of the scale"),
+    "hysteresis": (2, "fp16: overflows before the scale shrinks"),
+    "min_loss_scale": (1, "fp16: smallest scale"),
+    "partition_activations": (False, "split kept activations"),
+    "cpu_checkpointing": (False, "kept activations in host memory"),
+    "contiguous_memory_optimization": (False, "kept activations in one buffer"),
+    "synchronize_checkpoint_boundary": (False, "wait at every boundary"),
+    "load_full_weights": (False, "load one file of weights"),
+    "exclude_frozen_parameters": (False, "frozen weights are not saved"),
+}
+
+_NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+_OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "auto": ("DDPStrategy", {}),
+    "single_device": ("SingleDeviceStrategy", {}),
+    **{name: ("DDPStrategy", {}) for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")},
+    **{
+        f"{name}_find_unused_parameters_{word}": ("DDPStrategy", {"find_unused_parameters": word == "true"})
+        for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
+        for word in ("true", "false")
+    },
+    "fsdp": ("FSDPStrategy", {}),
+    "fsdp_cpu_offload": ("FSDPStrategy", {"cpu_offload": True}),
+    "deepspeed": ("DeepSpeedStrategy", {}),
+    **{f"deepspeed_stage_{stage}": ("DeepSpeedStrategy", {"stage": stage}) for stage in (1, 2, 3)},
+    "deepspeed_stage_2_offload": ("DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3_offload": ("DeepSpeedStrategy", {"stage": 3, **_OFFLOAD}),
+    "deepspeed_stage_3_offload_nvme": ("DeepSpeedStrategy", {"stage": 3, **_OFFLOAD, **_NVME}),
+}
+"""Class and arguments by the name that `strategy` takes."""
+
+KNOWN: tuple[str, ...] = (
+    *(f"{prefix}{name}" for prefix in ("", "trainer.") for name in TRAINER),
+    *(f"{prefix}strategy.init_args.<argument>" for prefix in ("", "trainer.")),
+    *(f"{prefix}strategy.init_args.{name}.*" for prefix in ("", "trainer.") for name in ("config", "mixed_precision")),
+    *(
+        f"{prefix}strategy.init_args.{name}.*"
+        for prefix in ("", "trainer.")
+        for name in ("auto_wrap_policy", "timeout")
+    ),
+    *(f"{prefix}strategy.init_args.{name}.*" for prefix in ("", "trainer.") for name in ("cpu_offload", "device_mesh")),
+    *(f"{prefix}{name}.*" for prefix in ("", "trainer.") for name in ("logger", "callbacks", "profiler", "plugins")),
+    *(f"{prefix}{name}.*" for prefix in ("", "trainer.") for name in ("max_time", "val_check_interval")),
+    *TOP,
+    *("model.*", "data.*"),
+)

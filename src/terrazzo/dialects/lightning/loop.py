@@ -1,0 +1,101 @@
+"""What Lightning's Trainer says of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from terrazzo.dialects.description import Setting
+from terrazzo.dialects.fsdp.words import given_only
+from terrazzo.dialects.reader import Reader, derived
+
+__all__ = ["read_loop"]
+
+_Settings = dict[str, Setting[Any]]
+
+
+def read_loop(reader: Reader, prefix: str) -> _Settings:
+    """Accumulation, clipping, length, seed, ranks, optimizer."""
+    steps, total = f"{prefix}max_steps", Setting(None, "default")
+    if reader.get(steps, -1) == -1:
+        reader.keep(steps, "the run is as long as max_epochs says", harmless=True)
+    else:
+        total = reader.integer(steps, None, low=1)
+    seed = reader.get("seed_everything")
+    if isinstance(seed, bool):
+        reader.keep("seed_everything", "Lightning draws a seed", harmless=True)
+    return {
+        "batch.accumulation": reader.integer(f"{prefix}accumulate_grad_batches", 1, low=1),
+        "training.clip": _clip(reader, prefix),
+        **given_only({"schedule.total_steps": total}),
+        **given_only(
+            {"training.seed": reader.integer("seed_everything", None) if not isinstance(seed, bool) else total}
+        ),
+        **given_only({"saving.folder": reader.text(f"{prefix}default_root_dir", None, null=True)}),
+        **_ranks(reader, prefix),
+        **_optimizer(reader),
+    }
+
+
+def _clip(reader: Reader, prefix: str) -> Setting[Any]:
+    value = reader.number(f"{prefix}gradient_clip_val", None, null=True)
+    way = reader.choice(f"{prefix}gradient_clip_algorithm", {"norm": "norm", "value": "value"}, "norm", null=True)
+    if way.value == "value" and value.value:
+        for key in (value.key, way.key):
+            reader.keep(key, "each gradient is clipped by itself: clip by norm, or in your own loop", refused=True)
+        return Setting(None, "default")
+    clipped = value.value or None
+    return Setting(clipped, value.origin, value.key)
+
+
+def _ranks(reader: Reader, prefix: str) -> _Settings:
+    devices, nodes = reader.get(f"{prefix}devices"), reader.get(f"{prefix}num_nodes", 1)
+    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    found: _Settings = {}
+    keys = [key for key in (f"{prefix}devices", f"{prefix}num_nodes") if key in reader.flat]
+    for key in keys:
+        reader.say(key, "applied")
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        reader.refuse(f"{prefix}num_nodes", f"it is {nodes!r}, expected a whole number from 1")
+        nodes = 1
+    if count and not isinstance(devices, bool):
+        found["mesh.world"] = Setting(count * nodes, "file", ", ".join(keys))
+    accelerator = reader.text(f"{prefix}accelerator", "auto")
+    if accelerator.value in ("cpu", "gpu", "cuda"):
+        device = "cpu" if accelerator.value == "cpu" else "cuda"
+        found["training.device"] = Setting(device, accelerator.origin, accelerator.key)
+    return found
+
+
+def _optimizer(reader: Reader) -> _Settings:
+    """LightningCLI's `optimizer`. The class is named, never imported."""
+    key = "optimizer.class_path"
+    path = reader.text(key, None)
+    if path.value is None:
+        return {}
+    name = path.value.rpartition(".")[2]
+    known = path.value.startswith("torch.optim") or path.value == name
+    named = name if known and hasattr(torch.optim, name) else path.value
+    section = "optimizer.init_args"
+    found: _Settings = {"optimizer.name": Setting(named, "file", key)}
+    for argument in ("lr", "eps", "weight_decay"):
+        found |= given_only({f"optimizer.{argument}": reader.number(f"{section}.{argument}", None)})
+    betas = reader.get(f"{section}.betas")
+    if isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
+        reader.say(f"{section}.betas", "applied")
+        found["optimizer.betas"] = Setting(tuple(betas), "file", f"{section}.betas")
+    others = [each for each in reader.unread() if each.startswith(f"{section}.")]
+    if others:
+        options = {each.removeprefix(f"{section}."): reader.get(each) for each in others}
+        for each in others:
+            reader.say(each, "applied")
+        found["optimizer.options"] = derived(options, *(Setting(None, "file", each) for each in others), origin="file")
+    return found
+
+
+def arguments_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The Trainer's arguments, wherever they stand."""
+    below = document.get("trainer")
+    return below if isinstance(below, Mapping) else document

@@ -1,0 +1,92 @@
+"""A configuration inside another's, such as the DeepSpeed document that TrainingArguments and Lightning carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from terrazzo.dialects.description import Extra, Setting, settings
+from terrazzo.dialects.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.files import load
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.verdict import Verdict, worst
+from terrazzo.errors import BadInput
+
+__all__ = ["Nested", "keyed", "load_named", "merge", "read_nested"]
+
+
+@dataclass(frozen=True)
+class Nested:
+    """An inner document, read, with its keys as the outer document has them.
+
+    Attributes:
+        given: settings by path.
+        document: the inner document itself.
+        inner: its own reading, under its own keys.
+    """
+
+    given: Mapping[str, Setting[Any]]
+    verdicts: tuple[Verdict, ...]
+    extras: tuple[Extra, ...]
+    document: Document
+    inner: Reading
+
+
+def read_nested(name: str, document: Document, context: Context, section: str, file: Any = None) -> Nested:
+    """Read a document of the dialect `name` that stands at the key `section` of another.
+
+    Args:
+        file: the name of the file where the document is one that `section` names; all is reported under that key.
+    """
+    reading = dialect(name).read(document, context)
+
+    def key(inner: str) -> str:
+        return section if file is not None else f"{section}.{inner}"
+
+    given = {
+        path: replace(setting, key=", ".join(dict.fromkeys(key(each) for each in setting.keys)))
+        for path, setting in settings(reading.description)
+        if setting.is_set
+    }
+    verdicts = [replace(verdict, key=key(verdict.key)) for verdict in reading.verdicts]
+    if file is not None:
+        verdicts = merge([replace(verdict, value=file) for verdict in verdicts])
+    extras = tuple(replace(extra, key=f"{section}.{extra.key}") for extra in reading.description.extras)
+    return Nested(given, tuple(verdicts), extras, document, reading)
+
+
+def keyed(findings: list[Finding], section: str) -> list[Finding]:
+    """Findings about an inner document, under the outer one's keys."""
+    return [Finding(join_keys(section, finding.key), finding.level, finding.text) for finding in findings]
+
+
+def join_keys(section: str, keys: str) -> str:
+    """Each of some keys, joined by `", "`, below a section."""
+    return ", ".join(f"{section}.{key}" for key in keys.split(", ") if key) or section
+
+
+def merge(verdicts: list[Verdict]) -> list[Verdict]:
+    """One verdict for each key: the gravest, with the words of all that are not simply applied."""
+    by_key: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_key.setdefault(verdict.key, []).append(verdict)
+    return [_gravest(key, found) for key, found in by_key.items()]
+
+
+def _gravest(key: str, found: list[Verdict]) -> Verdict:
+    kind = worst(verdict.kind for verdict in found)
+    targets = dict.fromkeys(path for verdict in found for path in verdict.target.split(", ") if path)
+    words = dict.fromkeys(verdict.why for verdict in found if verdict.why and verdict.kind == kind)
+    return Verdict(key, found[0].value, kind, ", ".join(targets), "; ".join(words))
+
+
+def load_named(value: Any, context: Context) -> tuple[dict[str, Any], str]:
+    """The file that a key names, from the configuration's folder on; and why it cannot be read, if so."""
+    if not isinstance(value, str) or not value:
+        return {}, f"it is {value!r}, expected a section of keys or the name of a file"
+    path = (context.folder / value) if context.folder is not None else None
+    try:
+        return load(path if path is not None else value).document, ""
+    except (BadInput, OSError) as error:
+        return {}, f"the file that it names cannot be read: {error}"

@@ -1,0 +1,117 @@
+"""Every tensor's dtype, and what the dtypes cost in memory: the table that two configurations are compared by.
+
+Bytes are of model states at rest, per parameter and rank: compute weights, the gradient that is kept, master weights,
+and the optimizer's moments. A weight of the master's dtype at the master's place is the same memory; Terrazzo also
+derives a narrower weight from a master that is split alike (its table: 16/D for zero3 in bf16, and not 18/D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.dialects.description import Description, Setting
+from terrazzo.dialects.understand import degrees
+
+__all__ = ["COLUMNS", "Cost", "Precisions", "costs", "precisions"]
+
+COLUMNS = ("storage", "compute", "reduce", "accumulate", "master", "moments", "saved")
+_PATHS = dict(zip(COLUMNS, ("weight", *COLUMNS[1:]), strict=True))
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_MOMENTS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Rprop": 2, "ASGD": 1}  # others, as Adam: two
+_ADAM = 2
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """One row: a dtype for each of `COLUMNS`, empty where it is left to code."""
+
+    storage: str
+    compute: str
+    reduce: str
+    accumulate: str
+    master: str
+    moments: str
+    saved: str
+
+    def cells(self) -> list[str]:
+        return [getattr(self, column) or "-" for column in COLUMNS]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Memory of model states on one rank, under one number of ranks.
+
+    Attributes:
+        bytes_per_parameter: at rest; None where a dtype is not known.
+        upcast: how much of it is there because states are wider than the dtype of compute.
+    """
+
+    ranks: int
+    bytes_per_parameter: float | None
+    upcast: float | None
+
+
+def precisions(description: Description) -> Precisions:
+    """The row of a description. Where compute is autocast's choice, the cell says so."""
+    cells = {column: str(description.value(f"precision.{name}") or "") for column, name in _PATHS.items()}
+    if description.value("precision.autocast"):
+        cells["compute"] += " autocast"
+    return Precisions(**cells)
+
+
+def costs(description: Description, worlds: tuple[int, ...] = ()) -> list[Cost]:
+    """The memory for each number of ranks; default: the description's own, else 1, 8 and 64."""
+    own = description.value("mesh.world")
+    return [_cost(description, ranks) for ranks in worlds or ((own,) if own else (1, 8, 64))]
+
+
+def _cost(description: Description, ranks: int) -> Cost:
+    sizes = {name: _size(description, name) for name in ("weight", "accumulate", "master", "moments", "compute")}
+    shards = {state: _shards(description, state, ranks) for state in ("weight", "grad", "optim")}
+    if None in sizes.values() or None in shards.values():
+        return Cost(ranks, None, None)
+    known = {name: size or 0 for name, size in sizes.items()}
+    split = {state: count or 1 for state, count in shards.items()}
+    narrow = {name: min(size, known["compute"]) for name, size in known.items()}
+    whole = _total(description, known, split)
+    return Cost(ranks, whole, whole - _total(description, narrow, split))
+
+
+def _total(description: Description, sizes: dict[str, int], split: dict[str, int]) -> float:
+    states = sizes["master"] + _MOMENTS.get(description.value("optimizer.name"), _ADAM) * sizes["moments"]
+    total = states / split["optim"] + sizes["accumulate"] / split["grad"]
+    return total if _shared(description, sizes) else total + sizes["weight"] / split["weight"]
+
+
+def _shared(description: Description, sizes: dict[str, int]) -> bool:
+    """Whether the compute weights at rest are no memory of their own beside the master weights."""
+    alike = all(description.value(f"{section}.weight") == description.value(f"{section}.optim") for section in _WHERE)
+    if description.dialect == "terrazzo" and alike and description.value("sharding.weight") != "-":
+        return True
+    return alike and sizes["weight"] == sizes["master"]
+
+
+_WHERE = ("sharding", "offload")
+
+
+def _size(description: Description, name: str) -> int | None:
+    return _BYTES.get(description.value(f"precision.{name}"))
+
+
+def _shards(description: Description, state: str, ranks: int) -> int | None:
+    """Into how many parts a state is cut; None where that is not known, or does not come out even."""
+    axes = description.value(f"sharding.{state}")
+    found = degrees(description.replace({"mesh.world": Setting(ranks, "derived")}))
+    data = {"S": found["dp_shard"], "R": found["dp_replicate"], "cp": found["cp"]}
+    data["D"] = None if data["S"] is None else data["S"] * (data["R"] or 1) * (data["cp"] or 1)
+    parts = [] if axes == "-" else str(axes).split(",")
+    count = (found["tp"] or 1) * (found["pp"] or 1)
+    for part in parts:
+        degree = data.get(_NAMES.get(part, part))
+        if degree is None:
+            return None
+        count *= degree
+    return count if axes is not None else None
+
+
+_NAMES = {"dp_shard": "S", "dp_replicate": "R"}

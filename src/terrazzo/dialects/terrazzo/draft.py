@@ -1,0 +1,38 @@
+"""What the parts of the hub's writer share."""
+
+from __future__ import annotations
+
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.draft import Draft
+from terrazzo.dialects.terrazzo.keys import KEYS
+
+__all__ = ["HubDraft"]
+
+
+class HubDraft(Draft):
+    """A document of the hub under way: what is left to defaults, and what is taken over as it is."""
+
+    def __init__(self, description: Description, name: str) -> None:
+        super().__init__(description, "Terrazzo")
+        self.foreign = description.dialect != name
+
+    def left(self, *paths: str) -> bool:
+        """Whether there is nothing to write for these: not set, or Terrazzo's own defaults."""
+        found = [self.setting(path) for path in paths if self.is_set(path)]
+        if not found:
+            return True
+        own = not self.foreign and not any(setting.key for setting in found)
+        if own:
+            self.implied(paths)
+        return own
+
+    def carry(self, path: str, key: str, *, null: bool = False) -> None:
+        """A setting whose value the key takes as it is. `null`: None is a value, too."""
+        if self.left(path):
+            return
+        value, origin = self.setting(path).value, self.setting(path).origin
+        default = self.foreign and origin == "default" and key in KEYS and value == KEYS[key][0]
+        if default or (value is None and not null and (self.foreign or not self.setting(path).key)):
+            self.implied(path)
+        else:
+            self.put(path, key, list(value) if isinstance(value, tuple) else value)

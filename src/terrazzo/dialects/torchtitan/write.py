@@ -1,0 +1,390 @@
+"""Writing torchtitan's `Trainer.Config` from a description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.description import LOADED, Description
+from terrazzo.dialects.dialect import Context, Writing
+from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, TORCH_NAMES, Pen, nearest_row, write_offload
+from terrazzo.dialects.torchtitan.keys import KEYS
+
+__all__ = ["write"]
+
+AXES = ("mesh.dp_replicate", "mesh.dp_shard")
+_ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
+_DEGREES = {"tp": "tensor_parallel", "cp": "context_parallel", "ep": "expert_parallel", "pp": "pipeline_parallel"}
+_KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
+_NEVER_CLIPS = 1e9
+
+
+def write(description: Description, context: Context, name: str) -> Writing:
+    """The document; torchtitan's defaults are left out, save where another dialect's differ."""
+    pen = Pen(description, "torchtitan", name)
+    _plan(pen, context)
+    _units(pen)
+    if write_offload(pen, "training.enable_cpu_offload"):
+        pen.implied("offload.pin")
+    _dtypes(pen)
+    _batch(pen, context)
+    _optimizer(pen)
+    _schedule(pen)
+    _loop(pen)
+    _activations(pen)
+    _saving(pen)
+    return pen.finish(name)
+
+
+def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None, default: Any = None) -> None:
+    pen.option(path, key, KEYS[key][0] if default is None and words is None else default, words)
+
+
+# -- plan ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(pen: Pen, context: Context) -> None:
+    for axis, word in _DEGREES.items():
+        _option(pen, f"mesh.{axis}", f"parallelism.{word}_degree")
+    if pen.value("mesh.sp", 1) != 1:
+        pen.refuse("mesh.sp", "torchtitan has no Ulysses attention: use context parallelism (mesh.cp)")
+    pen.implied("mesh.world")
+    row, why = nearest_row(pen.description, _ROWS)
+    if row is None:
+        if why:
+            pen.refuse(SHARDING, f"{why}: choose zero3, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or zero0")
+        return
+    _reshard(pen, row, why)
+    _degrees(pen, row, context)
+
+
+def _reshard(pen: Pen, row: str, why: str) -> None:
+    key = "parallelism.fsdp_reshard_after_forward"
+    pipelined = pen.value("mesh.pp", 1) != 1
+    if row == "zero0":
+        pen.implied(SHARDING, why, "parallelism.data_parallel_shard_degree")
+        return
+    keeps = row in _KEEPS
+    if pen.own:
+        needed = pen.wanted("sharding.between", None, key) and not pen.kept(key)
+    else:
+        needed = keeps != pipelined
+    if needed:
+        pen.put(SHARDING, key, "never" if keeps else "always", why, "lossy" if why else "applied")
+    elif why:
+        pen.lossy(SHARDING, why)
+    else:
+        pen.implied(SHARDING)
+
+
+def _degrees(pen: Pen, row: str, context: Context) -> None:
+    replicate, shard = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
+    replicas, shards = pen.value("mesh.dp_replicate", 1), pen.value("mesh.dp_shard")
+    if row == "zero0":
+        _replicated(pen, replicas, shards, context)
+    elif row in HYBRID_ROWS:
+        if pen.value("mesh.dp_replicate") is None:
+            why = "the number of replicas is not known: set it, or every rank is a shard of one replica"
+            pen.refuse(AXES, why)
+            pen.refuse(SHARDING, why)
+            return
+        pen.put("mesh.dp_replicate", replicate, replicas)
+        if pen.wanted("mesh.dp_shard", None, shard):
+            pen.put("mesh.dp_shard", shard, -1 if shards is None else shards)
+        else:
+            pen.implied("mesh.dp_shard")
+    else:
+        _flat(pen, replicas, shards)
+
+
+def _flat(pen: Pen, replicas: int, shards: int | None) -> None:
+    """All data ranks are one axis, whatever axes the source has."""
+    replicate, shard = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
+    open_ended = pen.is_set("mesh.dp_replicate") and pen.value("mesh.dp_replicate") is None
+    apart = open_ended or replicas != 1
+    whole = None if open_ended or shards is None else replicas * shards
+    if pen.own and replicate in pen.setting("mesh.dp_replicate").keys:
+        pen.put("mesh.dp_replicate", replicate, replicas)
+    elif apart:
+        pen.lossy("mesh.dp_replicate", "all data ranks are one axis")
+    else:
+        pen.implied("mesh.dp_replicate")
+    if pen.wanted("mesh.dp_shard", None, shard):
+        pen.put("mesh.dp_shard", shard, -1 if whole is None else whole, "all data ranks are one axis" if apart else "")
+    else:
+        pen.implied("mesh.dp_shard")
+
+
+def _replicated(pen: Pen, replicas: int, shards: int | None, context: Context) -> None:
+    """Nothing is split: every data rank is a replica."""
+    replicate, shard = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
+    world = pen.value("mesh.world") or context.world
+    ranks = replicas * shards if shards else _left(pen, world)
+    if ranks is None:
+        why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
+        pen.refuse((*SHARDING, *AXES), why)
+        pen.write(shard, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
+        return
+    if not pen.own or replicate in pen.setting("mesh.dp_shard").keys:
+        pen.put(AXES, replicate, ranks, "nothing is split: every rank is a replica")
+    else:
+        pen.implied(AXES)
+    pen.write(shard, 1)
+
+
+def _left(pen: Pen, world: int | None) -> int | None:
+    for axis in ("tp", "cp", "pp"):
+        world = None if world is None else world // pen.value(f"mesh.{axis}", 1)
+    return world or None
+
+
+def _units(pen: Pen) -> None:
+    paths = ("units.policy", "units.classes", "units.min_numel")
+    if pen.value("units.policy", "auto") == "auto":
+        pen.implied(paths)
+    else:
+        pen.lossy(paths, "torchtitan's models name their own units: transformer blocks, embeddings and head")
+    for way, does in (("forward", 0), ("backward", 1)):
+        if pen.value(f"prefetch.{way}", does) == does:
+            pen.implied(f"prefetch.{way}")
+        else:
+            pen.lossy(f"prefetch.{way}", f"torchtitan gathers {does} units ahead in {way}")
+    pen.implied("loading.low_memory", "every rank loads its own shard")
+    pen.implied("loading.broadcast", "every rank loads its own shard")
+
+
+# -- precision, batch ----------------------------------------------------------------------------------------------
+
+
+def _dtypes(pen: Pen) -> None:
+    master = pen.value("precision.master") or pen.value("precision.weight")
+    if master is None:
+        return
+    words = {short: TORCH_NAMES[short] for short in ("fp32", "bf16")}
+    if master == LOADED:
+        pen.lossy("precision.master", "the model is built in training.dtype, float32, whatever the weights come in")
+    else:
+        pen.option("precision.master", "training.dtype", "fp32", words)
+    _half(pen, words)
+    if pen.value("precision.reduce", "fp32") == "fp32":
+        pen.option("precision.reduce", "training.mixed_precision_reduce", "fp32", words)
+    elif pen.value("precision.reduce") == LOADED:
+        pen.lossy("precision.reduce", "torchtitan reduces in float32, whatever the weights come in")
+    else:
+        pen.lossy(
+            "precision.reduce", "torchtitan reduces gradients in float32 only: more exact, twice the traffic of bf16"
+        )
+    _states(pen, "fp32" if master == LOADED else master)
+    if pen.value("precision.output") == pen.value("precision.compute"):
+        pen.implied("precision.output")
+    if pen.value("precision.saved") == LOADED:
+        pen.lossy("precision.saved", "weights are saved in checkpoint.export_dtype, float32")
+        return
+    pen.option("precision.saved", "checkpoint.export_dtype", "fp32", {**words, "fp16": "float16"})
+
+
+def _half(pen: Pen, words: dict[str, str]) -> None:
+    compute = pen.value("precision.compute", "fp32")
+    if compute in ("fp16", "fp64"):
+        pen.refuse(
+            "precision.compute", f"torchtitan computes in bfloat16 or float32, not {compute}: choose one of them"
+        )
+        pen.refuse("precision.loss_scaling", "torchtitan scales no loss: compute in bfloat16")
+    elif compute == LOADED:
+        pen.put("precision.compute", "training.mixed_precision_param", "float32", "say --load-dtype", "lossy")
+    else:
+        pen.option("precision.compute", "training.mixed_precision_param", "bf16", words)
+
+
+def _states(pen: Pen, master: str) -> None:
+    for state in ("weight", "accumulate", "buffers"):
+        path = f"precision.{state}"
+        if pen.own or pen.value(path, master) == master or (state == "buffers" and pen.value(path) == LOADED):
+            pen.implied(path)
+        elif pen.value(path) == LOADED:
+            pen.lossy(path, "the model is built in training.dtype, float32, whatever the weights come in")
+        elif state == "weight":
+            pen.implied(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
+        else:
+            pen.lossy(path, f"it has the dtype of the weights, {master}")
+    moments = pen.value("precision.moments", master)
+    key, adam = "optimizer.implementation", pen.value("optimizer.name", "AdamW") in ("Adam", "AdamW")
+    if pen.own or moments == master:
+        pen.implied("precision.moments")
+    elif moments == "bf16" and adam:
+        pen.put("precision.moments", key, "fused_opt_states_bf16")
+    else:
+        pen.lossy("precision.moments", f"the optimizer's state has the dtype of the weights, {master}")
+
+
+def _batch(pen: Pen, context: Context) -> None:
+    _option(pen, "batch.micro_batch", "training.local_batch_size")
+    _option(pen, "batch.sequence_length", "training.seq_len")
+    key = "training.global_batch_size"
+    micro, count = pen.value("batch.micro_batch"), pen.value("batch.accumulation")
+    ranks = _left(pen, pen.value("mesh.world") or context.world)
+    if pen.own:
+        if key in pen.setting("batch.accumulation").keys and pen.setting("batch.accumulation").origin == "file":
+            pen.put("batch.accumulation", key, -1)
+        else:
+            _option(pen, "batch.global_batch", key)
+    elif pen.value("batch.global_batch"):
+        pen.put(("batch.global_batch", "batch.accumulation"), key, pen.value("batch.global_batch"))
+    elif micro and count and count > 1 and ranks:
+        pen.put("batch.accumulation", key, micro * count * ranks)
+    elif count and count > 1:
+        need = "the micro-batch" if not micro else "the number of ranks (--world)"
+        pen.lossy("batch.accumulation", f"torchtitan counts the global batch, which needs {need} as well")
+    else:
+        pen.implied("batch.accumulation")
+
+
+# -- optimizer, schedule, loop -------------------------------------------------------------------------------------
+
+
+def _optimizer(pen: Pen) -> None:
+    paths = tuple(f"optimizer.{name}" for name in ("name", "lr", "betas", "eps", "weight_decay", "options"))
+    name, key = pen.value("optimizer.name"), "optimizer.param_groups"
+    if pen.own or name is None:
+        pen.implied(paths)
+        return
+    if name not in ("Adam", "AdamW"):
+        pen.refuse(paths, f"torchtitan has Adam, AdamW and DistMuon, not {name}: choose one of them")
+        return
+    options = {each: pen.value(f"optimizer.{each}") for each in ("lr", "betas", "eps", "weight_decay")}
+    options = {each: list(value) if each == "betas" else value for each, value in options.items() if value is not None}
+    further = {each: value for each, value in pen.value("optimizer.options", {}).items() if each not in options}
+    group = {"pattern": ".*", "optimizer_name": name, "optimizer_kwargs": {**options, **further}}
+    pen.put(paths, key, [group])
+
+
+def _schedule(pen: Pen) -> None:
+    _option(pen, "schedule.total_steps", "training.steps")
+    _warmup(pen)
+    name, total = pen.value("schedule.name"), pen.value("schedule.total_steps")
+    kind, ratio = "lr_scheduler.decay_type", "lr_scheduler.decay_ratio"
+    if pen.own:
+        _own_schedule(pen, name)
+    elif name in ("linear", "cosine", "sqrt"):
+        pen.option("schedule.name", kind, "linear")
+    elif name == "constant":
+        pen.put("schedule.name", ratio, 0.0)
+    elif name == "wsd":
+        steps = pen.value("schedule.decay_steps")
+        share = steps / total if steps and total else 0.2
+        pen.put(("schedule.name", "schedule.decay_steps"), ratio, share, "" if steps else "a fifth of the run")
+        _decay_type(pen)
+    elif name is not None:
+        pen.lossy("schedule.name", f"torchtitan has no schedule {name}: it decays linearly after the warm-up")
+    if name == "constant" and not pen.own:
+        pen.implied("schedule.final_fraction")
+    elif pen.value("schedule.final_fraction") is not None:
+        _option(pen, "schedule.final_fraction", "lr_scheduler.min_lr_factor")
+
+
+def _decay_type(pen: Pen) -> None:
+    options = pen.value("schedule.options", {})
+    if options.get("decay_type") in ("linear", "sqrt", "cosine"):
+        pen.put("schedule.options", "lr_scheduler.decay_type", options["decay_type"])
+
+
+def _own_schedule(pen: Pen, name: str) -> None:
+    kind = "lr_scheduler.decay_type"
+    pen.implied(("schedule.name", "schedule.decay_steps", "schedule.options"))
+    if kind in pen.setting("schedule.name").keys and pen.setting("schedule.name").origin == "file":
+        pen.put("schedule.name", kind, name)
+
+
+def _warmup(pen: Pen) -> None:
+    key, share, total = (
+        "lr_scheduler.warmup_steps",
+        pen.value("schedule.warmup_fraction"),
+        pen.value("schedule.total_steps"),
+    )
+    if share and total:
+        pen.put("schedule.warmup_fraction", key, round(share * total))
+    elif share:
+        pen.lossy("schedule.warmup_fraction", "the length of the run is not known: set lr_scheduler.warmup_steps")
+    if pen.value("schedule.warmup_steps") is not None and not share:
+        _option(pen, "schedule.warmup_steps", key)
+
+
+def _loop(pen: Pen) -> None:
+    if pen.is_set("training.clip") and pen.value("training.clip") is None:
+        why = "torchtitan always clips: a norm that no gradient reaches"
+        pen.put("training.clip", "training.max_norm", _NEVER_CLIPS, why, "renamed")
+    else:
+        _option(pen, "training.clip", "training.max_norm")
+    _option(pen, "training.seed", "debug.seed")
+    _option(pen, "training.compile", "compile.enable")
+    if pen.value("training.device") == "cpu":
+        pen.refuse("training.device", "torchtitan trains on GPUs: use comm.mode fake_backend to rehearse without one")
+
+
+def _activations(pen: Pen) -> None:
+    path, key = "activation_checkpointing.mode", "activation_checkpoint"
+    mode = pen.value(path)
+    paths = (path, "activation_checkpointing.every")
+    if pen.own:
+        _own_activations(pen, mode)
+    elif mode in ("none", "full"):
+        pen.put(path, key, None if mode == "none" else "FullAC")
+    elif mode == "every":
+        pen.put(paths, key, "FullAC", "torchtitan recomputes every block, or operators of every block", "lossy")
+    else:
+        pen.implied(path)
+    if pen.value("activation_checkpointing.ops"):
+        pen.lossy("activation_checkpointing.ops", "which operators are kept is decided in a subclass of SelectiveAC")
+
+
+def _own_activations(pen: Pen, mode: str) -> None:
+    path, key = "activation_checkpointing.mode", "activation_checkpoint"
+    keys = pen.setting(path).keys
+    if keys in ((key,), (f"{key}.type",)) and not pen.kept(keys[0]):
+        word = {"none": None, "full": "FullAC", "selective": "SelectiveAC"}[mode]
+        pen.put(path, keys[0], word)
+    else:
+        pen.implied(path)
+
+
+# -- saving --------------------------------------------------------------------------------------------------------
+
+
+def _saving(pen: Pen) -> None:
+    every, key = pen.value("saving.every"), "checkpoint.interval"
+    pen.implied("saving.state", "DCP: sharded, for any number of ranks")
+    if pen.own:
+        _own_saving(pen, every)
+    elif every is not None:
+        pen.put("saving.every", key, every)
+        pen.write("checkpoint.enable", True)
+    else:
+        pen.implied("saving.every")
+    export = {"hf": True, "full": True, "none": False}
+    pen.option("saving.export", "checkpoint.last_save_in_hf", "none", export)
+    if pen.is_set("saving.keep_last"):
+        _keep_last(pen)
+    if pen.value("saving.folder") is not None:
+        _option(pen, "saving.folder", "checkpoint.folder")
+    if not pen.kept("checkpoint.async_mode"):
+        pen.option("saving.background", "checkpoint.async_mode", False, {True: "async", False: "disabled"})
+    else:
+        pen.implied("saving.background")
+
+
+def _own_saving(pen: Pen, every: int | None) -> None:
+    keys = pen.setting("saving.every").keys
+    if "checkpoint.enable" in keys:
+        pen.put("saving.every", "checkpoint.enable", every is not None)
+    if "checkpoint.interval" in keys:
+        pen.write("checkpoint.interval", every)
+    pen.implied("saving.every", key="checkpoint.interval")
+
+
+def _keep_last(pen: Pen) -> None:
+    key, keep = "checkpoint.keep_latest_k", pen.value("saving.keep_last", 0)
+    if keep == 1 and not pen.own:
+        pen.put("saving.keep_last", key, 2, "torchtitan keeps at least two", "lossy")
+    elif pen.wanted("saving.keep_last", KEYS[key][0], key):
+        pen.put("saving.keep_last", key, keep)
+    else:
+        pen.implied("saving.keep_last")

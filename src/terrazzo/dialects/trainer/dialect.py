@@ -1,0 +1,155 @@
+"""Hugging Face's TrainingArguments as a dialect.
+
+The fields stand at the top. `parallelism_config` is Accelerate's ParallelismConfig as a mapping, and
+`distributed_config` transformers' own DistributedConfig, which is an argument of `from_pretrained` beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.dialects.accelerate.rows import precision_row
+from terrazzo.dialects.description import Description, Setting
+from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.fsdp.words import keep_nulls, refuse_rest
+from terrazzo.dialects.reader import matches
+from terrazzo.dialects.trainer.findings import MATCHED, findings
+from terrazzo.dialects.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS, HARMLESS, KNOWN, REFUSED, REMOVED
+from terrazzo.dialects.trainer.loop import read_loop
+from terrazzo.dialects.trainer.parallel import read_parallel, stack_of
+from terrazzo.dialects.trainer.source import Source, canonical_key
+from terrazzo.dialects.trainer.write import write
+
+__all__ = ["TrainingArguments"]
+
+_TELLING: tuple[str, ...] = (
+    "per_device_train_batch_size",
+    "output_dir",
+    "fsdp",
+    "fsdp_config",
+    "deepspeed",
+    "learning_rate",
+)
+_TELLING += ("num_train_epochs", "gradient_checkpointing", "distributed_config", "lr_scheduler_type", "optim")
+_OUTER: tuple[str, ...] = (
+    "batch.",
+    "optimizer.",
+    "schedule.",
+    "training.compile",
+    "training.seed",
+    "training.device",
+    "saving.every",
+)
+_OUTER += ("saving.keep_last", "saving.folder", "activation_checkpointing.")
+"""Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
+
+
+class TrainingArguments(Dialect):
+    """The arguments of `transformers.Trainer`."""
+
+    name = "trainer"
+    title = "Hugging Face TrainingArguments"
+    suffix = ".json"
+    known_keys = KNOWN
+
+    def recognises(self, document: Document) -> bool:
+        """By fields that no other dialect has at the top."""
+        known = {*FIELDS, *ALIASES, *REMOVED, "distributed_config"}
+        fields = [key for key in document if key in known]
+        return any(key in document for key in _TELLING) and 2 * len(fields) > len(document)
+
+    def meaning(self, key: str) -> str:
+        name = canonical_key(key)
+        section, _, rest = name.partition(".")
+        table = {"fsdp_config": FSDP_KEYS, "distributed_config": DISTRIBUTED}.get(section, {}) if rest else FIELDS
+        return str(table[rest or section][1]) if (rest or section) in table else ""
+
+    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+        source = Source(document, context)
+        keep_nulls(source, KNOWN)
+        stack = stack_of(source)
+        given = {**read_loop(source), **read_parallel(source, stack)}
+        given |= _precision(source, stack, given)
+        if source.nested is not None:
+            given = _with_deepspeed(given, source.nested.given)
+            given = {path: _with_field(source, setting) for path, setting in given.items()}
+            _clipping(source, given["training.clip"].value)
+        _keep_others(source)
+        return source.close(self.name, given)
+
+    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+        return write(description, context, self.name)
+
+    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+        return findings(document, reading, context)
+
+
+def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+    halves = [source.boolean(name, False) for name in ("bf16", "fp16")]
+    if all(half.value for half in halves):
+        source.refuse("fp16", "TrainingArguments raise when both bf16 and fp16 are on: keep one")
+    half: Setting[Any] = Setting(None, *_which(halves))
+    for name, switch in zip(("bf16", "fp16"), halves, strict=True):
+        if switch.value:
+            half = Setting(name, switch.origin, switch.key)
+            break
+    if stack == "native":
+        mixed = source.boolean("distributed_config.fsdp_mixed_precision", False)
+        half = Setting("bf16" if mixed.value else None, mixed.origin, mixed.key)
+    if stack == "deepspeed":
+        return {}
+    deferred = given["batch.accumulation"].value > 1
+    return precision_row(stack, half, deferred, source.context)
+
+
+def _which(halves: list[Setting[Any]]) -> tuple[Any, str]:
+    said = [half for half in halves if half.origin == "file"]
+    return ("file", ", ".join(half.key for half in said)) if said else ("default", "")
+
+
+def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+    """DeepSpeed's settings, and the Trainer's where DeepSpeed's document leaves them open."""
+    given = dict(inner)
+    for path, setting in outer.items():
+        if not path.startswith(_OUTER):
+            continue
+        within = inner.get(path)
+        if within is None or within.value is None or not within.keys or within.origin == "default":
+            given[path] = setting
+        elif within.origin == "auto" and within.value == setting.value:
+            keys = ", ".join(dict.fromkeys((*setting.keys, *within.keys)))
+            given[path] = Setting(setting.value, "file" if setting.origin == "file" else "auto", keys)
+    return given
+
+
+def _with_field(source: Source, setting: Setting[Any]) -> Setting[Any]:
+    """The setting under the field as well that a key of the DeepSpeed document must agree with."""
+    fields = (MATCHED.get(key.removeprefix("deepspeed."), "") for key in setting.keys if key.startswith("deepspeed."))
+    found = [field for field in fields if field in source.flat]
+    return replace(setting, key=", ".join(dict.fromkeys((*found, *setting.keys)))) if found else setting
+
+
+def _clipping(source: Source, does: float | None) -> None:
+    """Under DeepSpeed the engine clips, by its own key: the Trainer's only fills "auto"."""
+    if source.nested is None or "gradient_clipping" in source.nested.document or "max_grad_norm" not in source.flat:
+        return
+    said = source.get("max_grad_norm")
+    source.keep("max_grad_norm", "DeepSpeed's gradient_clipping decides", harmless=True)
+    if said != (does or 0):
+        why = f"DeepSpeed clips at its own gradient_clipping, {does or 0:g}: say deepspeed: {{gradient_clipping: auto}}"
+        source.refuse("max_grad_norm", why)
+
+
+def _keep_others(source: Source) -> None:
+    """Known fields with no neutral meaning, and those that are gone."""
+    for key in source.unread():
+        name, top = canonical_key(key), key.partition(".")[0]
+        if top in REMOVED:
+            source.refuse(key, f"transformers 5 has no such argument and raises a TypeError: {REMOVED[top]}")
+        elif any(matches(name, pattern) for pattern in KNOWN) and not name.startswith("fsdp_config"):
+            default = top in FIELDS and source.get(key) == FIELDS[top][0]
+            why = REFUSED.get(top, FIELDS.get(top, ("", "only the Trainer has it"))[1])
+            source.keep(key, why, refused=top in REFUSED and not default, harmless=default or top in HARMLESS)
+    refuse_rest(source, KNOWN)

@@ -1,0 +1,117 @@
+"""Writing TrainingArguments from a description.
+
+Rows that FSDP runs are written as `fsdp_config`; what only DeepSpeed has, such as stage 1 or NVMe, as a DeepSpeed
+document inside, with "auto" wherever a field of TrainingArguments says the same.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import Context, Writing
+from terrazzo.dialects.fsdp.words import Pen, wants_deepspeed
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.trainer.findings import MATCHED
+from terrazzo.dialects.trainer.write_loop import write_loop
+from terrazzo.dialects.trainer.write_parallel import write_ddp, write_fsdp, write_precision
+
+__all__ = ["write"]
+
+
+def write(description: Description, context: Context, name: str) -> Writing:
+    """The document."""
+    own = description.dialect == name
+    if own:
+        description = replace(description, extras=_outer(description))
+    pen = Pen(description, "TrainingArguments", name)
+    write_loop(pen)
+    pen.implied("mesh.world")
+    if own:
+        pen.implied([path for path in _SETTINGS_OF_SECTIONS if pen.is_set(path)])
+        return pen.finish(name)
+    if wants_deepspeed(description):
+        return _with_deepspeed(pen, context)
+    deferred = pen.value("batch.accumulation", 1) > 1
+    if description.row == "zero0" or not description["sharding.weight"].is_set:
+        write_ddp(pen)
+        write_precision(pen, "ddp", deferred, context)
+    else:
+        write_fsdp(pen, context)
+        write_precision(pen, "fsdp2", deferred, context)
+    return pen.finish(name)
+
+
+def _outer(description: Description) -> tuple[Any, ...]:
+    """Extras without those of the document inside, which comes back as a whole; and none is shared with the source."""
+    outer = (extra for extra in description.extras if not extra.key.startswith("deepspeed."))
+    return tuple(replace(extra, value=deepcopy(extra.value)) for extra in outer)
+
+
+# -- DeepSpeed inside ----------------------------------------------------------------------------------------------
+
+
+def _with_deepspeed(pen: Pen, context: Context) -> Writing:
+    inner = dialect("deepspeed").write(pen.description, context)
+    _switches(pen, inner.document)
+    outer = pen.finish()
+    spoken = {
+        verdict.key: verdict
+        for verdict in outer.verdicts
+        if verdict.target or verdict.kind == "refused" or verdict.key == "batch.global_batch"
+    }
+    document = {**outer.document, "deepspeed": _automatic(deepcopy(inner.document), outer.document)}
+    said = {verdict.key: verdict.kind for verdict in outer.verdicts}
+    if said.get("schedule.name") == "applied":  # the Trainer makes it, unless DeepSpeed's document has one
+        document["deepspeed"].pop("scheduler", None)
+        spoken |= {verdict.key: verdict for verdict in outer.verdicts if verdict.key.startswith("schedule.")}
+    for verdict in inner.verdicts:
+        if verdict.key not in spoken:
+            target = ", ".join(f"deepspeed.{key}" for key in verdict.target.split(", ") if key)
+            spoken[verdict.key] = replace(verdict, target=target)
+    for verdict in outer.verdicts:
+        spoken.setdefault(verdict.key, verdict)
+    return Writing(document, tuple(spoken.values()))
+
+
+def _switches(pen: Pen, document: dict[str, Any]) -> None:
+    """The Trainer's own switches for 16 bits, which must agree with DeepSpeed's."""
+    for name in ("bf16", "fp16"):
+        section = document.get(name)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            pen.write(name, True)
+
+
+def _automatic(inner: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed document with "auto" for what a field outside says: differing values would be refused."""
+    for key, field in MATCHED.items():
+        *parents, last = key.split(".")
+        place: Any = inner
+        for parent in parents:
+            place = place.get(parent) if isinstance(place, dict) else None
+        if isinstance(place, dict) and last in place and (field in outer or last != "enabled"):
+            place[last] = "auto"
+    always = ("gradient_clipping", "train_micro_batch_size_per_gpu")
+    inner |= dict.fromkeys((*always, *(["train_batch_size"] if "train_batch_size" in inner else [])), "auto")
+    return inner
+
+
+_SETTINGS_OF_SECTIONS = tuple(
+    f"{section}.{name}"
+    for section, names in {
+        "sharding": "weight between grad optim",
+        "mesh": "dp_replicate dp_shard tp cp sp ep pp",
+        "units": "policy classes min_numel ignored",
+        "precision": "weight compute reduce accumulate master moments buffers output saved autocast loss_scaling"
+        " static_loss_scale",
+        "offload": "weight grad optim path pin buffers step threads direct block_bytes depth digest",
+        "prefetch": "forward backward",
+        "loading": "low_memory broadcast",
+        "activation_checkpointing": "mode every ops offload",
+        "saving": "state export background",
+    }.items()
+    for name in names.split()
+)
+"""Settings whose keys come back as they were."""

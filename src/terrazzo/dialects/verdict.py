@@ -1,0 +1,41 @@
+"""What became of one key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["KINDS", "Kind", "Verdict", "worst"]
+
+Kind = Literal["applied", "renamed", "defaulted", "lossy", "refused"]
+KINDS: tuple[Kind, ...] = ("applied", "defaulted", "renamed", "lossy", "refused")
+"""From the mildest to the gravest."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one key.
+
+    Attributes:
+        key: the dotted key; in a `Writing`, the path of the neutral setting.
+        value: as it stands there.
+        kind: `applied`: it means the same; `renamed`: the same under another name; `defaulted`: a rule or a default
+            gives the value ("auto", or the target's own choice of what tunes or logs and changes no result); `lossy`:
+            a part of its meaning is lost; `refused`: it cannot be taken over.
+        target: what it became: a path of the description when reading, the target's key when writing.
+        why: what is lost, or what to do instead; empty where nothing needs saying.
+        tuning: of `defaulted`: the key only tunes or logs. It is left out, and no result changes.
+    """
+
+    key: str
+    value: Any
+    kind: Kind
+    target: str = ""
+    why: str = ""
+    tuning: bool = False
+
+
+def worst(kinds: Iterable[Kind]) -> Kind:
+    """The gravest of some kinds; `applied` of none."""
+    return max(kinds, key=KINDS.index, default="applied")

@@ -1,0 +1,201 @@
+"""Held against Accelerate's own launcher and plugins: what they refuse, what they drop, what they make of a file."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from terrazzo.dialects.accelerate import Accelerate
+from terrazzo.dialects.accelerate.keys import DEEPSPEED, DYNAMO, FSDP, PARALLELISM, SECTIONS, TOP
+from terrazzo.dialects.description import PATHS
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.reader import flatten
+from tests.helpers.launched import has_plugin, launched, plugin
+
+pytest.importorskip("accelerate", reason="Accelerate's launcher is the oracle")
+
+DIALECT = Accelerate()
+FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+BASE = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
+
+
+@pytest.fixture(autouse=True)
+def _no_noise() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def refusals(document: dict[str, Any]) -> list[str]:
+    reading = DIALECT.read(document)
+    found = [each.key for each in DIALECT.findings(document, reading, Context()) if each.level == "error"]
+    return found + [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"]
+
+
+# -- documents -----------------------------------------------------------------------------------------------------
+
+_VALUES: dict[str, list[Any]] = {
+    "fsdp_version": [1, 2, "2"],
+    "fsdp_sharding_strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "hybrid_shard", 2, "3", None],
+    "fsdp_reshard_after_forward": [True, False],
+    "fsdp_auto_wrap_policy": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "no_wrap"],
+    "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "A,B", None],
+    "fsdp_min_num_params": [1000, 100_000_000],
+    "fsdp_backward_prefetch": ["BACKWARD_PRE", "backward_post", "NO_PREFETCH", None],
+    "fsdp_state_dict_type": ["FULL_STATE_DICT", "SHARDED_STATE_DICT", None],
+    "fsdp_ignored_modules": ["lm_head", None],
+    "zero_stage": [0, 1, 2, 3],
+    "offload_optimizer_device": ["none", "cpu", "nvme"],
+    "offload_param_device": ["none", "cpu", "nvme"],
+    "offload_optimizer_nvme_path": ["/nvme", "none"],
+    "offload_param_nvme_path": ["/nvme"],
+    "gradient_accumulation_steps": [1, 4],
+    "gradient_clipping": [1.0, 0.5],
+    "deepspeed_config_file": [None],
+    "deepspeed_multinode_launcher": ["standard"],
+    "dynamo_backend": ["INDUCTOR", "NO"],
+    "dynamo_mode": ["default"],
+}
+
+
+def _value(name: str, default: Any) -> st.SearchStrategy[Any]:
+    if name in _VALUES:
+        return st.sampled_from(_VALUES[name])
+    if isinstance(default, bool):
+        return st.booleans()
+    if name.endswith("_size"):
+        return st.sampled_from([1, 2])
+    return st.just(default if default is not None else "x")
+
+
+@st.composite
+def _section(draw: st.DrawFn, rows: dict[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
+    names = draw(st.lists(st.sampled_from(sorted(rows)), unique=True, max_size=8))
+    short = draw(st.booleans()) and prefix
+    return {(name.removeprefix(prefix) if short else name): draw(_value(name, rows[name][0])) for name in names}
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(["FSDP", "FSDP", "DEEPSPEED", "MULTI_GPU"]))
+    document: dict[str, Any] = {
+        "distributed_type": kind,
+        "num_processes": 8,
+        "mixed_precision": draw(st.sampled_from(["no", "bf16", "fp16"])),
+        "num_machines": 1,
+    }
+    if kind == "FSDP":
+        document["fsdp_config"] = draw(_section(FSDP, "fsdp_"))
+    if kind == "DEEPSPEED":
+        document["deepspeed_config"] = draw(_section(DEEPSPEED))
+    if draw(st.booleans()):
+        document["parallelism_config"] = draw(_section(PARALLELISM))
+    if draw(st.booleans()):
+        document["dynamo_config"] = draw(_section(DYNAMO, "dynamo_"))
+    return document
+
+
+# -- tests ---------------------------------------------------------------------------------------------------------
+
+
+@FUZZ
+@given(document=documents())
+def test_what_is_read_is_written_so_that_ranks_start_in_the_same_environment(
+    document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("launch")
+    reading = DIALECT.read(document)
+    written = json.loads(json.dumps(DIALECT.write(reading.description).document))
+    flat = flatten(written)
+    for verdict in reading.verdicts:
+        if verdict.kind == "applied":
+            assert flat.get(verdict.key, ...) == verdict.value, verdict
+    again = DIALECT.read(written).description
+    for path in PATHS:
+        assert again.value(path) == reading.description.value(path), path
+    if not refusals(document):
+        assert _told(launched(written, folder)) == _told(launched(document, folder))
+
+
+def _told(environment: dict[str, str]) -> dict[str, str]:
+    """Without the mere list of the keys that stood in the file, whose order means nothing."""
+    listed = set(environment.pop("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))
+    return {**environment, "fields": " ".join(sorted(listed))}
+
+
+@FUZZ
+@given(document=documents())
+def test_the_launcher_and_the_plugins_refuse_only_what_is_reported(
+    document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    try:
+        environment = launched(document, tmp_path_factory.mktemp("launch"))
+        if has_plugin(document):
+            plugin(environment)
+    except Exception as error:
+        found, message = refusals(document), f"{type(error).__name__}: {error}"
+    else:
+        found, message = ["nothing was refused"], ""
+    assert found, f"Accelerate refuses it, the reader does not: {message}"
+
+
+@pytest.mark.parametrize("section", sorted(SECTIONS))
+def test_sections_drop_strangers_without_a_word(section: str, tmp_path: Path) -> None:
+    document = {**BASE, section: {"no_such_key": 1}}
+    verdict = next(each for each in DIALECT.read(document).verdicts if each.key.startswith(section))
+    assert (verdict.kind, "drops it without a word" in verdict.why) == ("refused", True)
+    assert launched(document, tmp_path).items() >= launched({**BASE, section: {}}, tmp_path).items()
+
+
+def test_the_top_refuses_strangers(tmp_path: Path) -> None:
+    document = {**BASE, "mixed_precison": "bf16"}
+    with pytest.raises(ValueError, match="unknown keys"):
+        launched(document, tmp_path)
+    verdict = DIALECT.read(document).verdicts[-1]
+    assert verdict.kind == "refused"
+    assert "refuses the file. Did you mean 'mixed_precision'?" in verdict.why
+
+
+def test_the_tables_have_every_key_of_the_launcher() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    flags = {action.dest: action.default for action in launch_command_parser()._actions}
+    fields = set(ClusterConfig.__dataclass_fields__) - {*SECTIONS, "megatron_lm_config"}
+    assert fields == set(TOP) - {"fp16", "dynamo_backend"}  # older spellings
+    named = {name for name in flags if name.startswith(("fsdp_", "parallelism_config_", "fp8_", "dynamo_"))}
+    named |= {name for name in flags if name.startswith(("deepspeed_", "zero", "offload_", "gradient_"))}
+    known = {name for rows in SECTIONS.values() for name in rows}
+    assert named <= known
+    assert known - named == {"fsdp_ignored_modules", "mpirun_hostfile"}
+    for name, default in flags.items():
+        if name.startswith("fsdp_") and default is not None:
+            assert str(FSDP[name][0]).lower() == str(default).lower(), name
+        if name.startswith("parallelism_config_"):
+            assert PARALLELISM[name][0] == default, name
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_version_1_shards_as_read(strategy: str, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    document = {**BASE, "fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": strategy}}
+    found = plugin(launched(document, tmp_path))
+    torchs = strategy if strategy != "HYBRID_SHARD_ZERO2" else "_HYBRID_SHARD_ZERO2"
+    assert found.sharding_strategy is ShardingStrategy[torchs]
+    rows = {"FULL_SHARD": "zero3", "NO_SHARD": "zero0"}
+    assert DIALECT.read(document).description.row == rows.get(strategy, strategy.lower())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_version_2_shards_as_read(reshard: bool, tmp_path: Path) -> None:
+    document = {**BASE, "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": reshard}}
+    assert plugin(launched(document, tmp_path)).reshard_after_forward is reshard
+    assert DIALECT.read(document).description.row == ("zero3" if reshard else "shard_grad_op")

@@ -1,0 +1,113 @@
+"""Other dialects' descriptions as Accelerate's YAML: the launcher takes it, and what it does not mean is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from terrazzo.dialects.accelerate import Accelerate
+from terrazzo.dialects.description import PATHS, Description, inactive
+from terrazzo.dialects.dialect import NO_CONTEXT, Context
+from tests.helpers.launched import has_plugin, launched, plugin
+from tests.helpers.neutral import described, descriptions
+
+DIALECT = Accelerate()
+FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# What the launcher decides, what is gathered anyway, and sizes that the loop or the number of ranks gives.
+_ELSEWHERE = ("mesh.dp_shard", "mesh.dp_replicate", "batch.global_batch", "batch.micro_batch")
+
+
+def written(description: Description, context: Context = NO_CONTEXT) -> tuple[dict[str, Any], dict[str, str]]:
+    writing = DIALECT.write(description, context)
+    return writing.document, {verdict.key: verdict.kind for verdict in writing.verdicts}
+
+
+@FUZZ
+@given(descriptions())
+def test_what_a_written_file_does_not_mean_is_named(description: Description) -> None:
+    writing = DIALECT.write(description)
+    kinds = {verdict.key: verdict for verdict in writing.verdicts}
+    after = DIALECT.read(json.loads(json.dumps(writing.document))).description
+    for path in PATHS:
+        wanted, found = description[path], after[path]
+        if not wanted.is_set:
+            assert path not in kinds
+        elif kinds[path].kind in ("lossy", "refused"):
+            assert kinds[path].why
+        elif found.is_set and not inactive(path, wanted.value) and path not in _ELSEWHERE:
+            same = found.value == wanted.value or (path.startswith(("saving.state", "sharding.")) and kinds[path].why)
+            assert same, (path, kinds[path], writing.document)
+
+
+@FUZZ
+@given(description=descriptions())
+def test_the_launcher_takes_what_is_written(description: Description, tmp_path_factory: pytest.TempPathFactory) -> None:
+    writing = DIALECT.write(description, Context(world=8))
+    document = writing.document
+    flags = ("--num_processes", "8", "--num_machines", "1")
+    environment = launched(document, tmp_path_factory.mktemp("launch"), *flags)
+    if has_plugin(document):
+        plugin(environment)
+    if any(verdict.kind == "refused" for verdict in writing.verdicts):
+        return  # without an axis that it has not, the rest need not make sense
+    reading = DIALECT.read(document)
+    errors = [each for each in DIALECT.findings(document, reading, NO_CONTEXT) if each.level == "error"]
+    assert not errors
+    assert not [verdict for verdict in reading.verdicts if verdict.kind == "refused"]
+
+
+# -- case by case --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "engine"),
+    [
+        ("zero0", "MULTI_GPU"),
+        ("zero1", "DEEPSPEED"),
+        ("zero2", "DEEPSPEED"),
+        ("zero3", "FSDP"),
+        ("shard_grad_op", "FSDP"),
+        ("hybrid_shard", "FSDP"),
+    ],
+)
+def test_the_engine_is_the_one_that_has_the_row(row: str, engine: str) -> None:
+    document, kinds = written(described(row))
+    assert document["distributed_type"] == engine
+    assert kinds["sharding.weight"] == "applied"
+    assert DIALECT.read(document).description.row == row
+
+
+def test_replication_does_not_vanish() -> None:
+    """With sizes it is version 2's mesh, without them version 1's word: never a plain true."""
+    sized = described("hybrid_shard", mesh__dp_replicate=2, mesh__dp_shard=4)
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
+    assert written(sized)[0]["parallelism_config"] == mesh
+    document, _ = written(described("hybrid_shard_zero2"))
+    assert document["fsdp_config"]["fsdp_version"] == 1
+    assert document["fsdp_config"]["fsdp_sharding_strategy"] == "HYBRID_SHARD_ZERO2"
+
+
+def test_finer_offload_than_all_or_nothing_goes_to_deepspeed() -> None:
+    everything = dict.fromkeys(("offload__weight", "offload__grad", "offload__optim"), "cpu")
+    assert written(described("zero3", **everything))[0]["fsdp_config"]["fsdp_offload_params"] is True
+    document, kinds = written(described("zero3", offload__optim="cpu", offload__grad="cpu"))
+    assert document["deepspeed_config"] == {"zero_stage": 3, "offload_optimizer_device": "cpu"}
+    assert kinds["offload.optim"] == "applied"
+    document, kinds = written(described("zero3", offload__optim="nvme", offload__grad="cpu", offload__path=("/nvme",)))
+    assert (kinds["offload.optim"], kinds["offload.path"]) == ("applied", "lossy")
+
+
+def test_reduction_in_fp32_is_lost_by_name() -> None:
+    """Accelerate reduces in the compute dtype and has no key for another."""
+    dtypes = {"precision__weight": "fp32", "precision__compute": "bf16", "precision__master": "fp32"}
+    document, kinds = written(described("zero3", **dtypes, precision__reduce="fp32"))
+    assert document["mixed_precision"] == "bf16"
+    assert (kinds["precision.compute"], kinds["precision.reduce"]) == ("applied", "lossy")
+
+
+def test_no_clipping_under_deepspeed_is_lost_by_name() -> None:
+    assert written(described("zero2", training__clip=None))[1]["training.clip"] == "lossy"
+    assert written(described("zero2", training__clip=0.5))[0]["deepspeed_config"]["gradient_clipping"] == 0.5

@@ -1,0 +1,170 @@
+"""What every dialect promises, whatever is in a document: no exception, a verdict for every key, nothing run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from terrazzo.dialects.convert import convert_reading
+from terrazzo.dialects.description import DTYPES, Description
+from terrazzo.dialects.description import settings as settings_of
+from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Reading
+from terrazzo.dialects.emit import plain
+from terrazzo.dialects.explain import plan_words
+from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.registry import NAMES, dialect
+from terrazzo.dialects.understand import read_document
+from terrazzo.dialects.verdict import KINDS
+
+CONTEXTS = [NO_CONTEXT, Context(world=8, hidden_size=64, load_dtype="bf16", heads=4, layers=2, parameters=10**6)]
+TRAP = "trap_of_dialects:spring"
+
+WORDS = ["auto", "none", "", "true", "cpu", "nvme", "bf16", "fp16", "FULL_SHARD", "AdamW", "WarmupLR", "3", TRAP,
+         "1e-3", "__import__('trap_of_dialects')", "\x1b[31m", "é" * 300]  # fmt: skip
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 70),
+    st.sampled_from([2**62, -(2**62), 0.0, -1.5, 1e300, 5e-324]),
+    st.sampled_from(WORDS),
+)
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3),
+    st.dictionaries(st.sampled_from(["enabled", "a.b", "x", "type"]), SCALARS, max_size=2),
+    st.just([[1, [2]], {"a": {"b": None}}]),
+)
+
+
+def keys_of(name: str) -> list[str]:
+    """Every key of a dialect, with a word in place of each pattern."""
+    found = dialect(name)
+    return [
+        ".".join("word" if part.startswith("<") else part for part in key.split(".")).replace(".*", ".word")
+        for key in found.known_keys
+    ]
+
+
+def documents(name: str) -> st.SearchStrategy[dict[str, Any]]:
+    pairs = st.tuples(st.sampled_from([*keys_of(name), "misspelt", "a.b"]), VALUES)
+    return st.lists(pairs, max_size=12).map(nested)
+
+
+def nested(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for key, value in pairs:
+        inner: Any = document
+        *parents, last = key.split(".")
+        for part in parents:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner.setdefault(last, value)
+    return document
+
+
+def assert_promises(found: Dialect, document: dict[str, Any], context: Context) -> Reading:
+    assert isinstance(found.recognises(document), bool)
+    reading = read_document(found, document, context)
+    assert reading.description.dialect == found.name
+    verdicts = [verdict.key for verdict in reading.verdicts]
+    assert len(verdicts) == len(set(verdicts))
+    for leaf in flatten(document):
+        assert any(leaf == key or leaf.startswith(f"{key}.") for key in verdicts), f"no verdict for {leaf}"
+    for verdict in reading.verdicts:
+        assert verdict.kind in KINDS
+        assert verdict.why or verdict.kind not in ("lossy", "refused"), verdict
+    assert_sound(reading.description, set(verdicts))
+    list(found.findings(document, reading, context))
+    list(plan_words(reading.description))
+    return reading
+
+
+def assert_sound(description: Description, keys: set[str]) -> None:
+    """Dtypes are pinned, and every setting of the file names keys of the file."""
+    for path, setting in settings_of(description):
+        section, _, name = path.partition(".")
+        if section == "precision" and name not in ("loss_scaling", "static_loss_scale", "autocast") and setting.is_set:
+            assert setting.value in DTYPES or (setting.value is None and setting.origin == "auto"), (path, setting)
+        if setting.origin == "file":
+            assert setting.keys, (path, setting)
+        for key in setting.keys:
+            assert key in keys, (path, setting)
+            plain(setting)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_is_in_a_document(name: str, data: st.DataObject) -> None:
+    document = data.draw(documents(name))
+    context = data.draw(st.sampled_from(CONTEXTS))
+    reading = assert_promises(dialect(name), document, context)
+    target = dialect(data.draw(st.sampled_from(NAMES)))
+    conversion = convert_reading(dialect(name), reading, target, context)
+    assert [verdict.key for verdict in conversion.verdicts] == [verdict.key for verdict in reading.verdicts]
+    spoken = {verdict.key for verdict in target.write(reading.description, context).verdicts}
+    assert spoken == {path for path, setting in settings_of(reading.description) if setting.is_set}
+    if target.name == name and not conversion.refused:
+        again = read_document(target, conversion.document, context)
+        for path, setting in settings_of(reading.description):
+            assert again.description[path].value == setting.value, path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_alone_and_with_its_section_with_every_kind_of_value(name: str) -> None:
+    sections: dict[str, list[str]] = {}
+    for key in keys_of(name):
+        sections.setdefault(key.rpartition(".")[0], []).append(key)
+        for value in (None, True, TRAP, {"a": {"b": [1]}}):
+            assert_promises(dialect(name), nested([(key, value)]), CONTEXTS[1])
+    for keys in sections.values():
+        for value in (-1, 2**62, 0.5, "auto", [], [None], {}):
+            assert_promises(dialect(name), nested([(key, value) for key in keys]), CONTEXTS[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_that_a_string_names_is_imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trap_of_dialects.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    start = time.perf_counter()
+    for word in (TRAP, "trap_of_dialects.spring", "trap_of_dialects"):
+        document = nested([(key, word) for key in keys_of(name)])
+        reading = assert_promises(dialect(name), document, NO_CONTEXT)
+        for target in NAMES:
+            convert_reading(dialect(name), reading, dialect(target), NO_CONTEXT)
+    assert time.perf_counter() - start < 5
+    assert "trap_of_dialects" not in sys.modules
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_document_is_the_librarys_defaults(name: str) -> None:
+    reading = assert_promises(dialect(name), {}, NO_CONTEXT)
+    assert reading.verdicts == ()
+    assert {setting.origin for _, setting in settings_of(reading.description)} <= {"unset", "default", "derived"}
+    for target in NAMES:
+        conversion = convert_reading(dialect(name), reading, dialect(target), NO_CONTEXT)
+        assert conversion.verdicts == ()
+
+
+WITHOUT_MEANING = {
+    "torchtitan": {"comm", "metrics", "profiler", "debug", "hf_assets_path", "dump_folder"},  # of no plan's concern
+    "trainer": {"parallelism_config"},
+    "terrazzo": {"plan", "precision"},  # sections that may be one word
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_has_a_meaning_or_is_a_pattern(name: str) -> None:
+    found = dialect(name)
+    assert found.title
+    assert found.suffix in (".json", ".yaml")
+    assert len(set(found.known_keys)) == len(found.known_keys)
+    silent = [key for key in found.known_keys if not found.meaning(key) and not key.endswith(("*", ">"))]
+    assert {key.partition(".")[0] for key in silent} <= WITHOUT_MEANING.get(name, set())

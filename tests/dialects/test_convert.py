@@ -1,0 +1,601 @@
+"""Conversion: a verdict for every key, no loss unnamed, comments kept, dtypes and their bytes; and differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from terrazzo.dialects.check import check
+from terrazzo.dialects.comments import place, take
+from terrazzo.dialects.convert import Conversion, convert_reading
+from terrazzo.dialects.description import PATHS, UNSET, Description, Extra, Setting, build
+from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Reading, Writing
+from terrazzo.dialects.diff import compare
+from terrazzo.dialects.draft import Draft
+from terrazzo.dialects.emit import to_text
+from terrazzo.dialects.explain import explain, plan_words
+from terrazzo.dialects.files import Loaded, parse
+from terrazzo.dialects.precision_table import costs, precisions
+from terrazzo.dialects.reader import Reader, derived, flatten, join, matches, split
+from terrazzo.dialects.terrazzo.dialect import Terrazzo
+from terrazzo.dialects.understand import Understood, data_ranks, degrees, read_document, same, understand
+from terrazzo.dialects.verdict import Verdict, worst
+from terrazzo.engine import Plan
+
+HUB = Terrazzo()
+
+
+class Toy(Dialect):
+    """Five keys: two that mean something anywhere, one with a rule, and two of its own."""
+
+    name = "toy"
+    title = "Toy"
+    known_keys = ("lr", "old_lr", "clip", "verbose", "magic", "stage")
+
+    def recognises(self, document: Document) -> bool:
+        return "verbose" in document
+
+    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+        reader = Reader(document, "Toy")
+        lr = reader.number("old_lr") if "old_lr" in reader else reader.number("lr")
+        reader.say("old_lr", "renamed", "it is called lr now")
+        clip = reader.any("clip", 0.5)
+        if clip.value == "auto":
+            reader.say("clip", "defaulted", "auto is 1.0 here")
+            clip = Setting(1.0, "auto", "clip")
+        reader.keep("verbose", "how much is printed", harmless=True)
+        reader.keep("magic", "nothing else does magic", refused=True)
+        given: dict[str, Setting[Any]] = {"training.clip": clip}
+        if lr.value is not None:
+            given["optimizer.lr"] = lr
+        if "stage" in reader:
+            stage = reader.integer("stage", 0, high=3)
+            rows = Plan.named(f"zero{stage.value}").places()
+            given |= {f"sharding.{state}": Setting(str(value), "file", "stage") for state, value in rows.items()}
+        return reader.finish(self.name, given, self.known_keys)
+
+    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+        draft = Draft(description, self.title)
+        draft.copy("optimizer.lr", "lr")
+        if description.dialect != self.name or description["training.clip"].key:
+            draft.copy("training.clip", "clip")
+        return draft.finish(self.name)
+
+
+class Careless(Toy):
+    """Its writer says that all is well, and writes half of the learning rate."""
+
+    name = "careless"
+    title = "Careless"
+
+    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+        draft = Draft(description, self.title)
+        draft.put("optimizer.lr", "lr", description.value("optimizer.lr") / 2)
+        return draft.finish(self.name)
+
+
+def converted(document: dict[str, Any], source: Dialect, target: Dialect, context: Context = NO_CONTEXT) -> Conversion:
+    return convert_reading(source, read_document(source, document, context), target, context)
+
+
+def kinds(conversion: Conversion) -> dict[str, str]:
+    return {verdict.key: verdict.kind for verdict in conversion.verdicts}
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_gets_its_verdict() -> None:
+    document = {"lr": 0.1, "clip": "auto", "verbose": True, "magic": 3, "lrr": 2, "stage": 7}
+    conversion = converted(document, Toy(), HUB)
+    assert kinds(conversion) == {
+        "lr": "renamed",
+        "clip": "defaulted",
+        "verbose": "defaulted",
+        "magic": "refused",
+        "lrr": "refused",
+        "stage": "refused",
+    }
+    by_key = {verdict.key: verdict for verdict in conversion.verdicts}
+    assert by_key["lr"].target == "optimizer.lr"
+    assert by_key["clip"].target == "train.clip"
+    assert by_key["clip"].why == "auto is 1.0 here"
+    assert "nothing else does magic" in by_key["magic"].why
+    assert "Did you mean 'lr'?" in by_key["lrr"].why
+    assert "expected a whole number from 0 to 3" in by_key["stage"].why
+    assert {verdict.key for verdict in conversion.refused} == {"magic", "lrr", "stage"}
+    assert conversion.document["optimizer"] == {"lr": 0.1}
+
+
+def test_an_alias_is_renamed_and_says_why() -> None:
+    (verdict,) = converted({"old_lr": 0.1}, Toy(), HUB).verdicts
+    assert (verdict.kind, verdict.target, verdict.why) == ("renamed", "optimizer.lr", "it is called lr now")
+
+
+def test_the_same_dialect_keeps_what_only_it_has() -> None:
+    document = {"lr": 0.1, "verbose": True, "magic": 3}
+    conversion = converted(document, Toy(), Toy())
+    assert conversion.document == document
+    assert set(kinds(conversion).values()) == {"applied"}
+
+
+def test_a_loss_that_the_writer_hides_is_found_by_reading_back() -> None:
+    conversion = converted({"optimizer": {"lr": 0.1}}, HUB, Careless())
+    (verdict,) = conversion.verdicts
+    assert verdict.kind == "lossy"
+    assert "Careless has 0.05 for optimizer.lr, not 0.1" in verdict.why
+
+
+def test_defaults_that_are_lost_are_named_too() -> None:
+    conversion = converted({"lr": 0.1}, Toy(), HUB)
+    assert conversion.document["train"] == {"clip": 0.5}  # the source's default is no longer a default
+    conversion = converted({"optimizer": {"lr": 0.1}}, HUB, Toy())
+    assert {"sharding.weight", "schedule.name"} <= {verdict.key for verdict in conversion.unsaid}
+
+
+def test_the_targets_own_defaults_are_named() -> None:
+    added = {verdict.key: verdict.value for verdict in converted({"lr": 0.1}, Toy(), HUB).added}
+    assert added["schedule.name"] == "cosine"
+    assert added["optimizer.weight_decay"] == 0.1
+    assert "optimizer.lr" not in added
+
+
+def test_what_holds_in_place_of_a_refused_setting_is_named() -> None:
+    row = {f"sharding.{state}": Setting("S", "file", "stage") for state in ("weight", "between", "grad", "optim")}
+    reading = Reading(build("toy", row), (Verdict("stage", 9, "applied"),))
+    conversion = convert_reading(Toy(), reading, HUB, NO_CONTEXT)
+    assert kinds(conversion) == {"stage": "refused"}
+    assert {verdict.key: verdict.value for verdict in conversion.added}["sharding.weight"] == "D"
+
+
+def test_the_gravest_verdict_wins() -> None:
+    assert worst([]) == "applied"
+    assert worst(["renamed", "lossy", "applied"]) == "lossy"
+    assert worst(["refused", "lossy"]) == "refused"
+
+
+# -- the reader and the draft --------------------------------------------------------------------------------------
+
+
+def test_flat_keys_keep_names_with_dots_apart() -> None:
+    document = {"a.b": {"c": 1}, "a": {"b": {"c": 2}}, "d": {}, "e": [{"f": 1}]}
+    flat = flatten(document)
+    assert flat == {'"a.b".c': 1, "a.b.c": 2, "d": {}, "e": [{"f": 1}]}
+    assert [split(key) for key in flat] == [["a.b", "c"], ["a", "b", "c"], ["d"], ["e"]]
+    assert flatten({"a": {"b": {"c": 1}}}, ["a.b"]) == {"a.b": {"c": 1}}
+    assert join("", "a.b") == '"a.b"'
+
+
+@pytest.mark.parametrize(
+    ("key", "pattern", "expected"),
+    [
+        ("a.b", "a.b", True),
+        ("a.b", "a.<name>", True),
+        ("a.b.c", "a.<name>", False),
+        ("a.b.c", "a.*", True),
+        ("a", "a.*", True),
+        ("ab", "a.*", False),
+        ("axb", "a.b", False),
+    ],
+)
+def test_patterns_of_keys(key: str, pattern: str, expected: bool) -> None:
+    assert matches(key, pattern) is expected
+
+
+@pytest.mark.parametrize(
+    ("take", "value", "expected"),
+    [
+        ("integer", 8, 8),
+        ("integer", 8.0, 8),
+        ("integer", "5e8", 500_000_000),
+        ("integer", 8.5, None),
+        ("integer", True, None),
+        ("integer", -1, None),
+        ("integer", "eight", None),
+        ("number", "1e-3", 1e-3),
+        ("number", -0.5, None),
+        ("number", [1], None),
+        ("boolean", "True", True),
+        ("boolean", False, False),
+        ("boolean", 1, None),
+        ("boolean", {}, None),
+        ("text", "x", "x"),
+        ("text", 3, None),
+        ("names", "a, b", ("a", "b")),
+        ("names", ["a"], ("a",)),
+        ("names", [1], None),
+        ("names", 3, None),
+    ],
+)
+def test_typed_values(take: str, value: Any, expected: Any) -> None:
+    reader = Reader({"a": value}, "Toy", ["a"])
+    default = ("?",) if take == "names" else None
+    setting = getattr(reader, take)("a", default)
+    (verdict,) = reader.finish("toy", {}, ["a"]).verdicts
+    if expected is None:
+        assert (setting.value, setting.origin, verdict.kind) == (default, "default", "refused")
+        assert "expected" in verdict.why
+    else:
+        assert (setting.value, setting.origin, setting.key) == (expected, "file", "a")
+        assert verdict.kind == "applied"
+
+
+def test_choices_find_their_neighbour() -> None:
+    reader = Reader({"a": "FUL", "b": "Full", "c": None, "d": [1]}, "Toy")
+    choices = {"full": "FULL", "none": "NONE"}
+    assert reader.choice("a", choices, "x").value == "x"
+    assert reader.choice("b", choices).value == "FULL"
+    assert reader.choice("c", choices, "y", null=True).value == "y"
+    reader.choice("d", choices)
+    why = {verdict.key: verdict.why for verdict in reader.finish("toy", {}, ["a", "b", "c", "d"]).verdicts}
+    assert "one of full, none" in why["a"]
+    assert why["b"] == ""
+
+
+def test_sections_are_taken_whole() -> None:
+    reader = Reader({"a": {"b": 1, "c": {"d": 2}}, "e": 3}, "Toy")
+    section = reader.section("a")
+    assert section.value == {"b": 1, "c": {"d": 2}}
+    assert section.keys == ("a.b", "a.c.d")
+    assert reader.section("e", {"x": 1}).value == {"x": 1}
+    assert reader.unread() == []
+    assert reader.verdicts["e"].kind == "refused"
+
+
+def test_derived_settings_name_all_their_keys() -> None:
+    whole = derived(6, Setting(2, "file", "a"), Setting(3, "file", "b"), UNSET)
+    assert (whole.value, whole.origin, whole.keys) == (6, "derived", ("a", "b"))
+
+
+def test_a_draft_forgets_nothing() -> None:
+    given = {
+        "optimizer.lr": Setting(0.1),
+        "mesh.tp": Setting(2),
+        "mesh.cp": Setting(1),
+        "batch.global_batch": Setting(8, "derived"),
+    }
+    draft = Draft(build("other", given), "Toy")
+    draft.copy("optimizer.lr", "a.lr")
+    writing = draft.finish()
+    assert writing.document == {"a": {"lr": 0.1}}
+    assert {verdict.key: verdict.kind for verdict in writing.verdicts} == {
+        "optimizer.lr": "applied",
+        "mesh.tp": "lossy",
+        "mesh.cp": "applied",
+        "batch.global_batch": "applied",
+    }
+
+
+def test_a_description_knows_its_paths() -> None:
+    with pytest.raises(KeyError, match=r"precision\.weigth"):
+        build("x", {"precision.weigth": Setting("bf16")})
+    description = build("x", {"precision.reduce": Setting("bf16")})
+    assert description["precision.reduce"].value == "bf16"
+    assert not description["precision.weight"].is_set
+    assert description.plan is None
+    assert description.row is None
+
+
+# -- what follows from what is said --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "replicate", "shard"),
+    [
+        ({"world": 16}, 1, 16),
+        ({"world": 16, "dp_replicate": 2}, 2, 8),
+        ({"world": 16, "tp": 4, "pp": 2}, 1, 2),
+        ({"world": 16, "dp_shard": 8, "dp_replicate": None}, 2, 8),
+        ({"world": 16, "dp_shard": 8}, 1, 8),
+        ({"dp_shard": 8, "dp_replicate": None}, None, 8),
+        ({"dp_replicate": 2}, 2, None),
+        ({"world": 10, "dp_replicate": 4}, 4, None),
+        ({"world": 16, "dp_replicate": None}, 1, 16),
+    ],
+)
+def test_the_axis_that_is_left(mesh: dict[str, Any], replicate: int | None, shard: int | None) -> None:
+    found = degrees(build("x", {f"mesh.{axis}": Setting(degree) for axis, degree in mesh.items()}))
+    assert (found["dp_replicate"], found["dp_shard"]) == (replicate, shard)
+
+
+def test_a_hybrid_row_without_degrees_has_unknown_ones() -> None:
+    rows = {f"sharding.{state}": Setting(str(place)) for state, place in Plan.named("hybrid_shard").places().items()}
+    description = build("x", {**rows, "mesh.world": Setting(16), "mesh.dp_replicate": Setting(None)})
+    assert (degrees(description)["dp_replicate"], degrees(description)["dp_shard"]) == (None, None)
+    assert data_ranks(description) == 16
+
+
+@pytest.mark.parametrize(
+    ("path", "one", "other", "expected"),
+    [
+        ("mesh.tp", None, 1, True),
+        ("mesh.tp", 2, 1, False),
+        ("optimizer.lr", 1e-3, 0.001, True),
+        ("optimizer.betas", (0.9, 0.95), [0.9, 0.95], True),
+        ("optimizer.betas", (0.9, 0.95), (0.9, 0.99), False),
+        ("training.clip", None, 1.0, False),
+        ("precision.reduce", "bf16", "fp32", False),
+        ("schedule.warmup_steps", 0, None, True),
+    ],
+)
+def test_what_means_the_same(path: str, one: Any, other: Any, expected: bool) -> None:
+    assert same(path, one, other) is expected
+
+
+# -- comments ------------------------------------------------------------------------------------------------------
+
+TEXT = """\
+# the head
+# of the file
+
+lr: 0.1  # the rate
+# above clip
+clip: 'a # b'    # beside clip
+verbose: [1, # in a list
+  2] # after it
+nested:
+  # above inner
+  inner: |
+    text # none
+  other: 1
+# the tail
+"""
+
+
+def test_comments_are_found_at_their_keys() -> None:
+    found = {key: (comment.above, comment.beside) for key, comment in take(TEXT).items()}
+    assert found == {
+        "": (["the head", "of the file", "the tail"], []),
+        "lr": ([], ["the rate"]),
+        "clip": (["above clip"], ["beside clip"]),
+        "verbose": ([], ["in a list", "after it"]),
+        "nested.inner": (["above inner"], []),
+    }
+
+
+def test_comments_are_placed_and_change_nothing() -> None:
+    document = {"lr": 0.1, "clip": "a # b", "nested": {"inner": "one\ntwo # x\n", "other": 1}, "verbose": [1, 2]}
+    text = yaml.safe_dump(document, sort_keys=False)
+    placed = place(text, take(TEXT))
+    assert yaml.safe_load(placed) == document
+    for words in (
+        "the head",
+        "of the file",
+        "the tail",
+        "the rate",
+        "above clip",
+        "beside clip",
+        "in a list",
+        "above inner",
+    ):
+        assert placed.count(f"# {words}") + placed.count(f"; {words}") == 1, words
+    assert "lr: 0.1  # the rate" in placed
+    assert "# above clip\nclip:" in placed
+
+
+def test_comments_follow_their_keys_into_another_dialect() -> None:
+    text = "# head\nlr: 0.1  # tuned by hand\n# be quiet\nverbose: false\n# long runs\nclip: 2\n"
+    loaded = Loaded(Path("a.yaml"), parse(text, "yaml"), text, "yaml")
+    conversion = converted(loaded.document, Toy(), HUB)
+    written = to_text(conversion.document, "yaml", loaded, conversion.verdicts)
+    assert yaml.safe_load(written) == conversion.document
+    assert "  lr: 0.1  # tuned by hand" in written
+    assert "  # long runs\n  clip: 2" in written
+    assert written.startswith("# head\n# verbose: be quiet\n")
+
+
+def test_json_has_no_comments() -> None:
+    loaded = Loaded(Path("a.yaml"), {}, "# x\nlr: 1\n", "yaml")
+    assert parse(to_text({"lr": 1, "betas": (0.9, 0.99)}, "json", loaded, []), "json") == {
+        "lr": 1,
+        "betas": [0.9, 0.99],
+    }
+
+
+# -- dtypes and their bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "ranks", "expected"),
+    [  # the bytes of README's table, which the planner's tests hold against the engine
+        ("zero0", "bf16", 8, 18),
+        ("zero0", "fp32", 8, 16),
+        ("zero1", "bf16", 8, 2 + 16 / 8),
+        ("zero2", "bf16", 8, 2 + 16 / 8),
+        ("zero3", "bf16", 8, 16 / 8),
+        ("shard_grad_op", "bf16", 8, 16 / 8),
+        ("zero3", "bf16-pure", 8, 8 / 8),
+        ("hybrid_shard", "bf16", 8, 16 / 4),
+        ("hpz", "bf16", 8, 16 / 8),
+    ],
+)
+def test_bytes_are_those_of_the_table(plan: str, precision: str, ranks: int, expected: float) -> None:
+    mesh = {"dp_replicate": 2} if plan in ("hybrid_shard", "hpz") else {}
+    document = {"plan": {"name": plan, "mesh": mesh}, "precision": precision}
+    (cost,) = costs(HUB.read(document).description, (ranks,))
+    gradients = {"zero1": 4 - 4 / 8, "hpz": 4 / 4 - 4 / 8}.get(plan, 0)  # README counts them where they are split last
+    assert cost.bytes_per_parameter == pytest.approx(expected + gradients)
+
+
+def foreign(weight: str, compute: str, master: str, **more: Any) -> Description:
+    dtypes = {"weight": weight, "compute": compute, "accumulate": "fp32", "master": master, "moments": "fp32"}
+    rows = {f"sharding.{state}": Setting(str(place)) for state, place in Plan.named("zero3").places().items()}
+    return build("other", {**rows, **{f"precision.{name}": Setting(dtype) for name, dtype in dtypes.items()}, **more})
+
+
+def test_another_library_keeps_a_narrow_weight_beside_its_master() -> None:
+    (cost,) = costs(foreign("bf16", "bf16", "fp32"), (8,))
+    assert cost.bytes_per_parameter == pytest.approx((2 + 4 + 4 + 8) / 8)
+    (cost,) = costs(foreign("fp32", "bf16", "fp32"), (8,))
+    assert cost.bytes_per_parameter == pytest.approx((4 + 4 + 8) / 8)
+
+
+def test_upcasting_costs_less_on_more_ranks() -> None:
+    one, eight = costs(foreign("fp32", "bf16", "fp32"), (1, 8))
+    assert one.upcast == 8  # fp32 master, gradient and two moments in place of bf16
+    assert eight.upcast == 1
+
+
+def test_what_is_not_known_has_no_bytes() -> None:
+    (cost,) = costs(foreign("loaded", "bf16", "fp32"), (8,))
+    assert cost.bytes_per_parameter is None
+    (cost,) = costs(build("other", {}), (8,))
+    assert cost.bytes_per_parameter is None
+    assert precisions(build("other", {})).cells() == ["-"] * 7
+
+
+def test_autocast_is_named_in_the_row() -> None:
+    row = precisions(foreign("fp32", "bf16", "fp32", **{"precision.autocast": Setting(True)}))
+    assert row.compute == "bf16 autocast"
+
+
+# -- explain, check, diff ------------------------------------------------------------------------------------------
+
+
+def write(path: Path, document: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def understood(tmp_path: Path, document: dict[str, Any], **context: Any) -> Understood:
+    return understand(write(tmp_path / "a.yaml", document), "terrazzo", Context(**context))
+
+
+def test_the_page_has_every_option_with_who_set_it(tmp_path: Path) -> None:
+    document = {
+        "plan": "zero3@cpu",
+        "precision": "bf16",
+        "batch": {"global_batch": 64, "micro_batch": 2},
+        "log": {"every": 5},
+    }
+    page = explain(understood(tmp_path, document, world=8))
+    options = {option.path: option for option in page.options}
+    assert (options["sharding.grad"].value, options["sharding.grad"].origin) == ("D", "file")
+    assert options["optimizer.lr"].origin == "default"
+    assert (options["batch.accumulation"].value, options["batch.accumulation"].origin) == (4, "derived")
+    assert options["offload.optim"].value == "cpu"
+    text = "\n".join(page.plan)
+    assert "zero3: weight D | between D | grad D@cpu | optim D@cpu" in text
+    assert "optimizer: split over all data ranks, in host memory" in text
+    assert "64 sequences = 2 × 4 micro-batches × 8 data ranks" in text
+    assert [extra.key for extra in page.own] == ["log.every"]
+    assert page.unsettled == ()
+    assert {option.path for option in page.options} | set(page.left) == set(PATHS)
+    assert "mesh.tp" in page.left
+
+
+def test_no_plan_is_said_to_be_none() -> None:
+    assert "no plan" in next(iter(plan_words(build("x", {}))))
+
+
+CHECKS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"train": {"stepps": 3}}, {}, "train.stepps", "Did you mean 'steps'?"),
+    ({"optimizer": {"lr": "fast"}}, {}, "optimizer.lr", "expected a number"),
+    (
+        {"batch": {"global_batch": 30, "micro_batch": 4}},
+        {"world": 2},
+        "batch.global_batch, batch.micro_batch",
+        "24 is, for one",
+    ),
+    ({"plan": {"mesh": {"dp_replicate": 3}}}, {"world": 8}, "plan.mesh.dp_replicate", "does not divide the 8 ranks"),
+    (
+        {"plan": {"mesh": {"dp_shard": 4}}},
+        {"world": 8},
+        "plan.mesh.dp_shard",
+        "dp_shard 4 = 4 ranks, but the world has 8",
+    ),
+    ({"launch": {"ranks": 4}}, {"world": 8}, "launch.ranks", "says 4 ranks, and --world 8"),
+    ({"plan": {"name": "hfsdp"}}, {"world": 8}, "plan.name", "needs two data axes"),
+    ({"plan": {"weight": "D", "between": "D", "grad": "D", "optim": "-"}}, {}, "plan.weight", "prefix"),
+    ({"plan": "zero3@nvme"}, {}, "offload.path", "folder"),
+    ({"schedule": {"warmup_steps": 9}, "train": {"steps": 5}}, {}, "schedule.warmup_steps", "9 steps of warm-up"),
+    ({"offload": {"activations": "cpu"}}, {}, "offload.activations", "turn that on"),
+]
+
+
+@pytest.mark.parametrize(("document", "context", "key", "text"), CHECKS)
+def test_check_finds(tmp_path: Path, document: dict[str, Any], context: dict[str, Any], key: str, text: str) -> None:
+    found = [finding for finding in check(understood(tmp_path, document, **context)) if finding.level == "error"]
+    assert any(finding.key == key and text in finding.text for finding in found), found
+
+
+def test_check_warns_of_what_may_be_meant(tmp_path: Path) -> None:
+    document = {"precision": {"name": "fp32", "compute": "fp16", "master": "bf16"}}
+    found = {finding.key: finding for finding in check(understood(tmp_path, document))}
+    assert found["precision.compute"].level == "warning"
+    assert "2^-8" in found["precision.master"].text
+
+
+def test_check_is_silent_where_nothing_is_wrong(tmp_path: Path) -> None:
+    document = {"plan": "hybrid_shard", "batch": {"global_batch": 64, "micro_batch": 2}}
+    assert (
+        check(
+            understood(tmp_path, {**document, "plan": {"name": "hybrid_shard", "mesh": {"dp_replicate": 2}}}, world=8)
+        )
+        == []
+    )
+    assert check(understood(tmp_path, {"plan": "zero3"})) == []
+
+
+def test_the_models_sizes_are_checked(tmp_path: Path) -> None:
+    description = build("toy", {"mesh.tp": Setting(3, "file", "tp"), "mesh.pp": Setting(40, "file", "pp")})
+    loaded = Loaded(tmp_path / "a.yaml", {}, "", "yaml")
+    found = check(Understood(loaded, Toy(), Reading(description, ()), Context(heads=32, layers=32)))
+    assert {finding.key for finding in found} == {"tp", "pp"}
+
+
+def test_differences_are_of_meaning() -> None:
+    one = HUB.read({"plan": "zero3", "precision": "bf16", "log": {"every": 5}}).description
+    other = HUB.read({"plan": {"name": "full_shard"}, "precision": {"name": "bf16"}, "log": {"every": 5}}).description
+    assert compare(one, other) == []
+    third = HUB.read(
+        {"plan": "zero2", "precision": {"name": "bf16", "reduce": "bf16"}, "log": {"every": 6}}
+    ).description
+    found = {difference.path: difference for difference in compare(one, third)}
+    assert set(found) == {"sharding.weight", "sharding.between", "precision.reduce", "log.every"}
+    assert (found["precision.reduce"].a.value, found["precision.reduce"].b.value) == ("fp32", "bf16")
+
+
+def test_what_one_leaves_to_code_is_told_from_what_differs() -> None:
+    toy = Toy().read({"lr": 3e-4, "clip": 1.0}).description
+    hub = HUB.read({}).description
+    found = {difference.path: difference.kind for difference in compare(toy, hub)}
+    assert found["schedule.name"] == "b"
+    assert "optimizer.lr" not in found
+    assert "training.compile" not in found  # off in one, unsaid in the other
+    assert set(found.values()) == {"b"}
+
+
+def test_extras_of_one_dialect_are_compared() -> None:
+    def described(value: int) -> Description:
+        return build("toy", {}, (Extra("magic", value, "magic"),))
+
+    spelling = build("toy", {"optimizer.lr": Setting(0.1, "file", "lr")}, (Extra("lr", "1e-1"),))
+    plainly = build("toy", {"optimizer.lr": Setting(0.1, "file", "lr")}, (Extra("lr", 0.1),))
+    assert compare(spelling, plainly) == []
+    assert compare(described(1), described(1)) == []
+    assert [difference.path for difference in compare(described(1), described(2))] == ["magic"]
+    assert compare(described(1), build("other", {}, (Extra("magic", 2),))) == []
+
+
+def test_a_verdict_for_each_key_and_no_other() -> None:
+    document = {"plan": {"name": "zero3", "mesh": {}}, "optimizer": {"options": {}}, "train": None, "x": [1]}
+    reading = HUB.read(document)
+    assert [verdict.key for verdict in reading.verdicts] == [
+        "plan.name",
+        "plan.mesh",
+        "optimizer.options",
+        "train",
+        "x",
+    ]
+    kinds = {verdict.key: verdict.kind for verdict in reading.verdicts if isinstance(verdict, Verdict)}
+    assert kinds == {
+        "plan.name": "applied",
+        "plan.mesh": "applied",  # an empty section says nothing
+        "optimizer.options": "applied",
+        "train": "refused",  # and null is none, to the trainer
+        "x": "refused",
+    }

@@ -1,0 +1,230 @@
+"""All dialects against each other: through the hub and back no loss goes unnamed, and every pair agrees or says so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.dialects.convert import Conversion, convert_reading
+from terrazzo.dialects.description import Description, inactive
+from terrazzo.dialects.description import settings as settings_of
+from terrazzo.dialects.dialect import Context, Dialect, Reading
+from terrazzo.dialects.emit import to_text
+from terrazzo.dialects.files import Loaded, parse
+from terrazzo.dialects.reader import flatten, split
+from terrazzo.dialects.registry import NAMES, dialect
+from terrazzo.dialects.understand import agree, read_document
+from terrazzo.dialects.verdict import Verdict
+from terrazzo.train.config_file import config_from_dict
+from tests.dialects.samples import SAMPLES
+
+CONTEXT = Context(world=8, hidden_size=64)
+HUB = dialect("terrazzo")
+CASES = [(name, label) for name in NAMES for label in SAMPLES[name]]
+KEPT = ("applied", "renamed", "defaulted")
+
+
+def read(name: str, document: dict[str, Any]) -> Reading:
+    return read_document(dialect(name), document, CONTEXT)
+
+
+@cache
+def sample(name: str, label: str) -> Reading:
+    return read(name, SAMPLES[name][label])
+
+
+def through(source: Dialect, reading: Reading, target: Dialect) -> tuple[Conversion, dict[str, Any]]:
+    """A conversion, and its document as it is in a file."""
+    conversion = convert_reading(source, reading, target, CONTEXT)
+    kind = "json" if target.suffix == ".json" else "yaml"
+    text = to_text(conversion.document, kind, Loaded(Path("x.json"), {}, "", "json"), conversion.verdicts)  # type: ignore[arg-type]
+    return conversion, parse(text, kind) if conversion.document else {}  # type: ignore[arg-type]
+
+
+def test_every_dialect_has_samples() -> None:
+    assert set(SAMPLES) == set(NAMES)
+
+
+@pytest.mark.parametrize(("name", "label"), CASES)
+def test_samples_are_of_their_dialect_and_right(name: str, label: str) -> None:
+    document = SAMPLES[name][label]
+    assert [other for other in NAMES if dialect(other).recognises(document)] == [name]
+    reading = sample(name, label)
+    assert [verdict for verdict in reading.verdicts if verdict.kind == "refused"] == []
+    assert reading.description.row is not None
+    errors = [finding for finding in dialect(name).findings(document, reading, CONTEXT) if finding.level == "error"]
+    assert errors == []
+
+
+@pytest.mark.parametrize(("name", "label"), CASES)
+def test_the_same_dialect_is_written_as_it_was(name: str, label: str) -> None:
+    document = SAMPLES[name][label]
+    conversion, written = through(dialect(name), sample(name, label), dialect(name))
+    assert {verdict.kind for verdict in conversion.verdicts} <= {"applied", "lossy"}  # lossy: so said the reader
+    assert flatten(written) == flatten(document)
+
+
+# -- every pair ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "label"), CASES)
+def test_every_pair_agrees_or_names_the_loss(name: str, label: str) -> None:
+    for target in NAMES:
+        assert_agrees_or_names_the_loss(name, sample(name, label), target)
+
+
+def assert_agrees_or_names_the_loss(name: str, reading: Reading, target: str) -> None:
+    conversion, written = through(dialect(name), reading, dialect(target))
+    assert [verdict.key for verdict in conversion.verdicts] == [verdict.key for verdict in reading.verdicts]
+    reread = read(target, written)
+    by_path = {verdict.key: verdict for verdict in dialect(target).write(reading.description, CONTEXT).verdicts}
+    for path, setting in settings_of(reading.description):
+        if setting.is_set:
+            assert_agrees_or_said(path, reading.description, reread.description, by_path[path])
+    grave = [verdict for verdict in (*conversion.verdicts, *conversion.unsaid) if verdict.kind in ("lossy", "refused")]
+    assert all(verdict.why for verdict in grave)
+    assert not [verdict for verdict in reread.verdicts if verdict.kind == "refused"], target
+    if target == "terrazzo":
+        config_from_dict(written)
+
+
+def assert_agrees_or_said(path: str, before: Description, after: Description, verdict: Verdict) -> None:
+    """What a writer calls kept is kept: the document says it too, or the writer says why it need not."""
+    if verdict.kind not in KEPT or verdict.why:
+        assert verdict.why, (path, verdict)
+        return
+    assert agree(path, before, after), (path, before.value(path), after.value(path), verdict)
+    said = before[path].origin in ("file", "auto") and not inactive(path, before.value(path))
+    if said and before.dialect != after.dialect:
+        assert after[path].is_set or not verdict.target, (path, verdict)
+
+
+# -- through the hub and back --------------------------------------------------------------------------------------
+
+
+def variants(name: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Each sample as it is, and with each of its keys left out or set to another value of its kind."""
+    for label, document in SAMPLES[name].items():
+        yield label, None, document
+        for key, value in flatten(document).items():
+            yield f"{label} without {key}", None, changed(document, key, None)
+            for other in others(value):
+                yield f"{label}, {key} = {other}", other, changed(document, key, other)
+
+
+def others(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value * 2] if value > 0 else []
+    return [value / 2] if isinstance(value, float) else []
+
+
+def changed(document: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    found = copy.deepcopy(document)
+    *parents, last = split(key)
+    inner: Any = found
+    for name in parents:
+        inner = inner[name]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return found
+
+
+def losses(conversion: Conversion, path: str) -> bool:
+    """Whether a conversion names a loss at a path, or explains why it is none."""
+    keys = conversion.before[path].keys
+    named = [verdict for verdict in conversion.verdicts if verdict.key in keys and verdict.why]
+    return bool(named) or any(verdict.key == path for verdict in conversion.unsaid)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "terrazzo"])
+def test_through_the_hub_and_back_nothing_is_lost_unnamed(name: str) -> None:
+    there_and_back = 0
+    for label, _, document in variants(name):
+        reading = read(name, document)
+        out, hub_document = through(dialect(name), reading, HUB)
+        back, written = through(HUB, read("terrazzo", hub_document), dialect(name))
+        again = read(name, written).description
+        for path, setting in settings_of(reading.description):
+            if setting.origin not in ("file", "auto") or setting.value is None:
+                continue
+            verdicts = [verdict for verdict in out.verdicts if verdict.key in setting.keys]
+            if all(verdict.kind in KEPT and not verdict.why for verdict in verdicts):
+                there_and_back += agree(path, reading.description, again) and again[path].is_set
+                assert agree(path, reading.description, again) or losses(back, path), (
+                    label,
+                    path,
+                    setting,
+                    again[path],
+                )
+    assert there_and_back > 20
+
+
+LOSSLESS: dict[str, set[str]] = {
+    "deepspeed": {
+        "zero_optimization.stage",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
+        "bf16.enabled",
+        "gradient_clipping",
+        "optimizer.params.lr",
+        "optimizer.params.weight_decay",
+        "scheduler.params.warmup_num_steps",
+        "scheduler.params.total_num_steps",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    },
+    "accelerate": {
+        "fsdp_config.fsdp_reshard_after_forward",
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_config.fsdp_offload_params",
+        "fsdp_config.fsdp_activation_checkpointing",
+        "mixed_precision",
+        "num_processes",
+    },
+    "trainer": {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "max_steps",
+        "bf16",
+        "fsdp_config.reshard_after_forward",
+    },
+    "lightning": {"strategy", "devices", "gradient_clip_val", "precision"},
+    "fsdp1": {"sharding_strategy", "mixed_precision.param_dtype", "mixed_precision.reduce_dtype"},
+    "fsdp2": {"reshard_after_forward", "mp_policy.param_dtype", "mp_policy.reduce_dtype"},
+    "torchtitan": {
+        "parallelism.data_parallel_replicate_degree",
+        "training.local_batch_size",
+        "training.global_batch_size",
+        "training.seq_len",
+        "training.steps",
+    },
+}
+"""Keys whose meaning must come back from the hub in at least one sample that has them."""
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_the_keys_that_matter_come_back(name: str) -> None:
+    came = set()
+    for label in SAMPLES[name]:
+        reading = sample(name, label)
+        _, hub_document = through(dialect(name), reading, HUB)
+        _, written = through(HUB, read("terrazzo", hub_document), dialect(name))
+        again = read(name, written).description
+        keys = {key for _, setting in settings_of(reading.description) for key in setting.keys}
+        for key in keys:
+            paths = [path for path, setting in settings_of(reading.description) if key in setting.keys]
+            if all(again[path].is_set and agree(path, reading.description, again) for path in paths):
+                came.add(key)
+    assert LOSSLESS[name] - came == set()

@@ -1,0 +1,246 @@
+"""What DeepSpeed's JSON means: rows, dtypes, tiers, batch sizes, optimizers and schedules."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from terrazzo.dialects.deepspeed import DeepSpeed
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import NO_CONTEXT, Context
+from terrazzo.dialects.verdict import Verdict
+
+DIALECT = DeepSpeed()
+SIZE = {"train_micro_batch_size_per_gpu": 1}
+
+
+def read(document: dict[str, Any], context: Context = NO_CONTEXT) -> Description:
+    return DIALECT.read(document, context).description
+
+
+def verdict(document: dict[str, Any], key: str, **versions: str) -> Verdict:
+    reading = DIALECT.read(document, Context(versions=versions))
+    return next(each for each in reading.verdicts if each.key == key)
+
+
+def values(description: Description, section: str, *names: str) -> list[Any]:
+    return [description.value(f"{section}.{name}") for name in names]
+
+
+def findings(document: dict[str, Any], context: Context = NO_CONTEXT) -> dict[str, str]:
+    return {each.key: each.level for each in DIALECT.findings(document, DIALECT.read(document, context), context)}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+# -- rows and meshes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_stages_are_rows(stage: int) -> None:
+    assert read(zero(stage)).row == f"zero{stage}"
+
+
+def test_no_section_is_stage_0_and_true_is_stage_1() -> None:
+    assert read({}).row == "zero0"
+    assert read({"zero_optimization": True}).row == "zero1"
+    assert verdict({"zero_optimization": True}, "zero_optimization").kind == "renamed"
+
+
+def test_hpz_is_a_row_of_two_axes() -> None:
+    document = zero(3, zero_hpz_partition_size=8)
+    assert read(document).row == "hpz"
+    assert values(read(document, Context(world=32)), "mesh", "dp_shard", "dp_replicate") == [8, 4]
+    assert read(zero(2, zero_hpz_partition_size=8)).row == "zero2"
+    assert findings(zero(2, zero_hpz_partition_size=8) | SIZE)["zero_optimization.zero_hpz_partition_size"] == "warning"
+    key = "zero_optimization.zero_hpz_partition_size"
+    assert findings(document | SIZE, Context(world=12))[key] == "error"
+
+
+def test_mics_is_still_understood() -> None:
+    document = zero(3, mics_shard_size=8)
+    assert read(document).row == "hybrid_shard"
+    assert read(document).value("mesh.dp_shard") == 8
+    found = verdict(document, "zero_optimization.mics_shard_size")
+    assert (found.kind, "0.19.7" in found.why) == ("renamed", True)
+
+
+def test_degrees() -> None:
+    document = {"tensor_parallel": {"autotp_size": 4}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    assert values(read(document | {"sequence_parallel_size": 8}), "mesh", "tp", "ep", "sp") == [4, 2, 8]
+    assert values(read({"expert_parallel": {"autoep_size": 2}}), "mesh", "tp", "ep", "sp") == [1, 1, 1]
+
+
+# -- precision: the rows of the survey of stacks ---------------------------------------------------------------------
+
+_STATES = ("weight", "compute", "reduce", "accumulate", "master", "moments", "saved")
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, "fp32 fp32 fp32 fp32 fp32 fp32 fp32"),
+        ({"bf16": {"enabled": True}}, "bf16 bf16 bf16 bf16 fp32 fp32 bf16"),
+        ({"bfloat16": {"enabled": True}}, "bf16 bf16 bf16 bf16 fp32 fp32 bf16"),
+        ({"fp16": {"enabled": True}}, "fp16 fp16 fp16 fp16 fp32 fp32 fp16"),
+        ({"bf16": {"enabled": False}}, "fp32 fp32 fp32 fp32 fp32 fp32 fp32"),
+        (
+            {"bf16": {"enabled": True}, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
+            "bf16 bf16 fp32 fp32 fp32 fp32 bf16",
+        ),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            "bf16 bf16 bf16 bf16 bf16 bf16 bf16",
+        ),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "fp32 bf16 bf16 fp32 fp32 fp32 fp32"),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": []}},
+            "fp32 bf16 fp32 fp32 fp32 fp32 fp32",
+        ),
+        ({"bf16": {"enabled": True}, "sequence_parallel_size": 2}, "bf16 bf16 fp32 bf16 fp32 fp32 bf16"),
+    ],
+)
+def test_every_dtype_is_pinned(document: dict[str, Any], expected: str) -> None:
+    assert values(read(zero(1) | document), "precision", *_STATES) == expected.split()
+
+
+def test_loss_scaling() -> None:
+    scaling = read({"fp16": {"enabled": True, "initial_scale_power": 8}}).value("precision.loss_scaling")
+    assert (scaling.init, scaling.interval, scaling.hysteresis, scaling.minimum) == (256.0, 1000, 2, 1.0)
+    fixed = read({"fp16": {"enabled": True, "loss_scale": 128}})
+    assert values(fixed, "precision", "loss_scaling", "static_loss_scale") == [None, 128]
+
+
+# -- offload -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "optim", "grad"),
+    [
+        (0, "cpu", "device", "device"),
+        (1, "cpu", "cpu", "cpu"),
+        (2, "cpu", "cpu", "cpu"),
+        (2, "nvme", "cpu", "cpu"),
+        (3, "cpu", "cpu", "cpu"),
+        (3, "nvme", "nvme", "cpu"),
+    ],
+)
+def test_optimizer_offload_by_stage(stage: int, device: str, optim: str, grad: str) -> None:
+    document = zero(stage, offload_optimizer={"device": device, "nvme_path": "/nvme"})
+    assert values(read(document), "offload", "optim", "grad") == [optim, grad]
+    kind = verdict(document, "zero_optimization.offload_optimizer.device").kind
+    assert kind == ("applied" if device == optim else "lossy")
+
+
+def test_parameter_offload_needs_stage_3() -> None:
+    offload = {"offload_param": {"device": "nvme", "nvme_path": "/p"}, "offload_optimizer": {"device": "nvme"}}
+    document = zero(3, **offload)
+    document["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/o"
+    assert values(read(document), "offload", "weight", "path") == ["nvme", ("/o", "/p")]
+    below = zero(2, offload_param={"device": "cpu"})
+    assert read(below).value("offload.weight") == "device"
+    assert "needs stage 3" in verdict(below, "zero_optimization.offload_param.device").why
+
+
+def test_a_ratio_is_a_share_of_the_units() -> None:
+    section = {"device": "cpu", "ratio": 0.7}
+    assert read(zero(3, offload_optimizer=section)).value("offload.optim") == "cpu:0.7"
+    assert findings(zero(2, offload_optimizer=section) | SIZE)["zero_optimization.offload_optimizer.ratio"] == "error"
+
+
+def test_old_words_for_offload() -> None:
+    document = zero(2, cpu_offload=True)
+    assert read(document).value("offload.optim") == "cpu"
+    assert verdict(document, "zero_optimization.cpu_offload").kind == "renamed"
+    written = DIALECT.write(read(document)).document
+    assert written["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+# -- batch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [s for s in itertools.product((None, 48), (None, 3), (None, 4)) if s != (None,) * 3])
+def test_batch_arithmetic_is_deepspeeds(sizes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed's arithmetic is the oracle")
+    from deepspeed import comm
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    monkeypatch.setattr(comm, "get_world_size", lambda *_: 4)
+    monkeypatch.setattr(comm, "get_rank", lambda *_: 0)
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    document = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
+    found = read(document, Context(world=4))
+    ours = values(found, "batch", "global_batch", "micro_batch", "accumulation")
+    if sizes[:2] == (None, None):
+        assert findings(document) == {**findings(document), "train_micro_batch_size_per_gpu": "error"}
+        with pytest.raises(AssertionError):
+            DeepSpeedConfig(document)
+        return
+    config = DeepSpeedConfig(dict(document))
+    assert ours == [getattr(config, name) for name in names]
+
+
+def test_without_the_number_of_ranks_the_rest_stays_open() -> None:
+    found = read({"train_batch_size": 64})
+    assert values(found, "batch", "global_batch", "micro_batch", "accumulation") == [64, None, 1]
+
+
+# -- optimizer and schedule ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "verdict_kind"),
+    [
+        ("Adam", "AdamW", "applied"),
+        ("adamw", "AdamW", "applied"),
+        ("DeepSpeedCPUAdam", "AdamW", "renamed"),
+        ("SGD", "SGD", "applied"),
+        ("OneBitAdam", None, "refused"),
+        ("AdamX", None, "refused"),
+        ("os.system", None, "refused"),
+    ],
+)
+def test_optimizer_types(kind: str, name: str | None, verdict_kind: str) -> None:
+    document = {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}
+    assert read(document).value("optimizer.name") == name
+    assert verdict(document, "optimizer.type").kind == verdict_kind
+
+
+def test_optimizer_defaults_are_deepspeeds_own() -> None:
+    """Its Adam has no weight decay where torch's AdamW has 0.01; torch's own classes keep their defaults unsaid."""
+    built_in = read({"optimizer": {"type": "AdamW"}})
+    assert values(built_in, "optimizer", "lr", "betas", "eps", "weight_decay") == [1e-3, (0.9, 0.999), 1e-8, 0.0]
+    assert not read({"optimizer": {"type": "SGD"}})["optimizer.weight_decay"].is_set
+
+
+def test_the_schedules_peak_is_its_own() -> None:
+    """WarmupDecayLR climbs to its warmup_max_lr, by default 0.001, whatever rate the optimizer was given."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed's schedule is the oracle")
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    document = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+    }
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=3e-4)
+    schedule = WarmupDecayLR(optimizer, **document["scheduler"]["params"])
+    rates = []
+    for _ in range(100):
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert read(document).value("optimizer.lr") == pytest.approx(max(rates), rel=0.02)
+    assert verdict(document, "optimizer.params.lr").kind == "lossy"
+    assert "scheduler.type" in findings(document | SIZE)
+
+
+def test_a_logarithmic_warm_up_is_not_a_linear_one() -> None:
+    document = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+    assert values(read(document), "schedule", "name", "warmup_steps") == ["constant", 10]
+    assert read(document).value("schedule.options") == {"warmup_type": "log"}
+    document["scheduler"]["params"]["warmup_type"] = "linear"
+    assert not read(document)["schedule.options"].is_set

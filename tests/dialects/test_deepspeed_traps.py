@@ -1,0 +1,253 @@
+"""What in DeepSpeed's JSON is not as it looks: releases, typing errors, "auto", and keys that mean something else."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from terrazzo.dialects.deepspeed import DeepSpeed
+from terrazzo.dialects.deepspeed.versions import REMOVED
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import NO_CONTEXT, Context
+from terrazzo.dialects.verdict import Verdict
+
+DIALECT = DeepSpeed()
+SIZE = {"train_micro_batch_size_per_gpu": 1}
+
+
+def read(document: dict[str, Any], context: Context = NO_CONTEXT) -> Description:
+    return DIALECT.read(document, context).description
+
+
+def verdict(document: dict[str, Any], key: str, **versions: str) -> Verdict:
+    reading = DIALECT.read(document, Context(versions=versions))
+    return next(each for each in reading.verdicts if each.key == key)
+
+
+def values(description: Description, section: str, *names: str) -> list[Any]:
+    return [description.value(f"{section}.{name}") for name in names]
+
+
+def findings(document: dict[str, Any], context: Context = NO_CONTEXT) -> dict[str, str]:
+    return {each.key: each.level for each in DIALECT.findings(document, DIALECT.read(document, context), context)}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+# -- releases ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "clip", "pinned"), [("0.18.9", None, False), ("0.19.3", 1.0, False), ("", 1.0, True)]
+)
+def test_defaults_moved(version: str, clip: float | None, pinned: bool) -> None:
+    context = Context(versions={"deepspeed": version} if version else {})
+    document = zero(2, offload_optimizer={"device": "cpu"})
+    assert read(document, context).value("training.clip") == clip
+    assert read(document, context).value("offload.pin") is pinned
+    assert ("gradient_clipping" in findings(document, context)) is (clip is not None)
+
+
+@pytest.mark.parametrize("key", sorted(REMOVED))
+def test_removed_keys_are_explained_and_their_file_is_refused(key: str) -> None:
+    section, _, name = key.rpartition(".")
+    document: dict[str, Any] = {
+        **SIZE,
+        **({section: {"stage": 3, name: True}} if section else {key: {"enabled": True}}),
+    }
+    if key in ("sparse_gradients", "graph_harvesting"):
+        document[key] = True
+    found = next(each for each in DIALECT.read(document).verdicts if each.key.startswith(key))
+    assert found.kind == ("renamed" if "mics_shard_size" in key else "refused")
+    assert findings(document)[key] == "error"
+    pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle")
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    with pytest.raises(DeepSpeedConfigError):
+        DeepSpeedConfig(copy.deepcopy(document))
+
+
+def test_a_removed_key_that_is_switched_off_costs_nothing() -> None:
+    document = SIZE | {"elasticity": {"enabled": False, "max_train_batch_size": 2000}}
+    found = verdict(document, "elasticity.max_train_batch_size")
+    assert (found.kind, "It is switched off" in found.why) == ("defaulted", True)
+    assert "elasticity" not in DIALECT.write(read(document)).document
+    before = Context(versions={"deepspeed": "0.18.0"})
+    assert "elasticity" in DIALECT.write(read(document, before), before).document
+
+
+# -- typing errors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "meant"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation.stage", "zero_optimization"),
+        ({"gradient_cliping": 0.5}, "gradient_cliping", "gradient_clipping"),
+        ({"zero_optimization": {"reduce_bucket": 1}}, "zero_optimization.reduce_bucket", "reduce_bucket_size"),
+        ({"aio": {"thread_count": 2}}, "aio.thread_count", "intra_op_parallelism"),
+        ({"fp32_allreduce": True}, "fp32_allreduce", "communication_data_type"),
+    ],
+)
+def test_typing_errors_name_what_was_meant(document: dict[str, Any], key: str, meant: str) -> None:
+    found = verdict(document, key)
+    assert found.kind == "refused"
+    assert meant in found.why
+
+
+def test_a_misspelt_section_trains_unsharded() -> None:
+    """DeepSpeed takes the file and shards nothing: the reader says so, and reads it as DeepSpeed does."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    document = SIZE | {"zero_optimisation": {"stage": 3}}
+    assert DeepSpeedConfig(dict(document)).zero_config.stage == 0
+    assert read(document).row == "zero0"
+    assert "ignores it without a word" in verdict(document, "zero_optimisation.stage").why
+
+
+# -- "auto" --------------------------------------------------------------------------------------------------------
+
+_AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+}
+_FIELDS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "learning_rate": 2e-4,
+    "weight_decay": 0.05,
+    "max_grad_norm": 0.7,
+    "bf16": True,
+    "max_steps": 200,
+    "warmup_steps": 0.1,
+}
+
+
+def test_auto_is_what_transformers_makes_of_it() -> None:
+    for library in ("deepspeed", "accelerate"):
+        pytest.importorskip(library, reason="transformers' own rules are the oracle, and want it")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    config = HfTrainerDeepSpeedConfig(copy.deepcopy(_AUTO))
+    defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "fp16": False, "fp16_full_eval": False}
+    arguments = SimpleNamespace(
+        **{**defaults, **_FIELDS},
+        world_size=8,
+        bf16_full_eval=False,
+        save_on_each_node=False,
+        get_warmup_steps=lambda n: 20,
+    )
+    config.trainer_config_process(arguments)
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=96))
+    config.trainer_config_finalize(arguments, model, 200)
+    context = Context(world=8, hidden_size=96, trainer=_FIELDS)
+    filled, ours = read(config.config, context), read(_AUTO, context)
+    for path in ("batch.global_batch", "batch.micro_batch", "batch.accumulation", "training.clip", "optimizer.lr"):
+        assert ours.value(path) == filled.value(path), path
+        assert ours[path].origin == "auto"
+    for path in ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay", "precision.compute"):
+        assert ours.value(path) == filled.value(path), path
+    for path in ("schedule.warmup_steps", "schedule.total_steps"):
+        assert ours.value(path) == filled.value(path), path
+    section = config.config["zero_optimization"]
+    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+        key = f"zero_optimization.{name}"
+        reason = next(each.why for each in DIALECT.read(_AUTO, context).verdicts if each.key == key)
+        assert reason.endswith(f": {section[name]}")
+
+
+def test_auto_that_nobody_fills_stays_open_and_is_reported() -> None:
+    """DeepSpeed itself fails on it at the top, and drops it below."""
+    found = read(_AUTO)
+    assert (found["optimizer.lr"].value, found["optimizer.lr"].origin) == (None, "auto")
+    assert "not known here" in verdict(_AUTO, "train_batch_size").why
+    assert findings(_AUTO)["train_batch_size"] == "warning"
+    assert DIALECT.write(found).document == _AUTO
+    assert verdict({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown").kind == "refused"
+    pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    with pytest.raises(TypeError):
+        DeepSpeedConfig(copy.deepcopy(_AUTO))
+    dropped = DeepSpeedConfig(SIZE | {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}})
+    assert dropped.zero_config.reduce_bucket_size == 500_000_000
+
+
+# -- other traps ---------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_owns_accumulation_and_clipping() -> None:
+    document = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
+    assert "the loop does not" in verdict(document, "gradient_accumulation_steps").why
+    assert "only reports" in verdict(document, "gradient_clipping").why
+
+
+def test_bucket_sizes_are_elements_and_no_units() -> None:
+    found = read(zero(3, reduce_bucket_size=1e6))
+    assert not found["units.min_numel"].is_set
+    (extra,) = found.extras
+    assert (extra.key, extra.harmless, "elements" in extra.why) == ("zero_optimization.reduce_bucket_size", True, True)
+
+
+def test_division_and_quantisation_are_not_lost_in_silence() -> None:
+    document = {"gradient_predivide_factor": 2.0} | zero(3, zero_quantized_gradients=True, contiguous_gradients=False)
+    kinds = {extra.key: (extra.harmless, extra.refused) for extra in read(document).extras}
+    assert kinds == {
+        "gradient_predivide_factor": (False, False),
+        "zero_optimization.zero_quantized_gradients": (False, True),
+        "zero_optimization.contiguous_gradients": (True, False),
+    }
+    off = read(zero(3, zero_quantized_gradients=False)).extras[0]
+    assert off.harmless
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
+        (zero(3) | {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        (zero(2) | {"pipeline": {"stages": 4}}, "pipeline.stages"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps"),
+        (zero(3, offload_param={"device": "nvme"}), "zero_optimization.offload_param.device"),
+        (zero(3, cpu_offload=True, offload_optimizer={"device": "cpu"}), "zero_optimization.cpu_offload"),
+    ],
+)
+def test_combinations_that_fail_later_are_errors_now(document: dict[str, Any], key: str) -> None:
+    assert findings(SIZE | document)[key] == "error"
+
+
+def test_activation_checkpointing_keys_do_not_switch_it_on() -> None:
+    document = SIZE | {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
+    assert not read(document)["activation_checkpointing.mode"].is_set
+    assert findings(document)["activation_checkpointing"] == "warning"

@@ -1,0 +1,205 @@
+"""fully_shard's arguments, against torch's own signature, policies and placements."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+from terrazzo.dialects.fsdp.fsdp2 import KEYS
+from terrazzo.dialects.reader import matches
+from terrazzo.dialects.registry import dialect
+from tests.dialects.peers import assert_lossless, converted, described, found, inventory, nested, precision, verdicts
+from tests.helpers.fake import fake_group
+
+MESH = {"dp_replicate": 2, "dp_shard": 4}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "full": {"reshard_after_forward": True, "module": ["Block"]},
+    "grad": {"reshard_after_forward": False},
+    "none": {"reshard_after_forward": None, "mesh": None, "mp_policy": None, "offload_policy": None},
+    "number": {"mesh": [8], "reshard_after_forward": 4},
+    "number alone": {"reshard_after_forward": 4},
+    "hybrid": {"mesh": MESH, "reshard_after_forward": False},
+    "hybrid by order": {"mesh": [2, 4]},
+    "replicated": {"mesh": [8, 1]},
+    "open": {"mesh": [None, 1]},
+    "larger mesh": {"mesh": {**MESH, "tp": 2}, "dp_mesh_dims": {"shard": "dp_shard", "replicate": "dp_replicate"}},
+    "context": {"mesh": {"dp_shard": 4, "cp": 2}, "dp_mesh_dims": {"shard": ["dp_shard", "cp"]}},
+    "policy": {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}},
+    "casts": {"mp_policy": {"param_dtype": "bfloat16", "cast_forward_inputs": False}},
+    "offload": {"offload_policy": "CPUOffloadPolicy", "ignored_params": ["head.weight"]},
+    "pinned": {"offload_policy": {"pin_memory": True}},
+    "pageable": {"offload_policy": {"pin_memory": False}},
+    "calls": {"set_modules_to_forward_prefetch": 2, "set_modules_to_backward_prefetch": ["a", "b"], "unshard": True},
+    "factor": {"set_gradient_divide_factor": 1.0, "set_requires_gradient_sync": False},
+}
+
+
+def test_every_argument_of_torch_is_known() -> None:
+    arguments = set(inspect.signature(fully_shard).parameters)
+    policy = {f"mp_policy.{field.name}" for field in dataclasses.fields(MixedPrecisionPolicy)}
+    offload = {f"offload_policy.{field.name}" for field in dataclasses.fields(CPUOffloadPolicy)}
+    assert arguments | policy | offload <= set(KEYS)
+    named = {key for key in KEYS if key.startswith(("mp_policy.", "offload_policy."))}
+    assert named == policy | offload
+    setters = {name for name in dir(FSDPModule) if name.startswith("set_")}
+    assert setters <= set(KEYS)
+
+
+def test_every_key_of_the_inventory_has_a_verdict() -> None:
+    for key in (key for entry in inventory("fsdp2") for key in entry.removeprefix("FSDPModule.").split(" / ")):
+        for value in (None, True, 8, "x", ["x"]):
+            assert "no such key" not in verdicts("fsdp2", nested({key: value}))[key].why, key
+        assert any(matches(key, pattern) for pattern in dialect("fsdp2").known_keys), key
+        assert dialect("fsdp2").meaning(key), key
+
+
+@pytest.mark.parametrize(
+    ("document", "row", "mesh"),
+    [
+        ({}, "zero3", (1, None)),
+        ({"reshard_after_forward": True}, "zero3", (1, None)),
+        ({"reshard_after_forward": None}, "zero3", (1, None)),
+        ({"reshard_after_forward": False, "mesh": [8]}, "shard_grad_op", (1, 8)),
+        ({"mesh": MESH}, "hybrid_shard", (2, 4)),
+        ({"mesh": [2, 4], "reshard_after_forward": False}, "hybrid_shard_zero2", (2, 4)),
+        ({"mesh": [8], "reshard_after_forward": 4}, "hpz", (2, 4)),
+        ({"reshard_after_forward": 4}, "hpz", (None, 4)),
+        ({"mesh": [8], "reshard_after_forward": 8}, "zero3", (1, 8)),
+        ({"mesh": [8], "reshard_after_forward": 1}, "shard_grad_op", (1, 8)),
+        ({"mesh": [8, 1]}, "zero0", (1, 8)),
+    ],
+)
+def test_rows(document: dict[str, Any], row: str, mesh: tuple[int | None, int | None]) -> None:
+    description = described("fsdp2", document)
+    assert description.row == row
+    assert (description.value("mesh.dp_replicate"), description.value("mesh.dp_shard")) == mesh
+
+
+@pytest.mark.parametrize("size", [3, 16, 0, -2])
+def test_a_number_that_torch_refuses_is_refused(size: int) -> None:
+    verdict = verdicts("fsdp2", {"mesh": [8], "reshard_after_forward": size})["reshard_after_forward"]
+    assert verdict.kind == "refused"
+    with fake_group(8), pytest.raises(ValueError, match="factor of 8"):
+        fully_shard(torch.nn.Linear(8, 8), mesh=init_device_mesh("cpu", (8,)), reshard_after_forward=size)
+
+
+# storage, compute, reduce, accumulate, master and moments, saved
+@pytest.mark.parametrize(
+    ("version", "reduce"), [("2.13.0", "bf16"), ("2.14.1", "bf16"), ("2.15.0", "fp32"), ("3.0", "fp32")]
+)
+def test_an_unsaid_reduce_dtype_is_pinned_by_version(version: str, reduce: str) -> None:
+    document = {"mp_policy": {"param_dtype": "bfloat16"}}
+    row = ["fp32", "bf16", reduce, reduce, "fp32", "fp32"]
+    assert precision("fsdp2", document, versions={"torch": version}) == row
+    explicit = {
+        "mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": {"bf16": "bfloat16", "fp32": "float32"}[reduce]}
+    }
+    assert precision("fsdp2", explicit, versions={"torch": version}) == row
+    assert found("fsdp2", document)["mp_policy.reduce_dtype"].level == "warning"
+    assert "mp_policy.reduce_dtype" not in found("fsdp2", explicit)
+    for target in ("fsdp1", "torchtitan", "terrazzo"):
+        after = converted("fsdp2", target, document, versions={"torch": version}).after
+        if target != "torchtitan":  # which reduces in fp32 only
+            assert after.value("precision.reduce") == reduce
+
+
+def test_the_installed_torch_decides_where_none_is_named() -> None:
+    here = [int(part) for part in torch.__version__.split("+")[0].split(".")[:2]]
+    assert precision("fsdp2", {"mp_policy": {"param_dtype": "bfloat16"}})[2] == ("fp32" if here >= [2, 15] else "bf16")
+
+
+def test_without_a_policy_the_load_dtype_holds() -> None:
+    assert precision("fsdp2", {}) == ["loaded"] * 6
+    assert precision("fsdp2", {}, load_dtype="bf16") == ["bf16"] * 6
+
+
+@pytest.mark.parametrize("label", DOCUMENTS)
+def test_round_trip(label: str) -> None:
+    assert_lossless("fsdp2", DOCUMENTS[label])
+
+
+def test_another_divisor_is_refused_elsewhere() -> None:
+    conversion = converted("fsdp2", "terrazzo", {"reshard_after_forward": True, "set_gradient_divide_factor": 1.0})
+    (verdict,) = [each for each in conversion.verdicts if each.key == "set_gradient_divide_factor"]
+    assert verdict.kind == "refused"
+
+
+def test_offload_is_all_or_nothing() -> None:
+    document = {"plan": "zero3@cpu", "precision": "bf16"}  # gradients and optimizer, not the weights
+    conversion = converted("terrazzo", "fsdp2", document)
+    assert conversion.document["offload_policy"] == "CPUOffloadPolicy"
+    verdict = {each.key: each for each in conversion.verdicts}["plan"]
+    assert verdict.kind == "lossy"
+    assert "all of weights, gradients and optimizer" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "level"),
+    [
+        ({"mesh": {"dp_shard": 4, "tp": 2}}, "mesh", "error"),
+        ({"mesh": [2, 4]}, "mesh", "warning"),
+        ({"reshard_after_forward": True}, "module", "warning"),
+    ],
+)
+def test_findings(document: dict[str, Any], key: str, level: str) -> None:
+    assert found("fsdp2", document)[key].level == level
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"mesh": [2, 2, 2]},
+        {"mesh": "eight"},
+        {"mesh": [0]},
+        {"mesh": {"dp_shard": 4, "x": 2}, "dp_mesh_dims": {"shard": "dp_shard"}},
+        {"mesh": {"dp_shard": 4}, "dp_mesh_dims": {"shard": "shards"}},
+    ],
+)
+def test_a_mesh_that_is_none_is_refused(document: dict[str, Any]) -> None:
+    assert verdicts("fsdp2", document)["mesh"].kind == "refused"
+
+
+# -- torch's own function ------------------------------------------------------------------------------------------
+
+
+def as_torch(document: dict[str, Any]) -> dict[str, Any]:
+    """The objects that a document's names stand for."""
+    found = {key: value for key, value in document.items() if key in inspect.signature(fully_shard).parameters}
+    found.pop("module", None)
+    if policy := found.pop("mp_policy", None):
+        found["mp_policy"] = MixedPrecisionPolicy(**{key: getattr(torch, value) for key, value in policy.items()})
+    if (mesh := found.pop("mesh", None)) is not None:
+        sizes, names = (tuple(mesh.values()), tuple(mesh)) if isinstance(mesh, dict) else (tuple(mesh), None)
+        found["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if (offload := found.pop("offload_policy", None)) is not None:
+        found["offload_policy"] = CPUOffloadPolicy(pin_memory=False) if offload != "OffloadPolicy" else OffloadPolicy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "document", "split"),
+    [
+        ("fsdp1", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2, 4], "auto_wrap_policy": ["Block"]}, 4),
+        ("fsdp1", {"sharding_strategy": "NO_SHARD", "mixed_precision": {"param_dtype": "bfloat16"}}, 1),
+        ("fsdp1", {"cpu_offload": {"offload_params": True}, "mixed_precision": {"param_dtype": "bfloat16"}}, 8),
+        ("terrazzo", {"plan": {"name": "hpz", "mesh": {"dp_replicate": 2, "dp_shard": 4}}, "precision": "bf16"}, 8),
+        ("deepspeed", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, 8),
+        ("torchtitan", {"parallelism": {"data_parallel_replicate_degree": 4}}, 2),
+    ],
+)
+def test_torch_takes_what_is_written(source: str, document: dict[str, Any], split: int) -> None:
+    conversion = converted(source, "fsdp2", document, world=8)
+    with fake_group(8):
+        arguments = as_torch(conversion.document)
+        module = fully_shard(torch.nn.Linear(8, 8, bias=False), **{"mesh": init_device_mesh("cpu", (8,)), **arguments})
+        weight = module.weight
+        assert weight.to_local().shape == (8 // split, 8)
+        assert weight.placements[-1] == Shard(0)
+        assert all(placement == Replicate() for placement in weight.placements[:-1])

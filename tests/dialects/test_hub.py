@@ -1,0 +1,471 @@
+"""The hub's dialect against the trainer's own model of its configuration, which the dialect may not import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+
+from terrazzo.dialects.description import Description, Setting, build, settings
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.files import load
+from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.terrazzo.dialect import Terrazzo
+from terrazzo.dialects.terrazzo.keys import KEYS
+from terrazzo.dialects.understand import read_document
+from terrazzo.engine import LossScaling, Plan, place
+from terrazzo.errors import BadInput
+from terrazzo.train.build import build_plan, build_precision
+from terrazzo.train.config import Config
+from terrazzo.train.config_file import config_from_dict
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+HUB = Terrazzo()
+
+OTHER: dict[str, Any] = {
+    "model.kind": "huggingface",
+    "model.path": "models/a",
+    "model.weights": "pretrained",
+    "model.vocab_size": 300,
+    "model.dim": 64,
+    "model.layers": 2,
+    "model.heads": 8,
+    "model.kv_heads": 2,
+    "model.ffn_dim": 128,
+    "model.tie_embeddings": False,
+    "model.rope_theta": 5e5,
+    "model.dropout": 0.1,
+    "lora.rank": 4,
+    "lora.alpha": 32.0,
+    "lora.dropout": 0.1,
+    "lora.target_modules": ["q_proj"],
+    "lora.bias": "all",
+    "data.chat_template": "chat.jinja",
+    "data.loss_on": "all",
+    "data.packing": "single",
+    "data.too_long": "drop",
+    "data.source": ["a.txt", "b/*.jsonl"],
+    "data.text_field": "body",
+    "data.tokenizer": "tok",
+    "data.end_of_document": "</s>",
+    "data.max_bytes": 1000,
+    "data.validation_source": "v.txt",
+    "data.validation_fraction": 0.1,
+    "data.cache": "cache",
+    "plan.name": "shard_grad_op",
+    "plan.weight": "D",
+    "plan.between": "-",
+    "plan.grad": "D",
+    "plan.optim": "D",
+    "plan.mesh.dp_replicate": 2,
+    "plan.mesh.dp_shard": 4,
+    "plan.units": ["Block", "embed*"],
+    "plan.prefetch": 3,
+    "offload.weight": "cpu",
+    "offload.grad": "cpu:0.5",
+    "offload.optim": "nvme:0.5,cpu:0.3",
+    "offload.activations": "cpu",
+    "offload.path": ["/mnt/a", "/mnt/b"],
+    "offload.step": "synchronous",
+    "offload.threads": 3,
+    "offload.pin": False,
+    "offload.direct": False,
+    "offload.block_mib": 0.5,
+    "offload.depth": 2,
+    "offload.digest": True,
+    "precision.name": "fp16",
+    "precision.weight": "fp32",
+    "precision.compute": "bf16",
+    "precision.reduce": "bf16",
+    "precision.accumulate": "fp64",
+    "precision.master": "bf16",
+    "precision.moments": "bf16",
+    "batch.global_batch": 64,
+    "batch.micro_batch": 2,
+    "batch.sequence_length": 128,
+    "optimizer.name": "SGD",
+    "optimizer.lr": 1e-5,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.no_decay": ["*.bias"],
+    "optimizer.options": {"betas": [0.9, 0.95], "eps": 1e-6, "amsgrad": True},
+    "schedule.name": "linear",
+    "schedule.warmup_steps": 7,
+    "schedule.final_fraction": 0.0,
+    "schedule.decay_steps": 9,
+    "train.steps": 77,
+    "train.clip": None,
+    "train.seed": 3,
+    "train.eval_every": 5,
+    "train.eval_batches": 2,
+    "train.sample_every": 4,
+    "train.sample_tokens": 0,
+    "train.sample_prompt": "x",
+    "train.activation_checkpointing": "every_3",
+    "train.activation_checkpointing_ops": ["mm"],
+    "train.compile": True,
+    "checkpoint.folder": "s3://bucket/a",
+    "checkpoint.every": 11,
+    "checkpoint.keep_last": None,
+    "checkpoint.keep_every": 100,
+    "checkpoint.keep_best": 2,
+    "checkpoint.background": True,
+    "checkpoint.staging_gib": 2.5,
+    "checkpoint.resume": "never",
+    "checkpoint.overwrite": True,
+    "checkpoint.cast": True,
+    "checkpoint.allow_changed_data": True,
+    "checkpoint.save_format": "hf",
+    "launch.ranks": 8,
+    "launch.device": "cpu",
+    "launch.timeout_s": 60.0,
+    "launch.threads": 1,
+    "launch.ignore_planner": True,
+    "log.folder": "runs/a",
+    "log.every": 1,
+    "log.tensorboard": False,
+    "log.note": "done",
+}
+"""A value of every key that is not its default."""
+
+WITH = {
+    "model.path": {"model.kind": "huggingface"},
+    "model.kind": {"model.path": "a"},
+    "model.weights": {"model.kind": "huggingface", "model.path": "a"},
+    **{f"lora.{name}": {"lora.rank": 4, "model.kind": "huggingface", "model.path": "a", "model.weights": "pretrained"}
+       for name in ("rank", "alpha", "dropout", "target_modules", "bias")},
+    "offload.activations": {"train.activation_checkpointing": "full"},
+    "schedule.decay_steps": {"schedule.name": "wsd"},
+    **{f"plan.{state}": {f"plan.{other}": "D" for other in ("weight", "between", "grad", "optim")} for state in
+       ("weight", "between", "grad", "optim")},
+}  # fmt: skip
+"""Keys that another needs beside it."""
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, last = key.split(".")
+        inner = document
+        for name in parents:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return document
+
+
+def trainer_defaults() -> dict[str, Any]:
+    """Every leaf of the trainer's model."""
+
+    def walk(section: BaseModel, prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in type(section).model_fields:
+            value = getattr(section, name)
+            inner = walk(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
+            found |= inner
+        return found
+
+    return walk(Config(), "")
+
+
+def test_the_keys_are_the_trainers() -> None:
+    wanted = {key: str(value) if isinstance(value, Path) else value for key, value in trainer_defaults().items()}
+    assert {key: default for key, (default, _) in KEYS.items()} == wanted
+    assert set(OTHER) == set(KEYS)
+    assert all(OTHER[key] != default for key, (default, _) in KEYS.items())
+    assert all(meaning for _, meaning in KEYS.values())
+
+
+def assert_the_same_run(document: dict[str, Any]) -> Description:
+    """Read and written again, the document is as it was, and so is the run in the trainer's eyes."""
+    reading = HUB.read(document)
+    assert [verdict for verdict in reading.verdicts if verdict.kind != "applied"] == []
+    assert {verdict.key for verdict in reading.verdicts} == set(flatten(document, HUB_OPAQUE))
+    writing = HUB.write(reading.description)
+    assert {v.kind for v in writing.verdicts} <= {"applied"}
+    assert writing.document == document
+    assert {verdict.key for verdict in writing.verdicts} == {
+        path for path, setting in settings(reading.description) if setting.is_set
+    }
+    config_from_dict(document)
+    return reading.description
+
+
+HUB_OPAQUE = ("optimizer.options", "offload.weight", "offload.grad", "offload.optim")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_survive(path: Path) -> None:
+    document = load(path).document
+    assert document == yaml.safe_load(path.read_text())
+    assert HUB.recognises(document)
+    assert_the_same_run(document)
+
+
+def test_each_key_survives() -> None:
+    for key, value in OTHER.items():
+        assert_the_same_run(nested({**WITH.get(key, {}), key: value}))
+
+
+def test_all_keys_at_once_survive() -> None:
+    left_out = {"plan.name", "model.kind", "model.path", "model.weights"}
+    flat = {key: value for key, value in OTHER.items() if key not in left_out and not key.startswith("lora.")}
+    assert_the_same_run(nested({**flat, "schedule.name": "wsd"}))
+
+
+@pytest.mark.parametrize("key", ["checkpoint.every", "offload.threads", "plan.mesh.dp_shard", "train.eval_every"])
+def test_an_explicit_null_survives(key: str) -> None:
+    assert_the_same_run(nested({key: None}))
+
+
+@pytest.mark.parametrize("name", place.PLANS)
+def test_plans_are_the_trainers(name: str) -> None:
+    for text in (name, *(f"{name}@{offload}" for offload in place.OFFLOADS)):
+        document = {"plan": {"name": text, "mesh": {"dp_replicate": 2}}}
+        found = HUB.read(document).description.plan
+        built = build_plan(config_from_dict(document))
+        assert found is not None, text
+        assert found.places() == built.places(), text
+        assert found.places() == Plan.named(text).places(), text
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"optim": "cpu"},
+        {"weight": "nvme", "grad": {"cpu": 0.5, "device": 0.5}},
+        {"optim": {"nvme": 0.5, "cpu": 0.25}},
+        {"grad": "device", "optim": "cpu:0.5"},
+    ],
+)
+@pytest.mark.parametrize(
+    "plan", ["zero3", "zero2@cpu", {"weight": "-", "between": "-", "grad": "D@cpu", "optim": "D@nvme"}]
+)
+def test_tiers_are_the_trainers(plan: Any, section: dict[str, Any]) -> None:
+    document = {"plan": plan, "offload": section}
+    found = HUB.read(document).description.plan
+    assert found is not None
+    built = build_plan(config_from_dict(document)).places()
+    assert {state: (p.axes, p.shares) for state, p in found.places().items()} == {
+        state: (p.axes, p.shares) for state, p in built.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("own", [{}, {"reduce": "bf16"}, {"master": "fp32", "compute": "fp16"}])
+def test_dtypes_are_the_trainers(name: str, own: dict[str, str]) -> None:
+    document = {"precision": {"name": name, **own}}
+    found = HUB.read(document).description
+    built = build_precision(config_from_dict(document))
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+    for field in ("weight", "compute", "reduce", "accumulate", "master", "moments"):
+        assert found.value(f"precision.{field}") == names[getattr(built, field)], field
+    assert found.value("precision.loss_scaling") == built.loss_scaling
+
+
+BAD = {
+    "plan": ["zero4", 3, None, ["zero3"]],
+    "plan.name": ["zero3@tape"],
+    "plan.mesh.dp_shard": [0, "two", 1.5],
+    "plan.units": ["Block", [1]],
+    "plan.prefetch": [-1],
+    "precision": ["bf17", 16],
+    "precision.reduce": ["half"],
+    "offload.optim": ["disk", {"cpu": 2}, {"cpu": 0.7, "nvme": 0.7}, [1]],
+    "offload.step": ["later"],
+    "offload.block_mib": ["big"],
+    "batch.global_batch": [0, "many", 1.5],
+    "optimizer.lr": [-1, "fast"],
+    "optimizer.options": [3],
+    "schedule.name": ["cosin"],
+    "schedule.final_fraction": [2],
+    "train.clip": ["x"],
+    "train.activation_checkpointing": ["every_0", "some"],
+    "train.compile": ["maybe"],
+    "checkpoint.save_format": ["hff"],
+    "launch.device": ["tpu"],
+    "plann.name": ["zero3"],
+    "optimizer.learning_rate": [0.1],
+}
+
+
+@pytest.mark.parametrize("key", BAD)
+def test_what_the_trainer_refuses_is_refused(key: str) -> None:
+    for value in BAD[key]:
+        document = nested({key: value})
+        with pytest.raises(BadInput):
+            build_plan(config_from_dict(document))
+        verdicts = HUB.read(document).verdicts
+        refused = [verdict for verdict in verdicts if verdict.kind == "refused"]
+        assert [verdict.key for verdict in refused] == [key], value
+        assert refused[0].why, value
+
+
+def test_misspelt_keys_find_their_neighbours() -> None:
+    document = {"trian": {"steps": 1}, "train": {"step": 2}, "optimizer": {"learnrate": 1}}
+    why = {verdict.key: verdict.why for verdict in HUB.read(document).verdicts}
+    assert "Did you mean 'train.steps'?" in why["trian.steps"]
+    assert "Did you mean 'steps'?" in why["train.step"]
+
+
+def test_a_plan_of_places_needs_all_four_and_no_name() -> None:
+    for places in ({"weight": "D"}, {"name": "zero3", "weight": "D", "between": "D", "grad": "D", "optim": "D"}):
+        with pytest.raises(BadInput):
+            config_from_dict({"plan": places})
+        assert {verdict.kind for verdict in HUB.read({"plan": places}).verdicts} == {"refused"}
+
+
+def test_tiers_without_a_folder_and_rows_that_do_not_nest_are_found() -> None:
+    document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": "-"}, "offload": {"optim": "nvme"}}
+    found = {finding.key: finding.text for finding in HUB.findings(document, HUB.read(document), Context())}
+    assert "prefix" in found["plan"]
+    assert "folder" in found["offload.path"]
+
+
+# -- writing what others say ---------------------------------------------------------------------------------------
+
+
+def written(given: dict[str, Any], context: Context | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The document and the verdicts by path of a foreign description."""
+    description = build("other", {path: Setting(value, "file", f"their.{path}") for path, value in given.items()})
+    writing = HUB.write(description, context or Context())
+    if not any(verdict.kind == "refused" for verdict in writing.verdicts):
+        config_from_dict(writing.document)
+    assert {verdict.key for verdict in writing.verdicts} == set(given)
+    return writing.document, {verdict.key: verdict for verdict in writing.verdicts}
+
+
+def row(name: str) -> dict[str, str]:
+    return {f"sharding.{state}": str(value) for state, value in Plan.named(name).places().items()}
+
+
+ZERO3 = row("zero3")
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "shard_grad_op"])
+def test_rows_are_written_by_name(name: str) -> None:
+    document, verdicts = written(row(name))
+    assert document == {"plan": {"name": name}}
+    assert {verdict.kind for verdict in verdicts.values()} == {"applied"}
+
+
+def test_a_row_without_a_name_is_written_in_places() -> None:
+    places = {"weight": "-", "between": "-", "grad": "-", "optim": "S"}
+    document, _ = written({f"sharding.{state}": axes for state, axes in places.items()} | {"mesh.dp_replicate": 2})
+    assert document["plan"] == {**places, "mesh": {"dp_replicate": 2}}
+
+
+def test_a_hybrid_row_needs_the_number_of_replicas() -> None:
+    document, verdicts = written(row("hybrid_shard"))
+    assert "plan" not in document
+    assert verdicts["sharding.weight"].kind == "refused"
+    document, verdicts = written({**row("hybrid_shard"), "mesh.dp_replicate": 2})
+    assert document["plan"] == {"name": "hybrid_shard", "mesh": {"dp_replicate": 2}}
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "sp", "ep", "pp"])
+def test_axes_that_the_trainer_has_not_are_refused(axis: str) -> None:
+    _, verdicts = written({f"mesh.{axis}": 2})
+    assert verdicts[f"mesh.{axis}"].kind == "refused"
+    _, verdicts = written({f"mesh.{axis}": 1})
+    assert verdicts[f"mesh.{axis}"].kind == "applied"
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (("fp32",) * 6, {"name": "fp32"}),
+        (("bf16", "bf16", "fp32", "fp32", "fp32", "fp32"), {"name": "bf16"}),
+        (("bf16", "bf16", "bf16", "bf16", "fp32", "fp32"), {"name": "bf16", "reduce": "bf16", "accumulate": "bf16"}),
+        (("bf16",) * 6, {"name": "bf16-pure"}),
+        (("fp32", "bf16", "bf16", "fp32", "fp32", "fp32"), None),
+    ],
+)
+def test_dtypes_are_pinned(dtypes: tuple[str, ...], expected: dict[str, str] | None) -> None:
+    fields = ("weight", "compute", "reduce", "accumulate", "master", "moments")
+    document, verdicts = written({f"precision.{field}": dtype for field, dtype in zip(fields, dtypes, strict=True)})
+    assert {verdict.kind for verdict in verdicts.values()} == {"applied"}
+    built = build_precision(config_from_dict(document))
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    assert [getattr(built, field) for field in fields] == [names[dtype] for dtype in dtypes]
+    assert expected is None or document["precision"] == expected
+
+
+def test_loss_scaling_is_named_where_it_is_another() -> None:
+    fp16 = {"precision.compute": "fp16", "precision.weight": "fp16"}
+    document, verdicts = written({**fp16, "precision.loss_scaling": LossScaling(interval=1000, hysteresis=2)})
+    assert document["precision"]["name"] == "fp16"
+    assert verdicts["precision.loss_scaling"].kind == "lossy"
+    assert "interval 1000 becomes 2000, hysteresis 2 becomes 1" in verdicts["precision.loss_scaling"].why
+    document, verdicts = written({**fp16, "precision.loss_scaling": None})
+    assert build_precision(config_from_dict(document)).loss_scaling is None
+    _, verdicts = written({**fp16, "precision.static_loss_scale": 128.0})
+    assert verdicts["precision.static_loss_scale"].kind == "lossy"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "kind", "why"),
+    [
+        ("precision.saved", "bf16", "lossy", "checkpoint convert"),
+        ("precision.buffers", "bf16", "lossy", "buffers"),
+        ("precision.output", "fp32", "applied", ""),
+        ("precision.autocast", True, "lossy", "autocast"),
+        ("precision.moments", "fp8", "refused", "fp8"),
+        ("precision.master", "loaded", "lossy", "--load-dtype"),
+        ("units.policy", "min_numel", "lossy", "by themselves"),
+        ("units.ignored", "lm_head", "refused", "no list of exceptions"),
+        ("optimizer.name", "Lion", "refused", "flat shards"),
+        ("optimizer.options", {"bias_correction": True}, "lossy", "bias_correction"),
+        ("schedule.name", "OneCycle", "refused", "constant, cosine, linear, wsd"),
+        ("schedule.options", {"warmup_type": "log"}, "lossy", "warmup_type log"),
+        ("schedule.warmup_fraction", 0.1, "lossy", "schedule.warmup_steps"),
+        ("activation_checkpointing.mode", "budget", "lossy", "full"),
+        ("activation_checkpointing.offload", True, "lossy", "there is none"),
+        ("saving.state", "full", "applied", "sharded"),
+        ("saving.state", "local", "applied", "sharded"),
+        ("batch.accumulation", 4, "lossy", "micro-batch"),
+        ("loading.broadcast", True, "applied", ""),
+        ("offload.buffers", 5, "applied", ""),  # of nothing, where nothing is offloaded
+    ],
+)
+def test_what_cannot_be_said_is_named(path: str, value: Any, kind: str, why: str) -> None:
+    base = {"precision.output": {"precision.compute": "fp32"}, "precision.saved": {"precision.master": "fp32"}}
+    _, verdicts = written({**base.get(path, {}), path: value})
+    assert verdicts[path].kind == kind
+    assert why in verdicts[path].why
+
+
+@pytest.mark.parametrize("dialect", ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop"])
+def test_optimizer_options_go_where_the_class_has_them(dialect: str) -> None:
+    given = {"optimizer.name": dialect, "optimizer.betas": (0.9, 0.99), "optimizer.eps": 1e-7, "optimizer.lr": 0.1}
+    document, verdicts = written(given)
+    options = document["optimizer"].get("options", {})
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = getattr(torch.optim, dialect)([parameter], lr=0.1, **options)
+    assert ("betas" in optimizer.defaults) == (verdicts["optimizer.betas"].kind == "applied")
+    assert ("eps" in optimizer.defaults) == (verdicts["optimizer.eps"].kind == "applied")
+
+
+def test_the_global_batch_follows_from_the_ranks() -> None:
+    given = {"batch.micro_batch": 2, "batch.accumulation": 4}
+    document, verdicts = written(given, Context(world=8))
+    assert document["batch"] == {"micro_batch": 2, "global_batch": 64}
+    document, verdicts = written(given)
+    assert document["batch"] == {"micro_batch": 2}
+    assert "--world" in verdicts["batch.accumulation"].why
+    document, verdicts = written({**given, "batch.global_batch": 60}, Context(world=8))
+    assert verdicts["batch.accumulation"].kind == "lossy"
+
+
+def test_what_is_unset_stays_unsaid() -> None:
+    writing = HUB.write(Description("other"))
+    assert writing.document == {}
+    assert writing.verdicts == ()
+
+
+def test_the_batch_of_a_file_is_derived() -> None:
+    document = {"batch": {"global_batch": 64, "micro_batch": 2}}
+    assert read_document(HUB, document, Context(world=8)).description["batch.accumulation"].value == 4
+    assert HUB.read(document).description["batch.accumulation"].value is None

@@ -1,0 +1,327 @@
+"""Lightning's strategies, against its own classes where it is installed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, MODEL_PARALLEL, NAMED, SHARED, TRAINER
+from terrazzo.dialects.lightning.rows import WORDS
+from terrazzo.dialects.lightning.strategies import deepspeed_document
+from terrazzo.dialects.reader import matches
+from terrazzo.dialects.registry import dialect
+from tests.dialects.peers import assert_lossless, converted, described, found, inventory, precision, verdicts
+
+CLASSES = "lightning.pytorch.strategies"
+
+
+def strategy(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": f"{CLASSES}.{name}", "init_args": arguments}
+
+
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"strategy": "fsdp", "precision": "bf16-mixed", "devices": 8, "accumulate_grad_batches": 4},
+    "ddp": {"strategy": "ddp_find_unused_parameters_true", "gradient_clip_val": 1.0, "num_nodes": 2, "devices": 4},
+    "arguments": {
+        "trainer": {
+            "strategy": strategy(
+                "FSDPStrategy",
+                sharding_strategy="HYBRID_SHARD",
+                device_mesh=[2, 4],
+                auto_wrap_policy=["Block"],
+                activation_checkpointing_policy=["Block"],
+                state_dict_type="sharded",
+                cpu_offload=True,
+                limit_all_gathers=True,
+                timeout=30,
+            ),
+            "precision": "bf16-mixed",
+            "max_steps": 10,
+        },
+        "seed_everything": 3,
+        "optimizer": {
+            "class_path": "torch.optim.AdamW",
+            "init_args": {"lr": 1e-3, "betas": [0.9, 0.95], "fused": True},
+        },
+        "model": {"class_path": "x.Y", "init_args": {"layers": 2}},
+    },
+    "deepspeed": {"strategy": "deepspeed_stage_3_offload", "precision": "bf16-mixed", "gradient_clip_val": 0.5},
+    "deepspeed arguments": {
+        "strategy": strategy(
+            "DeepSpeedStrategy", stage=3, offload_optimizer=True, nvme_path="/x", reduce_bucket_size=5
+        ),
+        "precision": "16-mixed",
+    },
+    "deepspeed config": {"strategy": strategy("DeepSpeedStrategy", config={"zero_optimization": {"stage": 1}})},
+    "model parallel": {
+        "strategy": strategy("ModelParallelStrategy", data_parallel_size="auto", tensor_parallel_size=2),
+        "devices": 4,
+        "precision": "bf16-true",
+    },
+    "others": {"accelerator": "gpu", "max_epochs": 3, "max_steps": -1, "seed_everything": True, "strategy": "ddp"},
+    "by value": {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value", "strategy": "ddp"},
+}
+
+
+@pytest.mark.parametrize("label", DOCUMENTS)
+def test_round_trip(label: str) -> None:
+    assert_lossless("lightning", DOCUMENTS[label])
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"])
+def test_every_key_of_the_inventory_has_a_verdict(name: str) -> None:
+    for entry in inventory(name):
+        argument = entry.partition(" ")[0]
+        if argument in ("**kwargs", "parallelize_fn"):  # the first are FSDP1's; the second is Fabric's, and code
+            continue
+        for value in (None, True, 8, "x", ["x"]):
+            verdict = verdicts("lightning", {"strategy": strategy(name, **{argument: value})})
+            said = verdict[f"strategy.init_args.{argument}"]
+            assert "no such" not in said.why, said
+        key = f"strategy.init_args.{argument}"
+        assert any(matches(key, pattern) for pattern in dialect("lightning").known_keys)
+        assert dialect("lightning").meaning(key)
+
+
+# storage, compute, reduce, accumulate, master and moments, saved
+@pytest.mark.parametrize(
+    ("document", "row"),
+    [
+        ({"strategy": "fsdp", "precision": "bf16-mixed"}, ["fp32", "bf16", "bf16", "fp32", "fp32", "fp32"]),
+        ({"strategy": "fsdp", "precision": "bf16-true"}, ["bf16"] * 6),
+        ({"strategy": "fsdp", "precision": "16-mixed"}, ["fp32", "fp16", "fp16", "fp32", "fp32", "fp32"]),
+        ({"strategy": "fsdp"}, ["fp32"] * 6),
+        ({"strategy": "ddp", "precision": "bf16"}, ["fp32", "bf16", "fp32", "fp32", "fp32", "fp32"]),
+        ({"strategy": "ddp", "precision": 64}, ["fp64"] * 6),
+        (
+            {
+                "strategy": strategy(
+                    "FSDPStrategy", mixed_precision={"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+                ),
+                "precision": "bf16-mixed",
+            },
+            ["fp32", "bf16", "fp32", "fp32", "fp32", "fp32"],
+        ),
+        ({"strategy": "deepspeed_stage_2", "precision": "bf16-mixed"}, ["bf16"] * 4 + ["fp32", "bf16"]),
+    ],
+)
+def test_precision_is_pinned(document: dict[str, Any], row: list[str]) -> None:
+    assert precision("lightning", document) == row
+
+
+def test_buffers_and_autocast() -> None:
+    sharded = described("lightning", {"strategy": "fsdp", "precision": "bf16-mixed"})
+    assert (sharded.value("precision.buffers"), sharded.value("precision.autocast")) == ("bf16", True)
+    assert described("lightning", {"strategy": "ddp", "precision": "bf16-mixed"}).value("precision.autocast") is True
+    assert described("lightning", {"strategy": "fsdp", "precision": "16-mixed"}).value("precision.loss_scaling")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "tiers"),
+    [
+        ("ddp", "zero0", ["device"] * 3),
+        ("fsdp", "zero3", ["device"] * 3),
+        ("fsdp_cpu_offload", "zero3", ["cpu"] * 3),
+        ("deepspeed", "zero2", ["device"] * 3),
+        ("deepspeed_stage_1", "zero1", ["device"] * 3),
+        ("deepspeed_stage_2_offload", "zero2", ["device", "cpu", "cpu"]),
+        ("deepspeed_stage_3_offload", "zero3", ["cpu"] * 3),
+        ("deepspeed_stage_3_offload_nvme", "zero3", ["nvme", "cpu", "nvme"]),
+    ],
+)
+def test_names_are_rows(name: str, row: str, tiers: list[str]) -> None:
+    description = described("lightning", {"strategy": name})
+    assert description.row == row
+    assert [description.value(f"offload.{state}") for state in ("weight", "grad", "optim")] == tiers
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "DDPStrategy"])
+def test_the_class_chooses_the_plan(name: str) -> None:
+    arguments = {"FSDPStrategy": {"sharding_strategy": "FULL_SHARD"}, "DeepSpeedStrategy": {"stage": 3}}.get(name, {})
+    document = {"strategy": strategy(name, **arguments), "precision": "bf16-mixed"}
+    setting = described("lightning", document)["sharding.weight"]
+    assert "strategy.class_path" in setting.keys
+    assert setting.origin == "file"
+
+
+def test_model_parallel_leaves_the_plan_to_code() -> None:
+    description = described("lightning", DOCUMENTS["model parallel"])
+    assert not description["sharding.weight"].is_set
+    assert not description["precision.reduce"].is_set
+    assert [description.value(f"mesh.{axis}") for axis in ("dp_shard", "tp")] == [1, 2]  # auto: one node
+
+
+def test_a_strategy_that_is_not_known_is_refused_and_not_imported() -> None:
+    document = {"strategy": {"class_path": "no_such_package.Strategy", "init_args": {"a": 1}}, "precision": "16-mixed"}
+    assert verdicts("lightning", document)["strategy.class_path"].kind == "refused"
+    assert not described("lightning", document)["sharding.weight"].is_set
+    assert verdicts("lightning", {"strategy": "fdsp"})["strategy"].why.endswith("Did you mean 'fsdp'?")
+
+
+def test_a_whole_configuration_makes_other_arguments_void() -> None:
+    document = {"strategy": strategy("DeepSpeedStrategy", config={"zero_optimization": {"stage": 1}}, stage=3)}
+    assert described("lightning", document).row == "zero1"
+    assert verdicts("lightning", document)["strategy.init_args.stage"].kind == "refused"
+    inner = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2}
+    said = verdicts("lightning", {"strategy": strategy("DeepSpeedStrategy", config=inner)})
+    assert "raises" in said["strategy.init_args.config.gradient_accumulation_steps"].why
+
+
+def test_a_configuration_in_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    document = {"strategy": strategy("DeepSpeedStrategy", config="ds.json"), "accumulate_grad_batches": 2}
+    assert described("lightning", document, folder=tmp_path).row == "zero1"
+    assert assert_lossless("lightning", document, folder=tmp_path) == document
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "level"),
+    [
+        ({"strategy": "fsdp", "gradient_clip_val": 1.0}, "gradient_clip_val", "error"),
+        ({"trainer": {"strategy": "fsdp", "accelerator": "cpu"}}, "trainer.accelerator", "error"),
+        ({"strategy": "fsdp", "precision": "64-true"}, "precision", "error"),
+        (
+            {"strategy": strategy("FSDPStrategy", sharding_strategy="HYBRID_SHARD")},
+            "strategy.init_args.sharding_strategy",
+            "error",
+        ),
+        ({"strategy": strategy("DeepSpeedStrategy", thread_count=2)}, "strategy.init_args.thread_count", "warning"),
+        ({"strategy": "deepspeed_stage_3_offload"}, "strategy", "warning"),
+        ({"strategy": strategy("ModelParallelStrategy"), "precision": "16-mixed"}, "precision", "error"),
+    ],
+)
+def test_findings(document: dict[str, Any], key: str, level: str) -> None:
+    assert found("lightning", document)[key].level == level
+
+
+def test_clipping_under_fsdp_is_refused_not_dropped() -> None:
+    conversion = converted("trainer", "lightning", {"output_dir": "x", "fsdp": True, "max_grad_norm": 0.5})
+    (verdict,) = [each for each in conversion.verdicts if each.key == "max_grad_norm"]
+    assert verdict.kind == "refused"
+    assert "configure_gradient_clipping" in verdict.why
+
+
+def test_reduction_in_fp32_is_said_by_mixed_precision() -> None:
+    conversion = converted("torchtitan", "lightning", {"parallelism": {"data_parallel_shard_degree": -1}})
+    arguments = conversion.document["trainer"]["strategy"]["init_args"]
+    assert arguments["mixed_precision"]["reduce_dtype"] == "float32"
+    assert conversion.after.value("precision.reduce") == "fp32"
+
+
+# -- Lightning itself ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def strategies() -> Iterator[Any]:
+    """Lightning's strategies; their import warns of what other packages do."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip(CLASSES, reason="the oracle is Lightning itself: pip install 'lightning>=2.6'")
+        logging.disable(logging.WARNING)
+        yield module
+        logging.disable(logging.NOTSET)
+
+
+def parameters(kind: Any) -> dict[str, Any]:
+    found = inspect.signature(kind.__init__).parameters
+    return {name: each.default for name, each in found.items() if name not in ("self", "kwargs")}
+
+
+def test_arguments_are_lightnings(strategies: Any) -> None:
+    import lightning.pytorch
+
+    assert set(parameters(lightning.pytorch.Trainer)) == set(TRAINER) - {"strategy.class_path"}
+    assert {name: default for name, (default, _) in DEEPSPEED.items()}.items() <= parameters(
+        strategies.DeepSpeedStrategy
+    ).items()
+    assert set(parameters(strategies.DeepSpeedStrategy)) <= {*DEEPSPEED, *SHARED}
+    assert set(parameters(strategies.ModelParallelStrategy)) <= {*MODEL_PARALLEL, *SHARED}
+    fsdp1 = {"cpu_offload", "mixed_precision", "auto_wrap_policy", "sharding_strategy", "device_mesh"}
+    assert set(parameters(strategies.FSDPStrategy)) - {*SHARED, *FSDP} == fsdp1
+
+
+def test_names_are_lightnings(strategies: Any) -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    others = ("xla", "tpu", "terrazzo")  # the last is ours, where another test has imported it
+    theirs = {name for name in StrategyRegistry.available_strategies() if not any(each in name for each in others)}
+    assert theirs == set(NAMED) - {"auto", "single_device"} | {"single_device"} & theirs
+    for name in theirs - {"single_device"}:
+        entry = StrategyRegistry[name]
+        said = {key: value for key, value in entry["init_params"].items() if key != "start_method"}
+        assert (entry["strategy"].__name__, said) == NAMED[name]
+
+
+def test_precision_words_are_lightnings() -> None:
+    precision_plugin = pytest.importorskip("lightning.fabric.plugins.precision.precision", reason="Lightning itself")
+    from typing import get_args
+
+    names = ("_PRECISION_INPUT_STR", "_PRECISION_INPUT_STR_ALIAS", "_PRECISION_INPUT_INT")
+    words = [word for name in names for word in get_args(getattr(precision_plugin, name))]
+    assert set(map(str, words)) == set(map(str, WORDS))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True, "pin_memory": True},
+        {"zero_optimization": False, "logging_batch_size_per_gpu": 4},
+        {"stage": 3, "offload_optimizer": True, "offload_optimizer_device": "nvme", "nvme_path": "/x", "block_size": 7},
+    ],
+)
+def test_the_deepspeed_document_is_lightnings(strategies: Any, arguments: dict[str, Any]) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeedStrategy imports it")
+    theirs = strategies.DeepSpeedStrategy(**arguments).config
+    ours, _ = deepspeed_document(arguments, {"precision": "32-true"})
+    added = ("gradient_accumulation_steps", "gradient_clipping")  # Lightning adds them when training starts
+    assert {key: value for key, value in ours.items() if key not in added} == theirs
+
+
+@pytest.mark.parametrize(
+    ("source", "document"),
+    [
+        ("fsdp1", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2, 4], "auto_wrap_policy": ["Block"]}),
+        ("terrazzo", {"plan": "shard_grad_op", "precision": "bf16", "train": {"clip": None}}),
+        ("fsdp2", {"reshard_after_forward": True, "offload_policy": "CPUOffloadPolicy", "module": ["Block"]}),
+        ("deepspeed", {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_batch_size": 8}),
+        ("terrazzo", {"plan": "zero1", "precision": "fp16"}),
+    ],
+)
+def test_lightning_takes_what_is_written(strategies: Any, source: str, document: dict[str, Any]) -> None:
+    conversion = converted(source, "lightning", document, world=8)
+    written = conversion.document["trainer"]["strategy"]
+    kind = getattr(strategies, written["class_path"].rpartition(".")[2])
+    if kind is strategies.DeepSpeedStrategy:
+        pytest.importorskip("deepspeed", reason="DeepSpeedStrategy imports it")
+    made = kind(**as_lightning(written["init_args"]))
+    if kind is strategies.FSDPStrategy:
+        rows = {"zero3": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD"}
+        assert made.sharding_strategy.name == rows[str(conversion.after.row)]
+        assert made.cpu_offload.offload_params == (conversion.after.value("offload.weight") == "cpu")
+    else:
+        stage = {"zero1": 1, "zero2": 2}[str(conversion.after.row)]
+        assert made.config["zero_optimization"]["stage"] == stage
+
+
+def as_lightning(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The objects that names stand for."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecision
+
+    found = dict(arguments)
+    if found.pop("auto_wrap_policy", None):
+        found["auto_wrap_policy"] = {torch.nn.Linear}
+    if policy := found.pop("mixed_precision", None):
+        found["mixed_precision"] = MixedPrecision(**{key: getattr(torch, value) for key, value in policy.items()})
+    if mesh := found.pop("device_mesh", None):
+        found["device_mesh"] = tuple(mesh)
+    return found

@@ -1,0 +1,271 @@
+"""torchtitan's configuration, against its own dataclasses where it is installed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from terrazzo.dialects.reader import matches
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.torchtitan.keys import BELOW, KEYS
+from tests.dialects.peers import (
+    assert_lossless,
+    converted,
+    described,
+    found,
+    inventory,
+    nested,
+    precision,
+    verdicts,
+)
+
+ADAM = {"pattern": ".*", "optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8}}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"parallelism": {"data_parallel_shard_degree": -1, "fsdp_reshard_after_forward": "always"}},
+    "hybrid": {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4}},
+    "ddp": {"parallelism": {"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}},
+    "four axes": {
+        "parallelism": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "context_parallel_degree": 2},
+        "training": {"disable_cuda_graphs": True},
+    },
+    "training": {
+        "training": {"local_batch_size": 4, "global_batch_size": 64, "seq_len": 4096, "steps": 10, "max_norm": 0.5},
+        "debug": {"seed": 3},
+    },
+    "one micro-batch": {"training": {"global_batch_size": -1, "gc_freq": 10}},
+    "pure bf16": {"training": {"dtype": "bfloat16", "enable_cpu_offload": True}},
+    "optimizer": {"optimizer": {"param_groups": [ADAM], "implementation": "fused_opt_states_bf16"}},
+    "stable": {"lr_scheduler": {"warmup_steps": 10, "decay_ratio": 0.2, "decay_type": "cosine", "min_lr_factor": 0.1}},
+    "constant": {"lr_scheduler": {"decay_ratio": 0.0, "total_steps": None}},
+    "cosine": {"lr_scheduler": {"decay_type": "cosine"}},
+    "full": {"activation_checkpoint": {"type": "FullAC", "preserve_rng_state": False}, "compile": {"enable": True}},
+    "saved": {"activation_checkpoint": {"preserve_rng_state": True, "determinism_check": "default", "debug": False}},
+    "none": {"activation_checkpoint": None, "training": {"steps": 7}},
+    "budget": {"activation_checkpoint": "MemoryBudgetAC", "compile": {"enable": True}},
+    "checkpoint": {
+        "checkpoint": {
+            "enable": True,
+            "interval": 100,
+            "keep_latest_k": 0,
+            "async_mode": "async_with_pinned_mem",
+            "last_save_in_hf": True,
+            "export_dtype": "bfloat16",
+        }
+    },
+    "checkpoint off": {"checkpoint": {"interval": 5, "folder": "x"}},
+    "others": {"comm": {"mode": "fake_backend"}, "metrics": {"log_freq": 1}, "training": {"steps": 5}},
+}
+
+
+@pytest.mark.parametrize("label", DOCUMENTS)
+@pytest.mark.parametrize("world", [None, 8])
+def test_round_trip(label: str, world: int | None) -> None:
+    assert_lossless("torchtitan", DOCUMENTS[label], world=world)
+
+
+def entries() -> list[str]:
+    """The inventory's names, some of which share a line or name a class."""
+    found = []
+    for entry in inventory("torchtitan"):
+        section, _, names = entry.partition(" (")[0].partition(".")
+        found += [f"{section}.{name.strip()}" if name else section for name in names.split("/")]
+    return found
+
+
+def test_every_key_of_the_inventory_has_a_verdict() -> None:
+    for key in entries():
+        for value in (None, True, 8, "x", ["x"]):
+            assert "no such key" not in verdicts("torchtitan", nested({key: value}))[key].why, key
+        assert any(matches(key, pattern) for pattern in dialect("torchtitan").known_keys), key
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "row", "mesh"),
+    [
+        ({}, "zero3", (1, None)),
+        ({"fsdp_reshard_after_forward": "never"}, "shard_grad_op", (1, None)),
+        ({"pipeline_parallel_degree": 2}, "shard_grad_op", (1, None)),
+        ({"pipeline_parallel_degree": 2, "fsdp_reshard_after_forward": "always"}, "zero3", (1, None)),
+        ({"data_parallel_replicate_degree": 2}, "hybrid_shard", (2, None)),
+        ({"data_parallel_replicate_degree": 2, "fsdp_reshard_after_forward": "never"}, "hybrid_shard_zero2", (2, None)),
+        ({"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}, "zero0", (1, 8)),
+        ({"data_parallel_shard_degree": 1}, "zero0", (1, 1)),
+        ({"data_parallel_shard_degree": 1, "context_parallel_degree": 2}, "zero3", (1, 1)),
+    ],
+)
+def test_rows(parallelism: dict[str, Any], row: str, mesh: tuple[int, int | None]) -> None:
+    description = described("torchtitan", {"parallelism": parallelism})
+    assert description.row == row
+    assert (description.value("mesh.dp_replicate"), description.value("mesh.dp_shard")) == mesh
+
+
+# storage, compute, reduce, accumulate, master, saved
+@pytest.mark.parametrize(
+    ("document", "row"),
+    [
+        ({"training": {"steps": 5}}, ["fp32", "bf16", "fp32", "fp32", "fp32", "fp32"]),
+        ({"training": {"mixed_precision_param": "float32"}}, ["fp32"] * 6),
+        ({"training": {"dtype": "bfloat16"}}, ["bf16", "bf16", "fp32", "bf16", "bf16", "fp32"]),
+        ({"checkpoint": {"export_dtype": "float16"}}, ["fp32", "bf16", "fp32", "fp32", "fp32", "fp16"]),
+    ],
+)
+def test_precision_is_pinned(document: dict[str, Any], row: list[str]) -> None:
+    assert precision("torchtitan", document) == row
+
+
+def test_moments_may_be_narrower() -> None:
+    description = described("torchtitan", DOCUMENTS["optimizer"])
+    assert (description.value("precision.moments"), description.value("precision.master")) == ("bf16", "fp32")
+
+
+def test_gradients_are_reduced_in_fp32_only() -> None:
+    said = verdicts("torchtitan", {"training": {"mixed_precision_reduce": "bfloat16"}})[
+        "training.mixed_precision_reduce"
+    ]
+    assert said.kind == "refused"
+    document = {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}}
+    (verdict,) = [
+        each for each in converted("fsdp1", "torchtitan", document).verdicts if each.key.endswith("reduce_dtype")
+    ]
+    assert verdict.kind == "lossy"
+    assert "twice the traffic" in verdict.why
+
+
+@pytest.mark.parametrize(("key", "word"), [("optimizer.lr", "param_groups"), ("job.dump_folder", "dump_folder")])
+def test_keys_of_earlier_versions_are_explained(key: str, word: str) -> None:
+    said = verdicts("torchtitan", {**nested({key: 1}), "training": {"steps": 5}})[key]
+    assert said.kind == "refused"
+    assert word in said.why
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        ({"parallelism": {"pipeline_parallel_degree": 2}}, "parallelism.pipeline_parallel_degree"),
+        ({"activation_checkpoint": {"memory_budget": 0.3}}, "activation_checkpoint"),
+        ({"compile": {"enable_async_tensor_parallel": True}}, "compile.enable_async_tensor_parallel"),
+        ({"checkpoint": {"keep_latest_k": 1}}, "checkpoint.keep_latest_k"),
+    ],
+)
+def test_findings(document: dict[str, Any], key: str) -> None:
+    assert found("torchtitan", document)[key].level == "error"
+
+
+def test_a_second_copy_in_the_node_is_no_axis_here() -> None:
+    for world in (None, 8):
+        conversion = converted("fsdp2", "torchtitan", {"reshard_after_forward": 4}, world=world)
+        assert conversion.after.row == "zero3"
+        assert conversion.document["parallelism"]["data_parallel_shard_degree"] == -1
+    (verdict,) = conversion.verdicts
+    assert verdict.kind == "lossy"
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
+def test_schedules_come_back(schedule: str) -> None:
+    steps = {"decay_steps": 20} if schedule == "wsd" else {}
+    document = {"schedule": {"name": schedule, "warmup_steps": 10, **steps}, "train": {"steps": 100}}
+    after = converted("terrazzo", "torchtitan", document).after
+    assert after.value("schedule.name") == schedule
+    assert after.value("schedule.warmup_steps") == 10
+    assert after.value("schedule.decay_steps") == (20 if schedule == "wsd" else None)
+
+
+# -- torchtitan itself ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def configs() -> ModuleType:
+    """Its module of dataclasses, by itself: the package as a whole needs a nightly torch."""
+    spec = importlib.util.find_spec("torchtitan")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the oracle is torchtitan itself: pip install --no-deps 'torchtitan>=0.3'")
+    path = Path(spec.submodule_search_locations[0]) / "config" / "configs.py"
+    loader = importlib.util.spec_from_file_location("torchtitan_configs", path)
+    assert loader is not None
+    assert loader.loader is not None
+    module = importlib.util.module_from_spec(loader)
+    sys.modules[loader.name] = module
+    loader.loader.exec_module(module)
+    return module
+
+
+SECTIONS = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
+
+
+def test_the_fields_are_the_dataclasss(configs: ModuleType) -> None:
+    for section, name in SECTIONS.items():
+        made = getattr(configs, name)()
+        theirs = {f"{section}.{field.name}": getattr(made, field.name) for field in dataclasses.fields(made)}
+        ours = {key: default for key, (default, _) in KEYS.items() if key.startswith(f"{section}.")}
+        assert ours == theirs
+    for section, name in {"comm": "CommConfig", "debug": "DebugConfig"}.items():
+        fields = {f"{section}.{field.name}" for field in dataclasses.fields(getattr(configs, name))}
+        assert fields == {key for key in (*KEYS, *BELOW) if key.startswith(f"{section}.")}
+
+
+def test_what_it_saves_is_read_as_its_defaults(configs: ModuleType) -> None:
+    kinds = {**SECTIONS, "comm": "CommConfig", "debug": "DebugConfig"}
+    saved = {name: dataclasses.asdict(getattr(configs, kind)()) for name, kind in kinds.items()}
+    assert not [verdict for verdict in verdicts("torchtitan", saved).values() if verdict.kind in ("refused", "lossy")]
+    read, empty = described("torchtitan", saved), described("torchtitan", {})
+    for path in ("precision.reduce", "mesh.dp_shard", "sharding.between", "batch.micro_batch", "training.clip"):
+        assert (path, read.value(path)) == (path, empty.value(path))
+    assert_lossless("torchtitan", saved)
+
+
+FILES = {
+    "checkpoint": ("components/checkpointer/base.py", "components/checkpointer/dcp.py"),
+    "lr_scheduler": ("components/optimizer/lr_scheduler.py",),
+    "optimizer": ("components/optimizer/optimizer.py",),
+    "activation_checkpoint": ("distributed/activation_checkpoint.py",),
+    "metrics": ("components/metrics.py",),
+    "profiler": ("tools/profiler.py",),
+}
+
+
+@pytest.mark.parametrize("section", FILES)
+def test_the_fields_of_components_are_theirs(section: str, configs: ModuleType) -> None:
+    folder = Path(str(configs.__file__)).parent.parent
+    fields = {f"{section}.{name}" for file in FILES[section] for name in config_fields(folder / file)}
+    ours = {key for key in (*KEYS, *BELOW) if key.startswith(f"{section}.")} - {"activation_checkpoint.type"}
+    assert ours == fields
+
+
+def config_fields(path: Path) -> list[str]:
+    """Fields of the classes named Config in a file, which is read and not run."""
+    tree = ast.parse(path.read_text())
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Config"]
+    lines = [line for each in classes for line in each.body if isinstance(line, ast.AnnAssign)]
+    return [line.target.id for line in lines if isinstance(line.target, ast.Name)]
+
+
+@pytest.mark.parametrize(
+    ("source", "document"),
+    [
+        ("terrazzo", {"plan": {"name": "hybrid_shard", "mesh": {"dp_replicate": 2}}, "precision": "bf16"}),
+        ("terrazzo", {"plan": "zero0", "train": {"steps": 50}}),
+        ("fsdp1", {"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": {"offload_params": True}}),
+        ("trainer", {"output_dir": "x", "fsdp": True, "bf16": True, "gradient_accumulation_steps": 4}),
+        ("deepspeed", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 64}),
+    ],
+)
+def test_torchtitan_takes_what_is_written(source: str, document: dict[str, Any], configs: ModuleType) -> None:
+    conversion = converted(source, "torchtitan", document, world=8)
+    made = {name: getattr(configs, kind)(**conversion.document.get(name, {})) for name, kind in SECTIONS.items()}
+    after, mesh = conversion.after, made["parallelism"]
+    replicas, shards = mesh.data_parallel_replicate_degree, mesh.data_parallel_shard_degree
+    assert 8 % replicas == 0 if shards == -1 else replicas * shards == 8
+    hybrid, whole = after.row in ("hybrid_shard", "hybrid_shard_zero2"), after.row == "zero0"
+    assert (replicas > 1) == (hybrid or whole)
+    assert (shards == 1) == whole
+    assert made["training"].enable_cpu_offload == (after.value("offload.weight") == "cpu")
+    if after.value("batch.global_batch") is not None and "global_batch_size" in conversion.document.get("training", {}):
+        ranks = 8
+        assert made["training"].global_batch_size % (made["training"].local_batch_size * ranks) == 0

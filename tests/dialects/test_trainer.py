@@ -1,0 +1,351 @@
+"""TrainingArguments, against the dataclass itself and what it makes of what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.dialects.description import settings
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.reader import matches
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS
+from tests.dialects.peers import (
+    assert_lossless,
+    converted,
+    described,
+    found,
+    inventory,
+    nested,
+    precision,
+    reading,
+    verdicts,
+)
+
+transformers = pytest.importorskip("transformers", reason="TrainingArguments are the oracle: pip install transformers")
+
+FSDP = {"output_dir": "out", "fsdp": True}
+ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "plain": {
+        "output_dir": "out",
+        "learning_rate": 1e-4,
+        "per_device_train_batch_size": 2,
+        "seed": 1,
+        "adam_beta2": 0.95,
+    },
+    "fsdp": {**FSDP, "bf16": True, "fsdp_config": {"reshard_after_forward": False, "cpu_offload": True}},
+    "units": {**FSDP, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}},
+    "version 1": {
+        **FSDP,
+        "fsdp_config": {"version": 1, "reshard_after_forward": "hybrid_shard", "backward_prefetch": "BACKWARD_POST"},
+    },
+    "words": {"fsdp": "full_shard auto_wrap offload", "fsdp_config": {"version": 1, "use_orig_params": True}},
+    "mesh": {**FSDP, "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 4, "cp_backend": "torch"}},
+    "prefixed": {**FSDP, "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp_version": 2}},
+    "schedule": {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "warmup_steps": 0.05,
+        "max_steps": 100,
+    },
+    "stable": {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}},
+    "epochs": {"num_train_epochs": 2, "save_strategy": "epoch", "optim": "sgd", "gradient_checkpointing": True},
+    "off": {
+        "max_grad_norm": 0,
+        "bf16": False,
+        "fsdp": "",
+        "deepspeed": None,
+        "save_total_limit": None,
+        "use_cpu": True,
+    },
+    "deepspeed": {"output_dir": "out", "bf16": True, "per_device_train_batch_size": 4, "deepspeed": ZERO},
+    "own sharding": {"distributed_config": {"fsdp_size": 8, "fsdp_mixed_precision": True}, "save_only_model": True},
+    "others": {"report_to": "none", "label_smoothing_factor": 0.1, "logging_steps": 5, "tf32": True},
+}
+
+
+def test_the_fields_are_the_dataclasss() -> None:
+    fields = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert set(fields) == {*FIELDS, *ALIASES}
+    for name, (default, _) in FIELDS.items():
+        theirs = fields[name].default
+        if theirs is dataclasses.MISSING:
+            theirs = fields[name].default_factory()
+        assert (name, default) == (name, theirs)
+
+
+def test_the_fields_of_distributed_config_are_the_dataclasss() -> None:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    fields = {field.name: field.default for field in dataclasses.fields(DistributedConfig)}
+    assert fields == {name: default for name, (default, _) in DISTRIBUTED.items()}
+
+
+def entries() -> Iterator[str]:
+    """The inventory's names, which put several keys on one line."""
+    for entry in inventory("trainer"):
+        names = entry.split(" (version")[0].removeprefix("fsdp_config.").replace(",", " /").split(" / ")
+        section = "fsdp_config." if entry.startswith("fsdp_config.") else ""
+        yield from (f"{section}{name.strip()}" for name in names)
+    yield from (f"distributed_config.{name}" for name in inventory("distributed_config"))
+
+
+def test_every_key_of_the_inventory_has_a_verdict() -> None:
+    for key in entries():
+        for value in (None, True, 8, "x", ["x"]):
+            assert "no such" not in verdicts("trainer", {"fsdp": True, **nested({key: value})})[key].why, key
+        assert any(matches(key, pattern) for pattern in dialect("trainer").known_keys), key
+        assert dialect("trainer").meaning(key), key
+
+
+@pytest.mark.parametrize("label", DOCUMENTS)
+def test_round_trip(label: str) -> None:
+    assert_lossless("trainer", DOCUMENTS[label])
+
+
+# storage, compute, reduce, accumulate, master and moments, saved
+@pytest.mark.parametrize(
+    ("document", "row"),
+    [
+        ({**FSDP, "bf16": True}, ["fp32", "bf16", "bf16", "fp32", "fp32", "fp32"]),
+        ({**FSDP, "bf16": True, "gradient_accumulation_steps": 4}, ["fp32", "bf16", "bf16", "bf16", "fp32", "fp32"]),
+        ({**FSDP, "bf16": True, "fsdp_config": {"version": 1}}, ["fp32", "bf16", "bf16", "fp32", "fp32", "fp32"]),
+        ({**FSDP, "fp16": True}, ["fp32", "fp16", "fp16", "fp32", "fp32", "fp32"]),
+        (FSDP, ["loaded"] * 6),
+        ({"bf16": True}, ["loaded", "bf16", "loaded", "loaded", "loaded", "loaded"]),
+        (
+            {"distributed_config": {"fsdp_size": 8, "fsdp_mixed_precision": True}},
+            ["loaded", "bf16", "fp32", "fp32", "loaded", "loaded"],
+        ),
+        ({"deepspeed": ZERO, "bf16": True}, ["bf16", "bf16", "bf16", "bf16", "fp32", "bf16"]),
+    ],
+)
+def test_precision_is_pinned_by_what_stands_under_it(document: dict[str, Any], row: list[str]) -> None:
+    assert precision("trainer", document) == row
+
+
+def test_under_ddp_autocast_works_on_the_load_dtype() -> None:
+    row = ["fp32", "bf16", "fp32", "fp32", "fp32", "fp32"]
+    assert precision("trainer", {"bf16": True}, load_dtype="fp32") == row
+    description = described("trainer", {"bf16": True})
+    assert description.value("precision.autocast") is True
+    assert described("trainer", {**FSDP, "bf16": True}).value("precision.autocast") is True  # prepare_model() wraps it
+
+
+def test_loss_scaling_comes_with_fp16() -> None:
+    assert described("trainer", {"fp16": True}).value("precision.loss_scaling") is not None
+    assert described("trainer", {"bf16": True}).value("precision.loss_scaling") is None
+
+
+# -- what is ignored in silence ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states"])
+def test_keys_of_version_1_are_reported_under_version_2(key: str) -> None:
+    section = {key: "BACKWARD_PRE" if key == "backward_prefetch" else True}
+    assert verdicts("trainer", {**FSDP, "fsdp_config": section})[f"fsdp_config.{key}"].kind == "refused"
+    older = verdicts("trainer", {**FSDP, "fsdp_config": {"version": 1, **section}})
+    assert older[f"fsdp_config.{key}"].kind == "applied"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("offload_params", "cpu_offload"), ("sharding_strategy", "reshard_after_forward"), ("cpu_ofload", "cpu_offload")],
+)
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+def test_words_of_others_are_named(key: str, meant: str, prefix: str) -> None:
+    verdict = verdicts("trainer", {**FSDP, "fsdp_config": {f"{prefix}{key}": True}})[f"fsdp_config.{prefix}{key}"]
+    assert verdict.kind == "refused"
+    assert f"'{meant}'" in verdict.why
+
+
+def test_a_section_for_fsdp_that_is_off_is_reported() -> None:
+    verdict = verdicts("trainer", {"fsdp_config": {"cpu_offload": True}})["fsdp_config.cpu_offload"]
+    assert verdict.kind == "refused"
+    assert "fsdp: true" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"min_num_params": 100}, "min_num_params"),
+        ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": ["A"]}, "transformer_layer_cls_to_wrap"),
+    ],
+)
+def test_units_that_the_policy_ignores_are_reported(section: dict[str, Any], key: str) -> None:
+    assert verdicts("trainer", {**FSDP, "fsdp_config": section})[f"fsdp_config.{key}"].kind == "refused"
+
+
+def test_hybrid_words_are_refused_under_either_version() -> None:
+    document = {"fsdp": "hybrid_shard auto_wrap", "bf16": True}
+    assert verdicts("trainer", document)["fsdp"].kind == "refused"
+    assert described("trainer", document).row == "hybrid_shard"
+    older = {**document, "fsdp_config": {"version": 1}}
+    assert "parallelism_config" in verdicts("trainer", older)["fsdp"].why
+    assert described("trainer", older).row == "zero3"
+
+
+def test_gone_fields_are_explained() -> None:
+    said = verdicts("trainer", {"output_dir": "x", "warmup_ratio": 0.1, "evaluation_strategy": "no"})
+    assert "warmup_steps" in said["warmup_ratio"].why
+    assert "eval_strategy" in said["evaluation_strategy"].why
+
+
+def test_a_schedule_without_warmup_ignores_it() -> None:
+    said = verdicts("trainer", {"lr_scheduler_type": "constant", "warmup_steps": 10})
+    assert said["warmup_steps"].kind == "refused"
+    assert (
+        described("trainer", {"lr_scheduler_type": "constant", "warmup_steps": 10}).value("schedule.warmup_steps") == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "key", "level"),
+    [
+        ({**FSDP, "deepspeed": ZERO}, "fsdp", "error"),
+        ({**FSDP, "gradient_checkpointing": True}, "activation_checkpointing", "warning"),
+        ({**FSDP, "fsdp_config": {"version": 1}}, "fsdp_config.version", "warning"),
+        ({**FSDP, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, "fsdp_config.state_dict_type", "warning"),
+        ({"distributed_config": {"fsdp_size": 2}}, "distributed_config", "error"),
+        (
+            {"deepspeed": {**ZERO, "gradient_clipping": 0.5}, "bf16": True},
+            "deepspeed.gradient_clipping, max_grad_norm",
+            "error",
+        ),
+    ],
+)
+def test_findings(document: dict[str, Any], key: str, level: str) -> None:
+    assert found("trainer", document)[key].level == level
+
+
+# -- DeepSpeed inside ----------------------------------------------------------------------------------------------
+
+
+def test_auto_inside_is_resolved_and_reported() -> None:
+    document = DOCUMENTS["deepspeed"]
+    description = described("trainer", document)
+    assert description.row == "zero2"
+    assert description["batch.micro_batch"].value == 4
+    said = verdicts("trainer", document)["deepspeed.train_micro_batch_size_per_gpu"]
+    assert said.kind == "defaulted"
+    assert "per_device_train_batch_size" in said.why
+
+
+def test_files_that_are_named_are_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ZERO))
+    (tmp_path / "fsdp.json").write_text(json.dumps({"cpu_offload": True, "fsdp_offload_params": True}))
+    context = {"folder": tmp_path}
+    deepspeed = {"output_dir": "x", "deepspeed": "ds.json", "bf16": True}
+    assert described("trainer", deepspeed, **context).row == "zero2"
+    assert assert_lossless("trainer", deepspeed, **context) == deepspeed
+    fsdp = {**FSDP, "fsdp_config": "fsdp.json"}
+    assert described("trainer", fsdp, **context).value("offload.weight") == "cpu"
+    assert verdicts("trainer", fsdp, **context)["fsdp_config"].kind == "refused"  # for the key that is ignored
+    missing = verdicts("trainer", {"output_dir": "x", "deepspeed": "no.json"}, **context)["deepspeed"]
+    assert missing.kind == "refused"
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3@nvme"])
+def test_what_fsdp_lacks_is_deepspeeds(plan: str) -> None:
+    offload = {"offload": {"path": "/tmp/swap"}} if "nvme" in plan else {}
+    conversion = converted("terrazzo", "trainer", {"plan": plan, "precision": "bf16", **offload}, world=8)
+    assert conversion.after.row == plan.partition("@")[0]
+    inner = conversion.document["deepspeed"]
+    assert inner["bf16"]["enabled"] == "auto"
+    assert not [key for key in found("trainer", conversion.document) if key.startswith("deepspeed.")]
+
+
+# -- the dataclass itself ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Makes TrainingArguments, on a machine that says it has bf16."""
+    pytest.importorskip("accelerate", reason="TrainingArguments need it for FSDP")
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    for name in ("FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.setenv(name, "false")  # so that what they set is taken back
+
+    def make(document: dict[str, Any]) -> Any:
+        plain = {
+            key: value for key, value in document.items() if key not in ("parallelism_config", "distributed_config")
+        }
+        return transformers.TrainingArguments(**{"output_dir": str(tmp_path), **plain})
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("source", "document"),
+    [
+        (
+            "terrazzo",
+            {"plan": "zero3", "precision": "bf16", "train": {"activation_checkpointing": "full", "clip": 0.5}},
+        ),
+        ("terrazzo", {"plan": "shard_grad_op", "schedule": {"name": "wsd"}, "optimizer": {"options": {"eps": 1e-6}}}),
+        ("terrazzo", {"plan": "zero0", "schedule": {"name": "linear", "final_fraction": 0.1}}),
+        ("fsdp1", {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": ["Block"], "forward_prefetch": True}),
+        ("fsdp2", {"reshard_after_forward": False, "module": ["Block"], "offload_policy": "CPUOffloadPolicy"}),
+        ("torchtitan", {"parallelism": {"data_parallel_shard_degree": -1}, "training": {"local_batch_size": 2}}),
+        ("lightning", {"strategy": "fsdp", "precision": "16-mixed", "accumulate_grad_batches": 2}),
+    ],
+)
+def test_training_arguments_take_what_is_written(source: str, document: dict[str, Any], arguments: Any) -> None:
+    conversion = converted(source, "trainer", document, world=8)
+    made = arguments(conversion.document)
+    after = conversion.after
+    assert made.per_device_train_batch_size == after.value("batch.micro_batch")
+    assert made.learning_rate == after.value("optimizer.lr")
+    assert (made.max_grad_norm or None) == after.value("training.clip")
+    assert bool(made.bf16) == (after.value("precision.compute") == "bf16")
+    plugin = getattr(made, "fsdp_plugin_args", None)
+    assert (plugin is None) == (after.row == "zero0")
+    if plugin is not None:
+        words = {"zero3": True, "shard_grad_op": False, "hybrid_shard": True}
+        assert plugin["reshard_after_forward"] == words[str(after.row)]
+        assert plugin.get("cpu_offload", False) == (after.value("offload.weight") == "cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"fsdp": True, "bf16": True, "fsdp_config": {"cpu_offload": True}}])
+def test_what_they_save_is_read_as_what_made_it(options: dict[str, Any], arguments: Any) -> None:
+    saved = json.loads(arguments(options).to_json_string())
+    said = reading("trainer", saved)
+    assert [verdict for verdict in said.verdicts if verdict.kind in ("refused", "lossy")] == []
+    made = described("trainer", {"output_dir": saved["output_dir"], **options})
+    for path, setting in settings(said.description):
+        assert (path, setting.value) == (path, made[path].value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("section", [{"version": 1, "reshard_after_forward": True}, {"auto_wrap_policy": "X"}])
+def test_what_is_refused_is_refused_by_them_too(section: dict[str, Any], arguments: Any) -> None:
+    document = {**FSDP, "fsdp_config": section}
+    assert "refused" in {verdict.kind for verdict in reading("trainer", document).verdicts}
+    with pytest.raises((ValueError, KeyError)):
+        _plugin(arguments(document))
+
+
+def _plugin(made: Any) -> Any:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin(**made.fsdp_plugin_args)
+
+
+def test_keys_of_fsdp_config_are_those_that_transformers_reads() -> None:
+    source = Path(transformers.training_args.__file__).read_text()
+    body = source[source.index("def _process_fsdp_args") : source.index("def _apply_legacy_fsdp_to_config")]
+    for name in FSDP_KEYS:
+        assert f'"{name}"' in body, name
+
+
+def test_context_resolves_sizes() -> None:
+    description = dialect("trainer").read({"output_dir": "x"}, Context(world=8)).description
+    assert description.value("batch.micro_batch") == 8

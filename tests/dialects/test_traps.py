@@ -1,0 +1,222 @@
+"""Where stacks mean different things by the same word, or the same default: each is told apart, or named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from terrazzo.dialects.convert import Conversion, convert_reading
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.understand import read_document
+
+
+def described(name: str, document: dict[str, Any], **context: Any) -> Description:
+    return read_document(dialect(name), document, Context(**context)).description
+
+
+def converted(source: str, target: str, document: dict[str, Any], **context: Any) -> Conversion:
+    reading = read_document(dialect(source), document, Context(**context))
+    return convert_reading(dialect(source), reading, dialect(target), Context(**context))
+
+
+def fsdp(version: int, **options: Any) -> dict[str, Any]:
+    """An Accelerate file."""
+    keys = {f"fsdp_{name}": value for name, value in options.items()}
+    more = {"num_processes": 8, "num_machines": 2}
+    return {
+        "distributed_type": "FSDP",
+        "mixed_precision": "bf16",
+        **more,
+        "fsdp_config": {"fsdp_version": version, **keys},
+    }
+
+
+# Accelerate's own converter turns HYBRID_SHARD into full sharding and NO_SHARD into SHARD_GRAD_OP without a word.
+
+
+@pytest.mark.parametrize("target", ["fsdp2", "terrazzo", "torchtitan"])
+def test_replication_does_not_vanish(target: str) -> None:
+    conversion = converted("accelerate", target, fsdp(1, sharding_strategy="HYBRID_SHARD"))
+    verdicts = {verdict.key: verdict for verdict in conversion.verdicts}
+    verdict = verdicts["fsdp_config.fsdp_sharding_strategy"]
+    if verdict.kind in ("lossy", "refused"):
+        assert verdict.why
+    else:
+        assert conversion.after.row == "hybrid_shard"
+        assert (conversion.after.value("mesh.dp_replicate"), conversion.after.value("mesh.dp_shard")) in (
+            (2, 4),
+            (2, None),
+        )
+
+
+@pytest.mark.parametrize("target", ["fsdp2", "terrazzo", "torchtitan", "deepspeed"])
+def test_what_was_not_split_is_not_split_in_silence(target: str) -> None:
+    conversion = converted("accelerate", target, fsdp(1, sharding_strategy="NO_SHARD"))
+    (verdict,) = [each for each in conversion.verdicts if each.key == "fsdp_config.fsdp_sharding_strategy"]
+    assert conversion.after.row == "zero0" or verdict.kind in ("lossy", "refused")
+
+
+def test_stage_2_is_not_shard_grad_op() -> None:
+    assert described("deepspeed", {"zero_optimization": {"stage": 2}}).row == "zero2"
+    assert described("fsdp1", {"sharding_strategy": "SHARD_GRAD_OP"}).row == "shard_grad_op"
+    conversion = converted("deepspeed", "fsdp1", {"zero_optimization": {"stage": 2}})
+    (verdict,) = [each for each in conversion.verdicts if each.key == "zero_optimization.stage"]
+    assert conversion.after.row == "shard_grad_op"
+    assert (verdict.kind, bool(verdict.why)) == ("lossy", True)
+
+
+def test_hpz_is_not_hybrid_sharding() -> None:
+    document = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}, "bf16": {"enabled": True}}
+    assert described("deepspeed", document, world=8).row == "hpz"
+    conversion = converted("deepspeed", "fsdp1", document, world=8)
+    verdicts = {verdict.key: verdict for verdict in conversion.verdicts}
+    assert verdicts["zero_optimization.zero_hpz_partition_size"].kind in ("lossy", "refused")
+
+
+# The same option, three defaults.
+
+
+def test_backward_prefetch_is_on_in_torch_and_off_in_accelerate() -> None:
+    assert described("fsdp1", {"sharding_strategy": "FULL_SHARD"}).value("prefetch.backward") == 1
+    assert described("accelerate", fsdp(1, sharding_strategy="FULL_SHARD")).value("prefetch.backward") == 0
+    assert described("accelerate", fsdp(2)).value("prefetch.backward") == 1  # version 2 always does
+
+
+def test_state_dict_type_has_a_default_by_version_and_library() -> None:
+    assert described("accelerate", fsdp(1)).value("saving.state") == "full"
+    assert described("accelerate", fsdp(2)).value("saving.state") == "sharded"
+    assert described("trainer", {"output_dir": "x", "fsdp": True}).value("saving.state") == "full"
+    assert described("lightning", {"strategy": "fsdp"}).value("saving.state") == "full"
+
+
+def test_the_default_stage_is_0_or_2() -> None:
+    assert described("deepspeed", {"zero_optimization": {}}).row == "zero0"
+    assert described("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config": {}}).row == "zero2"
+    assert described("lightning", {"strategy": "deepspeed"}).row == "zero2"
+
+
+def test_clipping_came_to_deepspeed_by_default_in_2026() -> None:
+    document = {"train_micro_batch_size_per_gpu": 1}
+    assert described("deepspeed", document).value("training.clip") == 1.0
+    assert described("deepspeed", document, versions={"deepspeed": "0.18.0"}).value("training.clip") is None
+
+
+# "bf16" names many recipes.
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "storage", "reduce", "master"),
+    [
+        ("accelerate", fsdp(1), "fp32", "bf16", "fp32"),
+        ("accelerate", fsdp(2), "fp32", "bf16", "fp32"),
+        ("trainer", {"output_dir": "x", "bf16": True, "fsdp": True}, "fp32", "bf16", "fp32"),
+        ("lightning", {"strategy": "fsdp", "precision": "bf16-mixed"}, "fp32", "bf16", "fp32"),
+        ("deepspeed", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, "bf16", "bf16", "fp32"),
+        ("torchtitan", {"parallelism": {"data_parallel_shard_degree": -1}}, "fp32", "fp32", "fp32"),
+        ("terrazzo", {"precision": "bf16"}, "bf16", "fp32", "fp32"),
+    ],
+)
+def test_bf16_is_pinned_state_by_state(
+    name: str, document: dict[str, Any], storage: str, reduce: str, master: str
+) -> None:
+    found = described(name, document)
+    assert found.value("precision.compute") == "bf16"
+    assert [found.value(f"precision.{state}") for state in ("weight", "reduce", "master")] == [storage, reduce, master]
+
+
+@pytest.mark.parametrize(("version", "reduce"), [("2.13.0", "bf16"), ("2.15.0", "fp32")])
+def test_an_unset_reduce_dtype_depends_on_torch(version: str, reduce: str) -> None:
+    document = {"reshard_after_forward": True, "mp_policy": {"param_dtype": "bfloat16"}}
+    found = described("fsdp2", document, versions={"torch": version})
+    assert found.value("precision.reduce") == reduce
+    conversion = converted("fsdp2", "terrazzo", document, versions={"torch": version})
+    assert conversion.after.value("precision.reduce") == reduce
+    back = converted("terrazzo", "fsdp2", conversion.document)
+    assert back.document["mp_policy"]["reduce_dtype"] == {"bf16": "bfloat16", "fp32": "float32"}[reduce]
+
+
+def test_without_mixed_precision_the_load_dtype_decides() -> None:
+    document = {**fsdp(2), "mixed_precision": "no"}
+    assert described("accelerate", document).value("precision.weight") == "loaded"
+    assert described("accelerate", document, load_dtype="bf16").value("precision.moments") == "bf16"
+    conversion = converted("accelerate", "terrazzo", document)
+    lost = {each.key: each for each in (*conversion.verdicts, *conversion.unsaid) if "--load-dtype" in each.why}
+    assert "precision.master" in lost or "mixed_precision" in lost
+    assert {each.kind for each in lost.values()} == {"lossy"}
+
+
+# "auto", accumulation, clipping, saving.
+
+
+def test_auto_is_hugging_faces_word() -> None:
+    document = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    reading = read_document(dialect("deepspeed"), document, Context())
+    assert {v.key for v in reading.verdicts if v.kind == "defaulted"} >= {"train_micro_batch_size_per_gpu"}
+    findings = list(dialect("deepspeed").findings(document, reading, Context()))
+    assert any("auto" in finding.text for finding in findings)
+    found = described("deepspeed", document, trainer={"per_device_train_batch_size": 3})
+    assert (found.value("batch.micro_batch"), found["batch.micro_batch"].origin) == (3, "auto")
+
+
+def test_deepspeed_owns_accumulation_and_clipping() -> None:
+    document = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    conversion = converted("deepspeed", "fsdp2", document)
+    verdicts = {verdict.key: verdict for verdict in conversion.verdicts}
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        assert verdicts[key].kind in ("lossy", "refused")
+        assert "code" in verdicts[key].why or "loop" in verdicts[key].why
+
+
+def test_sharded_state_with_the_trainer_writes_no_weights_to_load() -> None:
+    document = {"output_dir": "x", "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    found = described("trainer", document)
+    assert (found.value("saving.state"), found.value("saving.export")) == ("sharded", "none")
+    full = described("trainer", {"output_dir": "x", "fsdp": True})
+    assert full.value("saving.export") in ("full", "hf")
+
+
+def test_bucket_sizes_are_elements_and_units_are_modules() -> None:
+    document = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}}
+    (verdict,) = [
+        each for each in converted("deepspeed", "fsdp2", document).verdicts if each.key.endswith("reduce_bucket_size")
+    ]
+    assert "elements" in verdict.why
+    assert (
+        described("accelerate", fsdp(1, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1000)).value(
+            "units.min_numel"
+        )
+        == 1000
+    )
+
+
+# Keys that are ignored without a word.
+
+
+DEAD = [
+    ("deepspeed", {"zero_optimisation": {"stage": 3}}, "zero_optimisation.stage", "zero_optimization"),
+    (
+        "accelerate",
+        fsdp(1, backward_prefetch_policy="BACKWARD_PRE"),
+        "fsdp_config.fsdp_backward_prefetch_policy",
+        "fsdp_backward_prefetch",
+    ),
+    (
+        "trainer",
+        {"output_dir": "x", "fsdp": True, "fsdp_config": {"fsdp_offload_params": True}},
+        "fsdp_config.fsdp_offload_params",
+        "cpu_offload",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "document", "key", "near"), DEAD)
+def test_dead_keys_are_found_and_the_live_one_named(name: str, document: dict[str, Any], key: str, near: str) -> None:
+    (verdict,) = [each for each in read_document(dialect(name), document).verdicts if each.key == key]
+    assert verdict.kind in ("refused", "lossy")
+    assert near in verdict.why
