@@ -5,7 +5,7 @@ from terrazzo.engine.bill import MemoryBill
 from terrazzo.engine.engine import Engine, engine_of
 from terrazzo.engine.place import PLANS, Place, Plan
 from terrazzo.engine.precision import PRECISIONS, LossScaling, Precision
-from terrazzo.engine.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
+from terrazzo.engine.shard import accumulate, attach, clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.state import Piece
 from terrazzo.engine.store.settings import Offload
 from terrazzo.engine.transfer import Traffic
@@ -23,6 +23,7 @@ __all__ = [
     "Precision",
     "Traffic",
     "accumulate",
+    "attach",
     "checkpoint_activations",
     "clip_grad_norm_",
     "compile_units",

@@ -159,6 +159,14 @@ class Bucket:
         if self.has_own_master:
             _adopt(self.master, self.weight)
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
+        self.gradient.zero(set_to_none)
+        if set_to_none:
+            with torch._C.DisableTorchFunctionSubclass():
+                for member in self.members:
+                    member.parameter.grad = None
+
     # -- weights -----------------------------------------------------------------------------------------------
 
     @property

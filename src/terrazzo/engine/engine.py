@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bill import MemoryBill, PaperStep, memory_bill
@@ -15,7 +16,7 @@ from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.needs import Templates
-from terrazzo.engine.optimizer import OptimizerDriver
+from terrazzo.engine.optimizer import OptimizerDriver, forget_gradients
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.recipe import Recipe
@@ -75,6 +76,25 @@ class Engine:
     def bill(self) -> MemoryBill:
         """Promised memory of a step with one micro-batch; see `memory_bill`."""
         return self.memory_bill()
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """What steps the model; None where nothing does, or nobody has it any more."""
+        return self.driver.reference() if self.driver is not None else None
+
+    def release_optimizer(self) -> None:
+        """Let go of the optimizer, so that another can be attached; the old one cannot step again. Collective."""
+        self.settle()
+        if self.driver is not None:
+            self.driver.retire()
+        self.driver = self.hooks.scaler = None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget every gradient, or set finished ones to zero."""
+        if self.driver is not None:
+            self.driver.zero_grad(set_to_none)
+        else:
+            forget_gradients(self.trainable(), self.schedule, set_to_none)
 
     def memory_bill(self, micro_batches: int = 1, local: bool | None = None) -> MemoryBill:
         """Promised memory of a step.

@@ -47,12 +47,14 @@ class Gradient:
         seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
         filled_numel: elements of the parameters whose gradients are in the unreduced gradient.
         factor: what the finished gradient has still to be multiplied by, from clipping; None for nothing.
+        changes: counts those of the finished gradient.
     """
 
     def __init__(self, space: Space, recipe: Recipe, optim_axes: tuple[str, ...], tier: str) -> None:
         self.space, self.recipe, self.optim_axes, self.tier = space, recipe, optim_axes, tier
         self.seen = [False] * len(space.layout.slots)
         self.factor: Tensor | None = None
+        self.changes = 0
         self.pending: Tensor | None = None
         self._partial: Buffer | None = None
         self._partial_home: Buffer | None = None
@@ -208,6 +210,7 @@ class Gradient:
     def _land(self, data: Buffer) -> None:
         """Bring a finished gradient to its tier, or add it to the one that is there."""
         there = self.finished
+        self.changes += 1
         if there is not None:
             self._apply_factor()
             for part in there.cuts(there.range):
@@ -224,6 +227,7 @@ class Gradient:
     def scale(self, factor: Tensor) -> None:
         """Multiply the finished gradient; away from the device, once it is used."""
         finished = self.finished
+        self.changes += 1
         if finished is None:
             return
         if self._home is None and isinstance(finished, Buffer):
@@ -269,6 +273,7 @@ class Gradient:
     def zero(self, set_to_none: bool) -> None:
         """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""
         self.drop_unfinished()
+        self.changes += 1
         if set_to_none or self.finished is None:
             self._finished = self.factor = self._landing = None
             self.seen = [False] * len(self.seen)

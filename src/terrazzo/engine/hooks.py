@@ -31,6 +31,10 @@ class Hooks:
     Args:
         units: in registration order, root first.
         scaler: set when gradients inside the model are scaled.
+
+    Attributes:
+        begun, ended: told of each backward pass, before any gradient is there and when all are.
+        wanted: told before gradients are clipped, or taken by the optimizer.
     """
 
     def __init__(
@@ -39,6 +43,9 @@ class Hooks:
         self.units, self.schedule, self.axes, self.precision, self.scaler = units, schedule, axes, precision, scaler
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
+        self.begun: Callable[[], None] = _ignore
+        self.ended: Callable[[], None] = _ignore
+        self.wanted: Callable[[], None] = _ignore
         self._late: set[int] = set()
         self._passes = 0
 
@@ -102,6 +109,7 @@ class Hooks:
         training = torch.is_grad_enabled()
         announced, hidden = self._watch(unit, output) if training else (False, False)
         if hidden:
+            self.begun()  # nothing else may announce its backward
             self.schedule.hold_until_backward_ends(unit)
         else:
             self.schedule.leave_forward(unit, training, announced)
@@ -132,10 +140,12 @@ class Hooks:
             self.schedule.finish()
             if self.scaler is not None:
                 self.scaler.in_use = False
+            self.ended()
 
     def start_backward(self) -> int:
         """Note that a backward pass is under way; returns its number."""
         if not self.schedule.in_backward:
+            self.begun()
             self.schedule.begin_backward()
             self._late.clear()
             self._passes += 1
@@ -169,7 +179,7 @@ class Hooks:
         """After a backward that raised, some gradients hold its part and some do not: none can be used."""
         for unit in self.units:
             for bucket in unit.trainable():
-                bucket.gradient.zero(set_to_none=True)
+                bucket.zero_grad(set_to_none=True)
 
     # -- the end of a step -------------------------------------------------------------------------------------
 
@@ -202,6 +212,10 @@ class Hooks:
             schedule.start_reducing(unit)
         if flags[0]:
             schedule.order = dataclasses.replace(schedule.order, agreed=False)
+
+
+def _ignore() -> None:
+    """Nobody wants to know."""
 
 
 _PLAIN = (Tensor, bool, int, float, str, type(None))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.engine import Engine
-from terrazzo.engine.optimizer import forget_gradients
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["ShardedModule", "adopt_model"]
@@ -27,11 +26,7 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, as the optimizer's `zero_grad` does."""
-        engine = self._terrazzo
-        if engine.driver is not None:
-            engine.driver.zero_grad(set_to_none)
-        else:
-            forget_gradients(engine.trainable(), engine.schedule, set_to_none)
+        self._terrazzo.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, once no update is under way; collective while one may be."""

@@ -14,7 +14,7 @@ from terrazzo.engine.store.settings import Offload
 from terrazzo.engine.store.store import Need, Store
 from terrazzo.engine.unit import Unit
 
-__all__ = ["Templates", "moment_names", "need_of", "open_store"]
+__all__ = ["Templates", "moment_bytes", "moment_names", "need_of", "open_store"]
 
 Templates = Sequence[Mapping[str, StateSpec]]
 """What the optimizer keeps for a parameter of each param group."""
@@ -33,6 +33,15 @@ def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
     groups = dict.fromkeys(member.group for member in bucket.members if member.group >= 0)
     names = [name for group in groups for name, spec in templates[group].items() if spec.per_element]
     return list(dict.fromkeys(names))
+
+
+def moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> list[int]:
+    """What the optimizer keeps for each element away from the device, one entry for each state of a bucket."""
+    return [
+        _numel(bucket, bucket.optim_axes) * bucket.recipe.precision.moments.itemsize
+        for bucket in buckets
+        for _ in (moment_names(bucket, templates) if bucket.updated_apart else ())
+    ]
 
 
 def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:

@@ -163,6 +163,7 @@ class OptimizerDriver:
     Attributes:
         segments: what the optimizer steps.
         background: updates away from the device; None where there are none.
+        reference: to the optimizer, weak.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class OptimizerDriver:
         self.background: Background | None = None
         scaling = recipe.precision.loss_scaling
         self.scaler = LossScaler(scaling) if scaling else None
-        self._optimizer = weakref.ref(optimizer)
+        self.reference, self._retired = weakref.ref(optimizer), False
         self._moments_differ = recipe.precision.moments != recipe.precision.master
         self._fill_groups(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
@@ -195,7 +196,7 @@ class OptimizerDriver:
 
     @property
     def optimizer(self) -> Optimizer:
-        optimizer = self._optimizer()
+        optimizer = self.reference()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
 
@@ -219,11 +220,17 @@ class OptimizerDriver:
         if self.background is not None:
             self.background.settle()
 
+    def retire(self) -> None:
+        """Drive no longer; nothing may be under way."""
+        self.buckets, self.segments, self._retired = [], [], True
+
     # -- the step ----------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (args[1:] and args[1] is not None) or kwargs.get("closure") is not None:
             raise Misuse("optimizer.step(closure) is not supported on sharded weights: run forward and backward first.")
+        if self._retired:
+            raise Misuse(f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got.")
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
@@ -296,7 +303,7 @@ def forget_gradients(buckets: Iterable[Bucket], schedule: Schedule, set_to_none:
     if schedule.in_backward:
         schedule.abandon_backward()
     for bucket in buckets:
-        bucket.gradient.zero(set_to_none)
+        bucket.zero_grad(set_to_none)
 
 
 class ShardedOptimizer(Optimizer):
@@ -368,13 +375,9 @@ def clip_grad_norm(buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, n
 def _norm(gradient: Gradient, norm_type: float) -> Tensor:
     grad = gradient.whole()
     assert grad is not None
-    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=_norm_dtype(grad)).double()
+    dtype = torch.promote_types(grad.dtype, torch.float32)  # 16 bits can neither hold nor sum the squares of gradients
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double()
     return norm
-
-
-def _norm_dtype(grad: Tensor) -> torch.dtype:
-    """16 bits can neither hold nor sum the squares of gradients."""
-    return torch.promote_types(grad.dtype, torch.float32)
 
 
 def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:

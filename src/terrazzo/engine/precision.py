@@ -30,7 +30,7 @@ class LossScaling:
     Attributes:
         init: first scale.
         growth: factor applied after `interval` steps in a row without overflow.
-        backoff: factor applied after `hysteresis` overflows without a full interval between them.
+        backoff: factor applied after `hysteresis` overflows without growth between them, and at each one after.
         minimum: an overflow at this scale raises `Diverged` instead of skipping for ever.
     """
 

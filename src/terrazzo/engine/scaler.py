@@ -54,7 +54,6 @@ class LossScaler:
                 f"Gradients overflowed at the minimum loss scale {settings.minimum:g} ({self.skipped_steps} steps "
                 "skipped so far): they are non-finite at any scale. Lower the learning rate, clip, or train in bf16."
             )
-        self._patience = settings.hysteresis
         self.scale = max(settings.minimum, self.scale * settings.backoff)
 
     def state(self) -> dict[str, float]:
@@ -76,7 +75,7 @@ class _ScaleBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, scaler: LossScaler) -> Tensor:
         ctx.scaler, ctx.dtype = scaler, output.dtype
-        return output.float()
+        return output.to(torch.float32, copy=True)  # never the input itself: the caller may change it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

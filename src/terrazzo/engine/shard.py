@@ -26,12 +26,13 @@ from terrazzo.engine.checks import (
     check_precision,
     model_facts,
     optimizer_facts,
+    together,
 )
 from terrazzo.engine.engine import Engine, engine_of
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.materialize import check_initializable, initializer_of, materialize, move_buffers, synchronize
 from terrazzo.engine.module import adopt_model
-from terrazzo.engine.needs import Templates, moment_names, open_store
+from terrazzo.engine.needs import Templates, moment_bytes, moment_names, open_store
 from terrazzo.engine.optimizer import (
     OptimizerDriver,
     adopt,
@@ -55,9 +56,10 @@ from terrazzo.engine.unit import Unit
 from terrazzo.engine.update import Updater
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
+__all__ = ["accumulate", "attach", "clip_grad_norm_", "estimate", "gathered", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
+Opt = TypeVar("Opt", bound=Optimizer)
 N = TypeVar("N", Plan, Precision)
 OptimizerLike = Optimizer | Callable[[Any], Optimizer] | None
 
@@ -181,6 +183,33 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     return _Prepared(plan, recipe, planned, why, built, templates)
 
 
+def attach(model: nn.Module, optimizer: Opt) -> Opt:
+    """Shard an optimizer that was built over the parameters of a model after `tz.shard(model, None)`. Collective.
+
+    It is changed in place, as by `tz.shard`, which takes it with less host memory for states on `cpu`.
+
+    Errors: `BadInput` as from `tz.shard`; `Misuse` for a model that has an optimizer, or with states on drives.
+    """
+    engine = engine_of(model)
+    if engine.optimizer is not None:
+        raise Misuse(
+            f"A {type(engine.optimizer).__name__} drives this {type(model).__name__} already, and a model has one "
+            "optimizer: give it several param groups."
+        )
+    if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
+        raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
+    check_optimizer(optimizer)
+    for bucket in engine.trainable():
+        for member in bucket.members:
+            member.group = -1
+    assign_groups(optimizer, [member for bucket in engine.buckets() for member in bucket.members])
+    check_agreement(engine.axes, {"optimizer": optimizer_facts(optimizer)})
+    engine.templates = [state_of(optimizer, group) for group in optimizer.param_groups]
+    together(engine.axes, lambda: engine.store.grow(moment_bytes(engine.trainable(), engine.templates)))
+    _drive(engine, optimizer)
+    return optimizer
+
+
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]:
     """Backward passes inside belong to micro-batches that are not the step's last.
@@ -221,6 +250,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
             "backward outside 'with tz.accumulate(model)' first."
         )
+    engine.hooks.wanted()
     if engine.driver is not None and engine.driver.background is not None:
         engine.driver.background.prepare_clipping(max_norm)
     return clip_grad_norm(engine.trainable(), engine.recipe, max_norm, float(norm_type))
@@ -301,6 +331,7 @@ def _drive(engine: Engine, optimizer: Optimizer) -> None:
         for member in bucket.members
         if member.parameter in optimizer.state
     }
+    optimizer.register_step_pre_hook(_tell(weakref.ref(engine.hooks)))
     engine.driver = OptimizerDriver(optimizer, engine.units, engine.recipe, engine.schedule, engine.publish)
     engine.hooks.scaler = engine.driver.scaler
     apart = [bucket for bucket in engine.trainable() if bucket.updated_apart]
@@ -314,6 +345,14 @@ def _drive(engine: Engine, optimizer: Optimizer) -> None:
     if states:
         restore_optimizer(engine.driver, engine.templates, reading(states))
     adopt(optimizer, engine.driver)
+
+
+def _tell(hooks: weakref.ref[Hooks]) -> Callable[..., None]:
+    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (live := hooks()) is not None:
+            live.wanted()
+
+    return step
 
 
 def _weak_call(method: Callable[[], float]) -> Callable[[], float]:

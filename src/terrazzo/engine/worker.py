@@ -93,7 +93,7 @@ class Worker:
     def __init__(self, name: str, meets_ranks: bool = False) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
         jobs = self._jobs  # the thread must not hold the object whose end it waits for
-        start_thread(name, lambda: _work(jobs), lambda: jobs.put(None), patience_s=1.0 if meets_ranks else 10.0)
+        start_thread(name, lambda: _work(jobs), lambda: jobs.put(None), patience_s=3.0 if meets_ranks else 10.0)
 
     def __del__(self) -> None:
         self._jobs.put(None)

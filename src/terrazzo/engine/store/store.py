@@ -106,6 +106,11 @@ class Store:
         assert self.arenas, "no host memory was asked for"
         return self.arenas[0].take(count_bytes)
 
+    def grow(self, states: Sequence[int]) -> None:
+        """Make room in host memory for further states of so many bytes each."""
+        if states:
+            self.arenas.insert(0, HostArena(sum(map(padded_bytes, states)), self.settings.pin))
+
     def further(self, count_bytes: int) -> Tensor:
         """Host memory for what not every step needs: partial sums of micro-batches; kept from then on."""
         self.arenas.append(HostArena(padded_bytes(count_bytes), self.settings.pin))

@@ -1,0 +1,85 @@
+"""An optimizer that is built after the model has been sharded."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from tests.engine.toys import Net, adamw, loss_of, on_ranks, train, train_alone
+from tests.helpers.fake import fake_group
+from tests.helpers.threads import exclusive
+
+
+def grouped(parameters: Any) -> Optimizer:
+    """Two groups that take turns in the order of registration."""
+    given = list(parameters)
+    groups = [[each for each in given if (each.dim() > 1) is decayed] for decayed in (True, False)]
+    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1]}], lr=1e-2)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "zero2@cpu", "zero3@cpu-all"])
+def test_training_is_that_of_one_process(plan: str) -> None:
+    def body(rank: int) -> list[float]:
+        with exclusive():
+            torch.manual_seed(0)
+            model: nn.Module = Net()
+        tz.shard(model, None, plan)
+        optimizer = grouped(model.parameters())
+        assert tz.attach(model, optimizer) is optimizer
+        return train(model, optimizer, 3, rank)
+
+    torch.manual_seed(0)
+    alone = Net()
+    expected = train_alone(alone, grouped(alone.parameters()), 3, 2)
+    for rank, losses in enumerate(on_ranks(2, body)):
+        assert losses == pytest.approx([step[rank] for step in expected], rel=2e-6)
+
+
+def test_state_that_the_optimizer_has_comes_along() -> None:
+    with fake_group(1):
+        torch.manual_seed(0)
+        model: nn.Module = Net()
+        reference = Net()
+        reference.load_state_dict(model.state_dict())
+        optimizers = [adamw(each.parameters()) for each in (model, reference)]
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            loss_of(each, torch.arange(12).reshape(2, 6)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tz.shard(model, None, "zero1")
+        tz.attach(model, optimizers[0])
+        assert train(model, optimizers[0], 3, 0) == train(reference, optimizers[1], 3, 0)
+
+
+def test_what_cannot_be_attached_is_refused(tmp_path: Path) -> None:
+    with fake_group(2):
+        model: nn.Module = Net()
+        with pytest.raises(tz.Misuse, match="not sharded"):
+            tz.attach(model, adamw(model.parameters()))
+        tz.shard(model, None, "zero1")
+        with pytest.raises(tz.BadInput, match="not parameters of this model"):
+            tz.attach(model, adamw(Net().parameters()))
+        with pytest.raises(tz.BadInput, match="LBFGS"):
+            tz.attach(model, torch.optim.LBFGS(model.parameters()))
+        first = tz.attach(model, adamw(model.parameters()))
+        with pytest.raises(tz.Misuse, match="a model has one optimizer"):
+            tz.attach(model, adamw(model.parameters()))
+        engine_of(model).release_optimizer()
+        second = tz.attach(model, adamw(model.parameters()))
+        with pytest.raises(tz.Misuse, match="no longer drives"):
+            first.step()
+        del second
+        gc.collect()
+        tz.attach(model, adamw(model.parameters()))
+        drives: nn.Module = Net()
+        tz.shard(drives, None, "zero3@nvme", offload=tz.Offload(path=tmp_path, direct=False))
+        with pytest.raises(tz.Misuse, match="drives"):
+            tz.attach(drives, adamw(drives.parameters()))
