@@ -387,3 +387,14 @@ def test_extra_that_fails_on_one_rank_or_in_the_manifest_is_raised_on_every_rank
             checkpoint.save(tmp_path / "a", model, optimizer, {"step": "many"})
 
     run_in_threads(2, body)
+
+
+def test_adapters_of_other_settings_are_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terrazzo.checkpoint.read.misfits", lambda *_: ["missing: a.lora_A.weight"])
+
+    def body(rank: int) -> None:
+        checkpoint.save(tmp_path / "a", *build("zero3"), {})
+        with pytest.raises(BadInput, match=r"this run \(adapters differ: .*: missing: a\.lora_A"):
+            checkpoint.load(tmp_path / "a", *build("zero3"))
+
+    run_in_threads(2, body)

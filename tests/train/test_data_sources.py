@@ -104,7 +104,8 @@ def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
     chat = [{"role": "user", "content": "Sum?"}, {"role": "assistant", "content": parts}]
     source = write_jsonl(tmp_path / "a.jsonl", {"text": "one", "id": 1}, "", {"text": ""}, {"messages": chat})
-    assert pairs(source) == [("a.jsonl:1", "one"), ("a.jsonl:4", "<|user|>\nSum?\n<|assistant|>\n42\n")]
+    conversation = [{"role": "user", "content": "Sum?"}, {"role": "assistant", "content": "42"}]
+    assert documents(source) == [Document("a.jsonl:1", "one"), Document("a.jsonl:4", messages=conversation)]
     other = write_jsonl(tmp_path / "b.ndjson", {"content": "x"})
     assert [document.text for document in documents(other, text_field="content")] == ["x"]
 
@@ -139,8 +140,8 @@ def test_parquet_with_text_and_messages(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"id": [1, 2, 3], "text": ["a", "", "c"]}), tmp_path / "a.parquet")
     chat = [[{"role": "user", "content": "hi"}]]
     parquet.write_table(pa.table({"messages": chat}), tmp_path / "b.parquet")
-    expected = [("a.parquet:1", "a"), ("a.parquet:3", "c"), ("b.parquet:1", "<|user|>\nhi\n")]
-    assert pairs(str(tmp_path)) == expected
+    found = [Document("a.parquet:1", "a"), Document("a.parquet:3", "c"), Document("b.parquet:1", messages=chat[0])]
+    assert documents(str(tmp_path)) == found
 
 
 def test_parquet_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

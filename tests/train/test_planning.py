@@ -384,6 +384,7 @@ SUMMARY: dict[str, Any] = {
     "step_s_measured": 0.25,
     "tokens_per_s_measured": 4000.0,
     "mfu_measured": 0.4,
+    "learnt_share": 1.0,
     "no_promise": "",
 }
 

@@ -141,7 +141,9 @@ class SourceWeights(Mapping[str, Tensor]):
 def _check_fit(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, cast: bool) -> None:
     problems = list(misfits(source, model, optimizer, cast))
     if problems:
-        raise BadInput(printable(f"The checkpoint '{source.where}' does not fit this run: {'; '.join(problems)}."))
+        listed = "; ".join(problems)
+        hint = " (adapters differ: keep the settings that they were added with)" if ".lora_" in listed else ""
+        raise BadInput(printable(f"The checkpoint '{source.where}' does not fit this run{hint}: {listed}."))
 
 
 def _generators(source: Source) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from terrazzo.engine.store.settings import Offload
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
 from terrazzo.train.config import BatchConfig, Config, MeshConfig, ModelConfig, OffloadConfig, OptimizerConfig
+from terrazzo.train.lora import add_adapters
 from terrazzo.train.model import DecoderConfig, build_model
 
 __all__ = [
@@ -161,12 +162,12 @@ def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
 
 
 def prepare_model(config: Config, vocab_size: int) -> nn.Module:
-    """The model on the meta device, with activation checkpointing and compilation set up, ready to be sharded.
+    """The model on the meta device, with adapters, activation checkpointing and compilation, ready to shard.
 
     Its storage is allocated and initialised unit by unit while it is sharded, so no rank ever holds all of it.
     """
     spec = model_spec(config.model, config, vocab_size)
-    model = build_model(spec, device="meta", pretrained=False)
+    model = add_adapters(build_model(spec, device="meta", pretrained=False), config)
     units = config.plan.units
     mode, every = config.train.activation_checkpointing, 1
     if mode.startswith("every_"):

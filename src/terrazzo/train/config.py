@@ -22,6 +22,7 @@ __all__ = [
     "DataConfig",
     "LaunchConfig",
     "LogConfig",
+    "LoraConfig",
     "MeshConfig",
     "ModelConfig",
     "OffloadConfig",
@@ -67,11 +68,47 @@ class ModelConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters on a frozen Hugging Face model; off without a rank."""
+
+    rank: int | None = Field(None, gt=0, description="width of the adapters; null: none, all weights are trained")
+    alpha: float = Field(16.0, gt=0, description="adapters count alpha / rank times")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's inputs dropped in training")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="names of linear layers such as q_proj; all-linear: all but the head"
+    )
+    bias: Literal["none", "all", "lora_only"] = Field("none", description="biases trained too: all, or the targets'")
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "all-linear":
+            raise ValueError(f"'{value}' is a single word: give a list of names, [{value}], or 'all-linear'")
+        return value
+
+    @model_validator(mode="after")
+    def _agrees(self) -> LoraConfig:
+        given = sorted(self.model_fields_set - {"rank"})
+        if self.rank is None and given and self != LoraConfig():
+            raise ValueError(f"{', '.join(given)} without lora.rank: set lora.rank, such as 8, or remove the section")
+        if not self.target_modules:
+            raise ValueError("target_modules is empty: name layers, or leave it out for 'all-linear'")
+        return self
+
+
 class DataConfig(Section):
     """Where the text comes from and how it becomes tokens."""
 
     source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs")
     text_field: str = Field("text", description="field of JSONL and parquet rows that holds the text")
+    chat_template: Path | None = Field(None, description="file with a chat template; default: the tokenizer's own")
+    loss_on: Literal["assistant", "all"] = Field("assistant", description="conversations: which tokens are learnt")
+    packing: Literal["stream", "whole", "single"] | None = Field(
+        None, description="documents in sequences; default: stream for text, single for conversations"
+    )
+    too_long: Literal["truncate", "drop"] = Field(
+        "truncate", description="whole, single: documents longer than a sequence"
+    )
     tokenizer: str = Field("bytes", description="'bytes', or the local path of a Hugging Face tokenizer")
     end_of_document: str | None = Field(None, description="the token that ends a document; default: the tokenizer's")
     max_bytes: int | None = Field(None, gt=0, description="read at most this many bytes of text from each source")
@@ -263,6 +300,7 @@ class Config(Section):
     """A whole training run."""
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     plan: PlanConfig = PlanConfig(name="zero3")
     offload: OffloadConfig = OffloadConfig()
@@ -286,6 +324,11 @@ class Config(Section):
             raise ValueError(
                 "offload.activations 'cpu' moves what activation checkpointing keeps, and"
                 " train.activation_checkpointing is 'none': set it to full, selective or every_N"
+            )
+        if self.lora.rank is not None and (self.model.kind != "huggingface" or self.model.weights != "pretrained"):
+            raise ValueError(
+                "lora.rank trains adapters on a frozen model, which has to be one with weights: set model.kind to"
+                " 'huggingface' and model.weights to 'pretrained'"
             )
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(

@@ -18,7 +18,8 @@ from terrazzo.checkpoint.exporters.huggingface import (
     export_huggingface,
     tokenizer_files,
 )
-from terrazzo.errors import SaveFailed
+from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.integrations.peft import save_adapter
 from terrazzo.train.build import decoder_config
 from terrazzo.train.config import Config
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
@@ -28,8 +29,14 @@ __all__ = ["describe_model", "export"]
 
 
 def export(session: Session) -> Path:
-    """Write the newest checkpoint's weights to `log.folder`/hf; rank 0 writes, in pieces. Collective."""
+    """Write the newest checkpoint's weights to `log.folder`/hf; rank 0 writes, in pieces. Collective.
+
+    Of a run with adapters it is a PEFT folder, with the adapters alone.
+    """
     out = session.config.log.folder / "hf"
+    if session.config.lora.rank is not None:
+        save_adapter(session.model, out)
+        return out
     path = checkpoint.step_path(session.config.checkpoint_folder, session.step)
 
     def work() -> None:
@@ -42,6 +49,11 @@ def export(session: Session) -> Path:
 
 def describe_model(config: Config) -> ModelDescription:
     """What a Hugging Face folder says of the configured model; the built-in decoder becomes a Llama."""
+    if config.lora.rank is not None:
+        raise BadInput(
+            "The checkpoint is of a run with adapters (lora.rank), whose weights are no model of their own. Start the "
+            "same command again with checkpoint.save_format=hf: a finished run then only writes its PEFT folder."
+        )
     if config.model.kind == "huggingface":
         assert config.model.path is not None
         return describe_folder(config.model.path)

@@ -169,16 +169,18 @@ def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
         return 0
     head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
     attention: int = 12 * layers * config.num_attention_heads * head_dim * sequence_length
-    return int(6 * active_numel(model, config)) + attention
+    return int(matmul_flops(model, config)) + attention
 
 
-def active_numel(model: nn.Module, config: Any) -> float:
-    """Elements of the matrices that a token meets on its way."""
+def matmul_flops(model: nn.Module, config: Any) -> float:
+    """Of the matrices that a token meets on its way: 6 per element, 4 per frozen one, which gets no gradient."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     share = getattr(config, "num_experts_per_tok", None) or experts
-    numel = 0.0
+    flops, frozen = 0.0, False
     for name, parameter in model.named_parameters():
-        numel += parameter.numel() * (share / experts if ".experts." in name else 1.0)
+        frozen = frozen or not parameter.requires_grad
+        each = 6 if parameter.requires_grad else 4
+        flops += each * parameter.numel() * (share / experts if ".experts." in name else 1.0)
     if not getattr(config, "tie_word_embeddings", True):
-        numel -= config.vocab_size * config.hidden_size
-    return numel
+        flops -= (4 if frozen else 6) * config.vocab_size * config.hidden_size  # as the rest of a base is
+    return flops

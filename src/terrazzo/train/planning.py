@@ -27,6 +27,7 @@ from terrazzo.train.build import (
 )
 from terrazzo.train.config import Config
 from terrazzo.train.launch import resolve_device
+from terrazzo.train.lora import with_adapters
 from terrazzo.train.model import DecoderConfig
 
 __all__ = ["STATES", "ranks_here", "setup_of"]
@@ -106,7 +107,7 @@ def shape_of(config: Config) -> ModelShape:
     if config.model.kind == "decoder":
         return decoder_shape(decoder_config(config, vocab_size_of(config)))
     assert config.model.path is not None
-    return model_shape(config.model.path)
+    return with_adapters(model_shape(config.model.path), config.lora)
 
 
 def vocab_size_of(config: Config) -> int:

@@ -19,9 +19,11 @@ from terrazzo.train.build import (
     mesh_shape,
 )
 from terrazzo.train.config import Config
+from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.fit import check_plan
 from terrazzo.train.huggingface import read_config, weight_files
+from terrazzo.train.lora import check_lora
 from terrazzo.train.offload import check_folders
 
 __all__ = ["check", "clear_checkpoints", "resume_from"]
@@ -81,10 +83,12 @@ def _check_model(config: Config) -> None:
     read_config(config.model.path)
     if config.model.weights == "pretrained":
         weight_files(config.model.path)
+    check_lora(config)
 
 
 def _check_data(config: Config) -> None:
     spec = data_spec(config)
+    chat_fingerprint(spec.tokenizer, spec.chat_template, spec.loss_on)
     find_files(spec.source)
     if spec.validation_source is not None:
         find_files(spec.validation_source)

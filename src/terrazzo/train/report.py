@@ -68,16 +68,20 @@ class Report:
             return
         session, ranks = self._session, self._session.ranks
         numel = sum(parameter.numel() for parameter in session.model.parameters())
+        learnt = sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad)
+        of_them = "" if learnt == numel else f" ({learnt / 1e6:.2f} M trained)"
         batch = session.config.batch
         count = session.micro_batches
         micro = f"{count} micro-batch{'es' if count > 1 else ''} per rank"
         self._say(
-            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters, {ranks.world_size} × {ranks.device.type}"
-            f" | {batch.global_batch} × {batch.sequence_length} tokens per step in {micro} |"
+            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}, {ranks.world_size} ×"
+            f" {ranks.device.type} | {batch.global_batch} × {batch.sequence_length} tokens per step in {micro} |"
             f" {session.data.train.tokens_numel:,} training tokens"
         )
         if session.data.skipped.names:
             self._say(f"data: {session.data.skipped}")
+        for note in session.data.notes:
+            self._say(f"data: {note}")
         self._say(f"{self._engine.describe()}\n{self._bill.table()}")
         for note in session.plan_notes:
             self._say(note)
@@ -166,7 +170,8 @@ class Report:
     def _metrics(self, measured: Measured) -> StepMetrics:
         session = self._session
         per_second = measured.tokens / measured.total_s
-        flops = per_second / session.ranks.world_size * session.flops_per_token
+        places = measured.steps * session.places_per_step
+        flops = places / measured.total_s / session.ranks.world_size * session.flops_per_token
         fp16 = bool(session.optimizer.scaler_state())
         return StepMetrics(
             step=session.step,

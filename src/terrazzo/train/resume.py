@@ -9,7 +9,7 @@ from terrazzo.train.config_file import flatten
 
 __all__ = ["resume_notes"]
 
-COMPARED = ("optimizer", "schedule", "precision", "model", "data", "batch")
+COMPARED = ("optimizer", "schedule", "precision", "model", "lora", "data", "batch")
 PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and how they were before the first step
 
 

@@ -29,6 +29,7 @@ from terrazzo.train.config import Config
 from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
 from terrazzo.train.huggingface import weight_files
 from terrazzo.train.keeping import Keeper
+from terrazzo.train.lora import load_base
 from terrazzo.train.model import num_flops_per_token
 from terrazzo.train.offload import make_folders
 from terrazzo.train.preflight import clear_checkpoints, resume_from
@@ -70,6 +71,11 @@ class Session:
     def micro_batches(self) -> int:
         """Micro-batches per step on each rank."""
         return batch_arithmetic(self.config.batch, self.ranks.world_size)
+
+    @property
+    def places_per_step(self) -> int:
+        """Tokens that go through the model in a step over all ranks, learnt or not."""
+        return self.config.batch.global_batch * self.config.batch.sequence_length
 
     def validated(self, loss: float) -> None:
         """Note a validation loss of the current step: checkpoints are kept by it."""
@@ -154,7 +160,8 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
     )
     if config.model.weights == "pretrained" and config.model.path is not None and not newest:
         weight_files(config.model.path)
-        checkpoint.load_weights(model, config.model.path)
+        load = checkpoint.load_weights if config.lora.rank is None else load_base
+        load(model, config.model.path)
     torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
     schedule = build_schedule(config.schedule, config.train.steps, sharded)
     session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper)

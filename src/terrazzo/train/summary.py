@@ -20,6 +20,9 @@ TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
 UPDATES = ("stepped_numel", "step_s")
 """Of `Store.usage`: what drives have moved, and what was updated on the CPU, since the start."""
 
+WHOLE = 0.995
+"""The least share of sequences that counts as all of them: the last one of an epoch may be short."""
+
 
 @dataclass
 class Pace:
@@ -110,13 +113,14 @@ def _promised_pace(estimate: Estimate | None, world_size: int) -> dict[str, Any]
 
 def _measured_pace(session: Session, pace: Pace, peak_flops: float | None) -> dict[str, Any]:
     if not pace.steps:
-        return dict.fromkeys(("step_s_measured", "tokens_per_s_measured", "mfu_measured"))
-    per_second = pace.tokens / pace.seconds
-    flops = per_second / session.ranks.world_size * session.flops_per_token
+        return dict.fromkeys(("step_s_measured", "tokens_per_s_measured", "mfu_measured", "learnt_share"))
+    places = pace.steps * session.places_per_step
+    flops = places / pace.seconds / session.ranks.world_size * session.flops_per_token
     return {
         "step_s_measured": pace.seconds / pace.steps,
-        "tokens_per_s_measured": per_second,
+        "tokens_per_s_measured": pace.tokens / pace.seconds,
         "mfu_measured": flops / peak_flops if flops and peak_flops else None,
+        "learnt_share": pace.tokens / places,
     }
 
 
@@ -168,6 +172,9 @@ def _pace_line(summary: Mapping[str, Any]) -> str:
         promised += " (calibrated)"
     elif summary["step_s_promised"] is None:
         promised = f"n/a ({summary['no_promise'] or 'not known'})"
+    share = summary["learnt_share"]
+    if share is not None and share < WHOLE:
+        measured += f" (tokens learnt; {share:.0%} of the places in sequences, which the promise counts)"
     return f"pace: promised {promised}, measured {measured}"
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from terrazzo.errors import BadInput
-from terrazzo.train.data.cache import TokenCache, cache_key, open_cache, write_cache
-from terrazzo.train.data.sequences import SequenceDataset, split_documents
+from terrazzo.train.data.cache import CacheHeader, TokenCache, cache_key, open_cache, write_cache
+from terrazzo.train.data.chat import LossOn, chat_fingerprint, load_chat
+from terrazzo.train.data.packing import Packing, TooLong, arrange
+from terrazzo.train.data.sequences import SequenceDataset, held_out_whole, split_documents, split_of
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
@@ -26,7 +32,8 @@ class DataSpec:
 
     `source` and `validation_source` are files, folders, globs or `python-stdlib` (see `sources`). Without a
     `validation_source`, `validation_fraction` of the tokens is held out. `max_bytes` caps the text of each
-    source.
+    source. How conversations are rendered and learnt is in `chat`; `packing` is by default `stream` for text and
+    `single` for conversations, where `too_long` says what happens to those of more than `sequence_length` + 1 tokens.
     """
 
     source: str | Sequence[str]
@@ -34,6 +41,10 @@ class DataSpec:
     tokenizer: str = BYTES
     end_of_document: str | None = None
     text_field: str = "text"
+    chat_template: str | Path | None = None
+    loss_on: LossOn = "assistant"
+    packing: Packing | None = None
+    too_long: TooLong = "truncate"
     max_bytes: int | None = None
     validation_source: str | Sequence[str] | None = None
     validation_fraction: float = 0.05
@@ -44,6 +55,11 @@ class DataSpec:
             raise BadInput(f"sequence_length is {self.sequence_length}; give at least 1 token.")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise BadInput(f"data.max_bytes is {self.max_bytes}; give at least 1, or leave it out for no cap.")
+        if self.tokenizer == BYTES and self.chat_template is not None:
+            raise BadInput(
+                f"data.chat_template is '{self.chat_template}', but the tokenizer '{BYTES}' has a template of its own. "
+                "Leave data.chat_template out, or set data.tokenizer to the folder of a Hugging Face tokenizer."
+            )
         if not 0.0 <= self.validation_fraction < 0.5:
             raise BadInput(
                 f"data.validation_fraction is {self.validation_fraction}; give a share from 0 (no "
@@ -53,12 +69,16 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class TokenData:
-    """The sequences to train on and, if any, to validate on. `skipped` names files that are not text."""
+    """The sequences to train on and, if any, to validate on. `skipped` names files that are not text.
+
+    `notes` has a line of what became of the conversations of each cache, where there are any.
+    """
 
     train: SequenceDataset
     validation: SequenceDataset | None
     tokenizer: Tokenizer
     skipped: Skipped
+    notes: tuple[str, ...] = ()
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises BadInput when the model's `vocab_size` has no row for some token of the data."""
@@ -109,7 +129,8 @@ def sources_of(spec: DataSpec) -> list[str | Sequence[str]]:
 
 def cache_place(spec: DataSpec, source: str | Sequence[str], tokenizer: Tokenizer) -> tuple[str | Sequence[str], Path]:
     """The source and the file that its cache has."""
-    key = cache_key(find_files(source), tokenizer, spec.text_field, spec.max_bytes)
+    chat = chat_fingerprint(spec.tokenizer, spec.chat_template, spec.loss_on)
+    key = cache_key(find_files(source), tokenizer.fingerprint, spec.text_field, spec.max_bytes, chat)
     folder = Path(spec.cache).expanduser() if spec.cache is not None else default_cache_dir()
     return source, folder / f"{key}.tokens"
 
@@ -126,7 +147,8 @@ def build_if_needed(spec: DataSpec, source: str | Sequence[str], path: Path, tok
     skipped = Skipped()
     documents = read_documents(find_files(source), spec.text_field, spec.max_bytes, skipped)
     try:
-        written = write_cache(path, path.stem, documents, tokenizer, skipped)
+        chat = partial(load_chat, tokenizer, spec.tokenizer, spec.chat_template, spec.loss_on)
+        written = write_cache(path, path.stem, documents, tokenizer, skipped, chat)
     except OSError as error:
         raise BadInput(
             f"Making the token cache of data.source {source!r} in {str(path.parent)!r} failed: {error}. Make "
@@ -154,14 +176,95 @@ def opened(path: Path) -> TokenCache:
 
 def assemble(spec: DataSpec, tokenizer: Tokenizer, caches: list[TokenCache]) -> TokenData:
     """The datasets of the opened caches: one to be split, or training and validation."""
-    train_split, held_out = split_documents(caches[0], 0.0 if len(caches) == 2 else spec.validation_fraction)
-    train = SequenceDataset(caches[0], train_split, spec.sequence_length, tokenizer.end_of_document)
-    validation = None
+    if spec.chat_template is not None and not any(cache.header.conversations for cache in caches):
+        raise BadInput(
+            f"data.chat_template is '{spec.chat_template}', but no record of data.source has 'messages', so nothing "
+            "would be rendered with it. Remove it, or give conversations."
+        )
+    end, packing = tokenizer.end_of_document, [packing_of(spec, cache) for cache in caches]
+    train, held = datasets(spec, caches[0], packing[0], 0.0 if len(caches) == 2 else spec.validation_fraction, end)
+    notes = notes_of(caches[0].header, {"training": train, "validation": held})
     if len(caches) == 2:
-        whole, _ = split_documents(caches[1], 0.0)
-        validation = SequenceDataset(caches[1], whole, spec.sequence_length, tokenizer.end_of_document)
-    elif held_out is not None:
-        validation = SequenceDataset(caches[0], held_out, spec.sequence_length, tokenizer.end_of_document)
-    if validation is not None and len(validation) == 0:
-        validation = None  # a single held-out token predicts nothing
-    return TokenData(train, validation, tokenizer, Skipped([name for cache in caches for name in cache.header.skipped]))
+        held, _ = datasets(spec, caches[1], packing[1], 0.0, end)
+        notes += notes_of(caches[1].header, {"validation": held})
+    skipped = Skipped([name for cache in caches for name in cache.header.skipped])
+    check_learns(spec, "training", train)
+    if held is not None and held.rows is not None:
+        check_learns(spec, "validation", held)
+    # a single held-out token predicts nothing
+    return TokenData(train, held if held is not None and held.targets_numel else None, tokenizer, skipped, notes)
+
+
+def packing_of(spec: DataSpec, cache: TokenCache) -> Packing:
+    """The packing as asked for, or as usual for what the cache holds."""
+    if spec.packing is None and 0 < cache.header.conversations < cache.header.documents:
+        raise BadInput(
+            f"data.source holds {cache.header.conversations:,} conversations and "
+            f"{cache.header.documents - cache.header.conversations:,} texts, which are packed differently by default. "
+            "Set data.packing: 'stream' cuts both where a sequence ends, 'whole' and 'single' keep each in one."
+        )
+    packing: Packing = spec.packing or ("single" if cache.header.conversations else "stream")
+    if packing == "stream" and spec.too_long == "drop":
+        raise BadInput(
+            "data.too_long is 'drop', but with data.packing 'stream', the default for text, documents are cut wherever "
+            "a sequence ends. Leave data.too_long out, or set data.packing to 'whole' or 'single'."
+        )
+    return packing
+
+
+def check_learns(spec: DataSpec, part: str, dataset: SequenceDataset) -> None:
+    """Raises `BadInput` for sequences without any target."""
+    if dataset.targets_numel:
+        return
+    dropped, cut = (0, 0) if dataset.rows is None else (dataset.rows.dropped, dataset.rows.cut_unlearnt)
+    why = f": {dropped:,} documents are longer" if dropped else f": {cut:,} documents are cut before it" if cut else ""
+    raise BadInput(
+        f"The {part} data have no token to learn in sequences of {spec.sequence_length} tokens{why}. Raise "
+        f"batch.sequence_length, {'set data.too_long=truncate, ' if dropped else ''}or give more data."
+    )
+
+
+def datasets(
+    spec: DataSpec, cache: TokenCache, packing: Packing, fraction: float, end: int
+) -> tuple[SequenceDataset, SequenceDataset | None]:
+    """The sequences of a cache, and those of `fraction` of its tokens that are held out."""
+    if packing == "stream":
+        splits = split_documents(cache, fraction)
+        train, held = (
+            None if split is None else SequenceDataset(cache, split, spec.sequence_length, end) for split in splits
+        )
+    else:
+        chosen = held_out_whole(cache, fraction)
+        train = in_rows(spec, cache, packing, ~chosen, end)
+        held = in_rows(spec, cache, packing, chosen, end) if chosen.any() else None
+    assert train is not None
+    return train, held
+
+
+def in_rows(
+    spec: DataSpec, cache: TokenCache, packing: Packing, chosen: npt.NDArray[np.bool_], end: int
+) -> SequenceDataset:
+    """The chosen documents, each in one sequence."""
+    rows = arrange(cache, chosen, spec.sequence_length + 1, packing, spec.too_long)
+    return SequenceDataset(cache, split_of(cache, chosen), spec.sequence_length, end, rows)
+
+
+def notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:
+    """What became of the conversations of one cache, and how much of the datasets made from it is learnt."""
+    if not header.conversations:
+        return ()
+    used = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+    rows = [dataset.rows for dataset in used.values() if dataset.rows is not None]
+    counts = {
+        f"without an assistant turn left out (first: {header.first_unlearnt})": header.unlearnt,
+        "cut to a sequence": sum(row.cut for row in rows),
+        "left out because nothing to learn fits into a sequence": sum(row.cut_unlearnt for row in rows),
+        "left out as longer than a sequence": sum(row.dropped for row in rows),
+    }
+    said = [f"{header.conversations + header.unlearnt:,} conversations"]
+    said += [f"{count:,} {what}" for what, count in counts.items() if count]
+    for name, dataset in used.items():
+        places = len(dataset) * dataset.sequence_length
+        share = f"{dataset.targets_numel:,} tokens learnt in {len(dataset):,} sequences"
+        said.append(f"{name}: {share} ({dataset.targets_numel / max(1, places):.0%} of their length)")
+    return ("; ".join(said),)

@@ -1,9 +1,10 @@
 """The token cache: every document's token ids in one file, memory-mapped, written once.
 
     token ids (uint16 or uint32) | padding to 8 | document ends, names' hashes, UTF-8 bytes (8 bytes × 3 ×
-    documents) | header (JSON) | trailer (24 bytes: length and CRC-32 of the header, CRC-32 of all before it,
-    magic)
+    documents) | starts and stops of what is learnt (8 bytes × 2 × spans) | header (JSON) | trailer (24 bytes:
+    length and CRC-32 of the header, CRC-32 of all before it, magic)
 
+Where there is no conversation among the documents, every token is learnt and there are no spans.
 The header comes last, so that tokens can be written as they are made. A file counts only when its magic,
 sizes, checksums and key are right: it is written under a temporary name, synced, and renamed, so a crash
 leaves no half.
@@ -18,7 +19,8 @@ import struct
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,13 +29,15 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from terrazzo.train.data.records import Document
+from terrazzo.errors import BadInput
+from terrazzo.train.data.chat import Chat
+from terrazzo.train.data.records import ASSISTANT, Document
 from terrazzo.train.data.sources import Skipped, SourceFile
 from terrazzo.train.data.tokenizer import TokenArray, Tokenizer
 
 __all__ = ["CacheHeader", "TokenCache", "cache_key", "open_cache", "write_cache"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"TZTOKEN1"
 TRAILER = struct.Struct("<QII8s")
 DOCUMENTS_PER_ENCODE = 64
@@ -44,7 +48,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CacheHeader:
-    """What a cache says of itself. The largest token id first occurs in the document `max_token_document`."""
+    """What a cache says of itself. The largest token id first occurs in the document `max_token_document`.
+
+    `conversations` of the documents are; `unlearnt` more, the first of them `first_unlearnt`, had no token of the
+    assistant and were left out.
+    """
 
     version: int
     key: str
@@ -54,14 +62,19 @@ class CacheHeader:
     max_token: int
     max_token_document: str
     skipped: list[str]
+    conversations: int = 0
+    unlearnt: int = 0
+    first_unlearnt: str = ""
+    spans: int = 0
 
 
 @dataclass(frozen=True)
 class TokenCache:
     """An opened cache. `tokens` is mapped, not read; the arrays per document are in memory.
 
-    Document `i` is `tokens[ends[i - 1] : ends[i]]`, the last of them its end-of-document token. `crc`
-    identifies the content.
+    Document `i` is `tokens[ends[i - 1] : ends[i]]`, the last of them its end-of-document token if it is text, and
+    `text_bytes` is the UTF-8 of what is learnt of it. `spans`, int64 `[spans, 2]`, are the ranges of tokens to learn,
+    in order and each within one document; None where that is all of them. `crc` identifies the content.
     """
 
     header: CacheHeader
@@ -70,29 +83,43 @@ class TokenCache:
     ends: npt.NDArray[np.int64]
     name_hashes: npt.NDArray[np.uint64]
     text_bytes: npt.NDArray[np.int64]
+    spans: npt.NDArray[np.int64] | None = None
 
 
-def cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer, text_field: str, max_bytes: int | None) -> str:
+def cache_key(files: Sequence[SourceFile], *settings: str | int | None) -> str:
     """A name for what the cache of these inputs holds; files count by path, size and modification time."""
     listed = []
     for file in files:
         status = file.path.stat()
         listed.append((str(file.path.absolute()), file.name, file.required, status.st_size, status.st_mtime_ns))
-    described = json.dumps([FORMAT_VERSION, tokenizer.fingerprint, text_field, max_bytes, listed])
+    described = json.dumps([FORMAT_VERSION, *settings, listed])
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
 def write_cache(
-    path: Path, key: str, documents: Iterable[Document], tokenizer: Tokenizer, skipped: Skipped
+    path: Path,
+    key: str,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    skipped: Skipped,
+    chat: Callable[[], Chat] | None = None,
 ) -> CacheHeader | None:
-    """Tokenizes `documents` into the file `path`, whole or not at all; None, no file, if there are none."""
+    """Tokenizes `documents` into the file `path`, whole or not at all; None, no file, if there are none.
+
+    Args:
+        chat: renders conversations; it is made when the first one comes.
+
+    Raises:
+        BadInput: there are conversations only, and none with a turn of the assistant.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            writer = CacheWriter(file, tokenizer)
+            writer = CacheWriter(file, tokenizer, chat)
             for group in groups(documents, DOCUMENTS_PER_ENCODE):
                 writer.add(group)
+            writer.check()
             header = writer.finish(key, skipped.names) if writer.ends else None
             file.flush()
             os.fsync(file.fileno())
@@ -107,30 +134,80 @@ def write_cache(
 class CacheWriter:
     """Writes the parts of a cache in order and keeps what the header will say."""
 
-    def __init__(self, file: BinaryIO, tokenizer: Tokenizer) -> None:
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer, chat: Callable[[], Chat] | None = None) -> None:
         self.file, self.tokenizer = file, tokenizer
+        self.make_chat = chat
+        self.chat: Chat | None = None
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self.ends, self.name_hashes, self.text_bytes = array("q"), array("Q"), array("q")
         self.tokens_numel, self.crc = 0, 0
         self.max_token, self.max_token_document = -1, ""
+        self.spans = array("q")
+        self.conversations, self.unlearnt, self.first_unlearnt = 0, 0, ""
+        self.roles: Counter[str] = Counter()
 
     def add(self, documents: Sequence[Document]) -> None:
-        encoded = self.tokenizer.encode([document.text for document in documents])
-        for document, tokens in zip(documents, encoded, strict=True):
-            ids = np.append(tokens.astype(self.dtype), self.dtype.type(self.tokenizer.end_of_document))
-            self.write(ids.tobytes())
-            self.tokens_numel += len(ids)
-            self.ends.append(self.tokens_numel)
-            self.name_hashes.append(name_hash(document.name))
-            self.text_bytes.append(len(document.text.encode()))
-            largest = int(ids.max())
-            if largest > self.max_token:
-                self.max_token, self.max_token_document = largest, document.name
+        texts = [document.text for document in documents if document.messages is None]
+        encoded = iter(self.tokenizer.encode(texts) if texts else [])
+        for document in documents:
+            if document.messages is None:
+                ids = np.append(next(encoded).astype(np.int64), self.tokenizer.end_of_document)
+                self.put(document, ids, [(0, len(ids))], len(document.text.encode()))
+            else:
+                self.add_conversation(document)
+
+    def add_conversation(self, document: Document) -> None:
+        """One of which nothing would be learnt is counted and left out."""
+        if self.chat is None:
+            assert self.make_chat is not None, "conversations need a chat template"
+            self.chat = self.make_chat()
+        rendered = self.chat.render(document)
+        if rendered.spans:
+            self.conversations += 1
+            self.put(document, rendered.tokens, rendered.spans, rendered.span_bytes)
+        else:
+            self.unlearnt += 1
+            self.first_unlearnt = self.first_unlearnt or document.name
+            self.roles.update({message["role"] for message in document.messages or ()})
+
+    def put(self, document: Document, ids: TokenArray, spans: list[tuple[int, int]], text_bytes: int) -> None:
+        largest = int(ids.max())
+        if largest > np.iinfo(self.dtype).max:
+            raise BadInput(
+                f"{document.name} has the token id {largest}, but tokenizer.json ends at "
+                f"{self.tokenizer.vocab_size - 1}: other files in data.tokenizer add tokens to it. Save the tokenizer "
+                "again with save_pretrained."
+            )
+        self.write(ids.astype(self.dtype).tobytes())
+        for start, stop in spans:
+            self.spans.extend((self.tokens_numel + start, self.tokens_numel + stop))
+        self.tokens_numel += len(ids)
+        self.ends.append(self.tokens_numel)
+        self.name_hashes.append(name_hash(document.name))
+        self.text_bytes.append(text_bytes)
+        if largest > self.max_token:
+            self.max_token, self.max_token_document = largest, document.name
+
+    def check(self) -> None:
+        """Raises `BadInput` when there are conversations, but nothing to learn."""
+        if self.unlearnt and not self.ends:
+            whose = f"Of {self.unlearnt:,} conversations, from {self.first_unlearnt} on,"
+            if ASSISTANT in self.roles:
+                raise BadInput(
+                    f"{whose} the chat template marks no token as the assistant's. Put {{% generation %}} and "
+                    "{% endgeneration %} around what the assistant writes, or remove both."
+                )
+            raise BadInput(
+                f"{whose} none has a turn of the role 'assistant'; their roles are {sorted(self.roles)}. Rename the "
+                "role that is to be learnt, or set data.loss_on=all."
+            )
 
     def finish(self, key: str, skipped: list[str]) -> CacheHeader:
         self.write(bytes(padding_bytes(self.tokens_numel * self.dtype.itemsize)))
         for numbers in (self.ends, self.name_hashes, self.text_bytes):
             self.write(np.asarray(numbers).astype("<u8").tobytes())
+        spans = np.asarray(self.spans if self.conversations else [])
+        self.write(spans.astype("<u8").tobytes())
         header = CacheHeader(
             version=FORMAT_VERSION,
             key=key,
@@ -140,6 +217,10 @@ class CacheWriter:
             max_token=self.max_token,
             max_token_document=self.max_token_document,
             skipped=skipped,
+            conversations=self.conversations,
+            unlearnt=self.unlearnt,
+            first_unlearnt=self.first_unlearnt,
+            spans=len(spans) // 2,
         )
         content = json.dumps(asdict(header)).encode()
         self.file.write(content)
@@ -170,9 +251,12 @@ def open_cache(path: Path, key: str, verify: bool) -> TokenCache | None:
     except OSError:
         return None
     tokens = np.memmap(path, dtype=header.dtype, mode="r", shape=(header.tokens_numel,))
-    offset = body_bytes - 24 * header.documents
-    numbers = np.fromfile(path, dtype="<u8", count=3 * header.documents, offset=offset).reshape(3, header.documents)
-    return TokenCache(header, crc, tokens, numbers[0].astype(np.int64), numbers[1], numbers[2].astype(np.int64))
+    count = 3 * header.documents
+    offset = body_bytes - 8 * (count + 2 * header.spans)
+    numbers = np.fromfile(path, dtype="<u8", count=count + 2 * header.spans, offset=offset)
+    ends, hashes, text_bytes = numbers[:count].reshape(3, header.documents)
+    spans = numbers[count:].astype(np.int64).reshape(-1, 2) if header.spans else None
+    return TokenCache(header, crc, tokens, ends.astype(np.int64), hashes, text_bytes.astype(np.int64), spans)
 
 
 def read_header(file: BinaryIO) -> tuple[CacheHeader, int, int] | None:
@@ -196,7 +280,7 @@ def read_header(file: BinaryIO) -> tuple[CacheHeader, int, int] | None:
 def expected_bytes(header: CacheHeader) -> int:
     """The size that the body of a cache with this header must have."""
     tokens_bytes = header.tokens_numel * np.dtype(header.dtype).itemsize
-    return tokens_bytes + padding_bytes(tokens_bytes) + 3 * 8 * header.documents
+    return tokens_bytes + padding_bytes(tokens_bytes) + 8 * (3 * header.documents + 2 * header.spans)
 
 
 def checksum(file: BinaryIO, size: int) -> int:

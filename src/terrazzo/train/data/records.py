@@ -1,38 +1,47 @@
 """Files that hold many documents: JSONL (one per line) and parquet (one per row).
 
-A record is a document when it has a `text` field, or `messages`: a list of `{"role": ..., "content": ...}`. A
-conversation becomes text by one plain template, each message as
-
-    <|role|>
-    content
-
-followed by a line end; the loss is taken on all of it.
+A record is a document when it has a `text` field, or `messages`: a list of `{"role": ..., "content": ...}`, perhaps
+with `tools` beside it. `chat` turns a conversation into tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["JSONL_SUFFIXES", "PARQUET_SUFFIXES", "Document", "read_jsonl", "read_parquet", "render_messages"]
+__all__ = ["ASSISTANT", "JSONL_SUFFIXES", "PARQUET_SUFFIXES", "Document", "Message", "read_jsonl", "read_parquet"]
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 PARQUET_SUFFIXES = frozenset({".parquet"})
-MESSAGES_FIELD = "messages"
+MESSAGES_FIELD, TOOLS_FIELD = "messages", "tools"
+ASSISTANT = "assistant"
 ROWS_PER_READ = 1024
+
+
+Message = dict[str, Any]
+"""One message of a conversation: `role`, `content` and whatever else a chat template may look at."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `name` says where it is from: `file`, `file:line` (JSONL) or `file:row` (parquet)."""
+    """One text, or one conversation. `name` says where it is from: `file`, `file:line` or `file:row`."""
 
     name: str
-    text: str
+    text: str = ""
+    messages: list[Message] | None = None
+    tools: list[Any] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """UTF-8 bytes of the text, or of all messages' contents."""
+        if self.messages is None:
+            return len(self.text.encode())
+        return sum(len(message.get("content", "").encode()) for message in self.messages)
 
 
 def read_jsonl(path: Path, name: str, text_field: str) -> Iterator[Document]:
@@ -57,11 +66,11 @@ def read_jsonl(path: Path, name: str, text_field: str) -> Iterator[Document]:
                     f"{path}:{number} is a JSON {type(record).__name__}, but each line must be an object "
                     f"with a {text_field!r} or {MESSAGES_FIELD!r} field. Correct or delete the line."
                 )
-            yield Document(f"{name}:{number}", text_of(record, text_field, f"{path}:{number}"))
+            yield document_of(record, text_field, f"{name}:{number}", f"{path}:{number}")
 
 
 def read_parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
-    """One document per row, read a few rows at a time; only the needed column is read.
+    """One document per row, read a few rows at a time; only the needed columns are read.
 
     Raises:
         BadInput: pyarrow is not installed, the file is not parquet, or it has neither column.
@@ -79,21 +88,24 @@ def read_parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
         raise BadInput(f"{str(path)!r} is not a readable parquet file ({error}). Copy or write it again.") from error
     with table:
         columns = list(table.schema_arrow.names)
+        check_one_field(columns, text_field, str(path))
         column = next((known for known in (text_field, MESSAGES_FIELD) if known in columns), None)
         if column is None:
             raise BadInput(
                 f"{str(path)!r} has no column {text_field!r} or {MESSAGES_FIELD!r}; it has {columns}."
                 f"{did_you_mean(text_field, columns)} Set data.text_field to the column that holds the text."
             )
+        needed = [column, *({TOOLS_FIELD} & set(columns) if column == MESSAGES_FIELD else ())]
         number = 0
-        for batch in table.iter_batches(batch_size=ROWS_PER_READ, columns=[column]):
-            for value in batch.column(0).to_pylist():
+        for batch in table.iter_batches(batch_size=ROWS_PER_READ, columns=needed):
+            for record in batch.to_pylist():
                 number += 1
-                yield Document(f"{name}:{number}", text_of({column: value}, text_field, f"{path}:{number}"))
+                yield document_of(record, text_field, f"{name}:{number}", f"{path}:{number}")
 
 
-def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
-    """The text of one record, which is at `where`."""
+def document_of(record: dict[str, Any], text_field: str, name: str, where: str) -> Document:
+    """The document `name` that one record holds; the record is at `where`."""
+    check_one_field(record, text_field, where)
     if text_field in record:
         text = record[text_field]
         if not isinstance(text, str):
@@ -101,9 +113,10 @@ def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
                 f"{where}: field {text_field!r} is {type(text).__name__} ({str(text)[:40]!r}), but must be a "
                 f"string. Correct the record, or set data.text_field to the field that holds the text."
             )
-        return encodable(text, where)
+        return Document(name, encodable(text, where))
     if MESSAGES_FIELD in record:
-        return encodable(render_messages(record[MESSAGES_FIELD], where), where)
+        messages = messages_of(record[MESSAGES_FIELD], where)
+        return Document(name, messages=messages, tools=tools_of(record.get(TOOLS_FIELD), where))
     raise BadInput(
         f"{where}: the record has neither a {text_field!r} nor a {MESSAGES_FIELD!r} field; it has "
         f"{sorted(record)}.{did_you_mean(text_field, record)} Rename the field, or set data.text_field to "
@@ -111,27 +124,61 @@ def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
     )
 
 
-def render_messages(messages: Any, where: str) -> str:
-    """A conversation as text, by the template in this module's docstring."""
+def check_one_field(fields: Collection[str], text_field: str, where: str) -> None:
+    """Raises `BadInput` for text and a conversation in one record, of which only one could be learnt."""
+    if text_field != MESSAGES_FIELD and text_field in fields and MESSAGES_FIELD in fields:
+        raise BadInput(
+            f"{where} has both {text_field!r} and {MESSAGES_FIELD!r}. To learn the conversations, set data.text_field "
+            f"to a name that is not there, such as 'no-text'; to learn the text, remove {MESSAGES_FIELD!r}."
+        )
+
+
+def messages_of(messages: Any, where: str) -> list[Message]:
+    """The messages of a conversation, their contents as strings."""
     if not isinstance(messages, list):
         raise BadInput(
             f"{where}: field {MESSAGES_FIELD!r} is {type(messages).__name__}, but must be a list of objects "
             f"with a 'role' and a 'content'. Correct the record."
         )
-    return "".join(render_message(message, where) for message in messages)
+    checked = [message_of(message, where) for message in messages]
+    encodable(json.dumps(checked, ensure_ascii=False, default=str), where)
+    return checked
 
 
-def render_message(message: Any, where: str) -> str:
-    """One message; its content is a string, or a list of `{"type": "text", "text": ...}` parts."""
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+def message_of(message: Any, where: str) -> Message:
+    """One message; its content is a string, a list of `{"type": "text", "text": ...}` parts, or tool calls instead."""
+    given = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    role, content = given.get("role"), given.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
+    if content is None and given.get("tool_calls") and isinstance(role, str):
+        check_role(role, where)
+        return given  # templates tell a missing content from an empty one
     if not isinstance(role, str) or not isinstance(content, str):
         raise BadInput(
             f"{where}: the message {str(message)[:80]!r} does not have a 'role' and a 'content' that are "
             f"strings. Correct the record; only text can be trained on."
         )
-    return f"<|{role}|>\n{content}\n"
+    check_role(role, where)
+    return {**given, "content": content}
+
+
+def check_role(role: str, where: str) -> None:
+    """Other roles than the usual ones are fine; one that is almost the assistant's would not be learnt."""
+    if role != ASSISTANT and (meant := did_you_mean(role.strip().lower(), [ASSISTANT])):
+        raise BadInput(f"{where}: a message has the role {role!r}.{meant} Correct it: other roles are not learnt.")
+
+
+def tools_of(tools: Any, where: str) -> list[Any] | None:
+    """The tools that the assistant may call; None for none."""
+    if isinstance(tools, str):  # datasets often keep schemas, which differ in form, as JSON text
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = {}
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadInput(f"{where}: field {TOOLS_FIELD!r} must be a list of JSON schemas, or text of one. Correct it.")
+    return tools or None
 
 
 def encodable(text: str, where: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.train.data.cache import TokenCache
+from terrazzo.train.data.packing import Rows
 from terrazzo.train.data.tokenizer import TokenArray
 
 __all__ = ["IGNORED", "Batch", "SequenceDataset", "Split", "split_documents"]
@@ -52,19 +53,37 @@ def split_documents(cache: TokenCache, validation_fraction: float) -> tuple[Spli
     tokens. Where every document is larger than that share (a single file, say), the last share of all tokens
     is taken instead.
     """
+    chosen = held_out(cache, validation_fraction)
+    if chosen is None:
+        total = int(cache.ends[-1])
+        return split_tail(cache, total - int(total * validation_fraction))
+    return split_of(cache, ~chosen), split_of(cache, chosen) if chosen.any() else None
+
+
+def held_out(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_] | None:
+    """Which whole documents are for validation; None where each is larger than its share of the tokens."""
     lengths = np.diff(cache.ends, prepend=0)
-    total = int(cache.ends[-1])
-    share = int(total * validation_fraction)
+    share = int(int(cache.ends[-1]) * fraction)
+    chosen = np.zeros(len(lengths), dtype=bool)
     if share == 0:
-        return split_of(cache, np.ones(len(lengths), dtype=bool)), None
+        return chosen
     if lengths.min() > share:
-        return split_tail(cache, total - share)
+        return None
     order = np.argsort(cache.name_hashes, kind="stable")
     order = order[lengths[order] <= share]
     before = np.cumsum(lengths[order]) - lengths[order]
-    chosen = np.zeros(len(lengths), dtype=bool)
     chosen[order[before < share]] = True
-    return split_of(cache, ~chosen), split_of(cache, chosen)
+    return chosen
+
+
+def held_out_whole(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_]:
+    """As `held_out`; the shortest document where each is larger than the share. One is always left for training."""
+    chosen = held_out(cache, fraction)
+    if chosen is None:
+        lengths = np.diff(cache.ends, prepend=0)
+        chosen = np.zeros(len(lengths), dtype=bool)
+        chosen[int(lengths.argmin())] = len(lengths) > 1
+    return chosen
 
 
 def split_of(cache: TokenCache, chosen: npt.NDArray[np.bool_]) -> Split:
@@ -82,6 +101,35 @@ def split_tail(cache: TokenCache, position: int) -> tuple[Split, Split]:
     return ahead, Split(np.array([position]), np.array([total]), total_bytes - ahead_bytes)
 
 
+class Spans:
+    """Ranges `[starts[i], stops[i])` of a stream, in order and apart from each other."""
+
+    def __init__(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
+        self.starts, self.stops = starts, stops
+        self.before = np.concatenate(([0], np.cumsum(stops - starts)))
+
+    def between(self, starts: Indices, stops: Indices) -> int:
+        """How many of the places in the ranges `[starts[i], stops[i])`, none of them reversed, are in spans."""
+        return int((self.ahead_of(stops) - self.ahead_of(np.minimum(starts, stops))).sum())
+
+    def ahead_of(self, places: Indices) -> Indices:
+        """How many places before each of `places` are in spans."""
+        if not len(self.starts):
+            return np.zeros_like(places)
+        span = np.searchsorted(self.starts, places, side="right")
+        inside = np.where(span > 0, places - self.stops[span - 1], 0)  # less than 0 within a span
+        return self.before[span] + np.minimum(inside, 0)
+
+    def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of the places `[start, stop)` are in spans."""
+        mask = np.zeros(max(0, stop - start), dtype=bool)
+        first = int(np.searchsorted(self.stops, start, side="right"))
+        last = int(np.searchsorted(self.starts, stop, side="left"))
+        for begin, end in zip(self.starts[first:last], self.stops[first:last], strict=True):
+            mask[max(0, int(begin) - start) : int(end) - start] = True
+        return mask
+
+
 class SequenceDataset:
     """The tokens of a split in sequences of `sequence_length` inputs with the same number of targets.
 
@@ -89,44 +137,98 @@ class SequenceDataset:
     `[i T, (i + 1) T)` and the targets one further, so every token but the very first is a target exactly
     once; what the last sequence lacks is `IGNORED`. Sequences run over document borders, and attention is not
     cut there.
+
+    With `rows` the stream is that of its documents, and sequence `i` is row `i`, of up to T + 1 tokens; the rest is
+    `IGNORED`. The first token of a document in a row is no target.
+
+    Where the cache has spans, only tokens in them are targets.
     """
 
-    def __init__(self, cache: TokenCache, split: Split, sequence_length: int, end_of_document: int) -> None:
-        self.cache, self.split = cache, split
+    def __init__(
+        self, cache: TokenCache, split: Split, sequence_length: int, end_of_document: int, rows: Rows | None = None
+    ) -> None:
+        self.cache, self.split, self.rows = cache, split, rows
         self.sequence_length, self.end_of_document = sequence_length, end_of_document
-        self.offsets = np.concatenate(([0], np.cumsum(split.stops - split.starts)))
+        self.starts, self.stops = (split.starts, split.stops) if rows is None else (rows.starts, rows.stops)
+        self.offsets = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
         self.tokens_numel = int(self.offsets[-1])
+        self.row_bounds = None if rows is None else self.offsets[rows.bounds]
+        self.learnt = self.learnt_spans()
 
     def __len__(self) -> int:
         """Number of sequences."""
+        if self.row_bounds is not None:
+            return len(self.row_bounds) - 1
         return max(0, -(-(self.tokens_numel - 1) // self.sequence_length))
 
-    @property
+    def learnt_spans(self) -> Spans | None:
+        """What is learnt, as ranges of the stream; None for all of it."""
+        first = 0 if self.rows is None else 1  # the beginning of a document in a row does not follow from another's end
+        if self.cache.spans is None:
+            return None if self.rows is None else Spans(self.offsets[:-1] + first, self.offsets[1:])
+        begins, ends = self.cache.spans.T
+        order = np.argsort(self.starts, kind="stable")
+        place = np.searchsorted(self.stops[order], begins, side="right")
+        begins, ends, piece = begins[place < len(order)], ends[place < len(order)], order[place[place < len(order)]]
+        begins, ends = np.maximum(begins, self.starts[piece] + first), np.minimum(ends, self.stops[piece])
+        shift = self.offsets[piece] - self.starts[piece]
+        inside = begins < ends
+        begins, ends = (begins + shift)[inside], (ends + shift)[inside]
+        order = np.argsort(begins)
+        return Spans(begins[order], ends[order])
+
+    @cached_property
+    def targets_numel(self) -> int:
+        """Targets of all sequences that are not ignored."""
+        if self.learnt is None:
+            return max(0, self.tokens_numel - 1)
+        return self.learnt.between(np.array([1]), np.array([max(1, self.tokens_numel)]))
+
+    @cached_property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes per token, end-of-document tokens included: bits per byte = loss / ln 2 / this."""
-        return self.split.text_bytes / self.tokens_numel
+        """UTF-8 bytes per learnt token, end-of-document tokens included: bits per byte = loss / ln 2 / this."""
+        if self.cache.spans is None:
+            return self.split.text_bytes / int((self.split.stops - self.split.starts).sum())
+        return self.split.text_bytes / Spans(*self.cache.spans.T).between(self.split.starts, self.split.stops)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the sequences: equal exactly where every sequence has the same tokens."""
-        ranges = zlib.crc32(np.stack((self.split.starts, self.split.stops)).astype("<i8").tobytes())
-        described = json.dumps([self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length])
-        return f"{zlib.crc32(described.encode()):08x}{self.cache.crc:08x}"
+        """Identifies the sequences: equal exactly where every sequence has the same tokens and targets."""
+        ranges = zlib.crc32(np.stack((self.starts, self.stops)).astype("<i8").tobytes())
+        described = [self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length]
+        if self.rows is not None:
+            described.append(zlib.crc32(self.rows.bounds.astype("<i8").tobytes()))
+        return f"{zlib.crc32(json.dumps(described).encode()):08x}{self.cache.crc:08x}"
 
     def valid_tokens(self, indices: Indices) -> int:
         """Number of targets, over all these sequences, that are not ignored."""
-        left = self.tokens_numel - 1 - indices * self.sequence_length
-        return int(np.where(indices == NO_SEQUENCE, 0, np.clip(left, 0, self.sequence_length)).sum())
+        real = indices[indices != NO_SEQUENCE]
+        starts, stops = self.bounds(real)
+        if self.learnt is None:
+            return int((stops - starts - 1).sum())
+        return self.learnt.between(starts + 1, stops)
+
+    def bounds(self, indices: Indices) -> tuple[Indices, Indices]:
+        """Where in the stream these sequences begin and end; the first token of each is no target."""
+        if self.row_bounds is not None:
+            return self.row_bounds[indices], self.row_bounds[indices + 1]
+        starts = indices * self.sequence_length
+        return starts, np.minimum(starts + self.sequence_length + 1, self.tokens_numel)
 
     def batch(self, indices: Indices) -> Batch:
         """The sequences `indices` as one batch; `NO_SEQUENCE` gives a row whose targets are all ignored."""
         rows = np.full((len(indices), self.sequence_length + 1), IGNORED, dtype=np.int64)
-        for row, index in zip(rows, indices, strict=True):
-            if index != NO_SEQUENCE:
-                tokens = self.read(int(index) * self.sequence_length, self.sequence_length + 1)
-                row[: len(tokens)] = tokens
+        bounds = np.stack(self.bounds(np.maximum(indices, 0)), axis=1).tolist()
+        real = [row for row, index in enumerate(indices.tolist()) if index != NO_SEQUENCE]
+        for row in real:
+            start, stop = bounds[row]
+            rows[row, : stop - start] = self.read(start, stop - start)
         inputs = np.where(rows[:, :-1] == IGNORED, self.end_of_document, rows[:, :-1])
         targets = np.ascontiguousarray(rows[:, 1:])
+        if self.learnt is not None:
+            for row in real:
+                start, stop = bounds[row]
+                targets[row, : stop - start - 1][~self.learnt.mask(start + 1, stop)] = IGNORED
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), self.valid_tokens(indices))
 
     def read(self, start: int, numel: int) -> TokenArray:
@@ -135,7 +237,7 @@ class SequenceDataset:
         part = int(np.searchsorted(self.offsets, start, side="right")) - 1
         pieces: list[TokenArray] = []
         while start < stop:
-            here = int(self.split.starts[part]) + start - int(self.offsets[part])
+            here = int(self.starts[part]) + start - int(self.offsets[part])
             until = min(stop, int(self.offsets[part + 1]))
             pieces.append(self.cache.tokens[here : here + until - start])
             start, part = until, part + 1

@@ -143,12 +143,20 @@ def read_documents(
 ) -> Iterator[Document]:
     """The non-empty documents of `files`, in order, cut off after `max_bytes` of UTF-8 in total.
 
+    A conversation is not cut: the first one that goes beyond is left out with all that follow.
+
     The names of files that are not text are added to `skipped` on the way.
     """
     left_bytes = max_bytes
     for file in files:
         for document in documents_of(file, text_field, skipped):
             if left_bytes is None:
+                yield document
+                continue
+            if document.messages is not None:
+                left_bytes -= document.size_bytes
+                if left_bytes < 0:
+                    return
                 yield document
                 continue
             encoded = document.text.encode()[:left_bytes]
@@ -168,7 +176,7 @@ def documents_of(file: SourceFile, text_field: str, skipped: Skipped) -> Iterato
         found = read_parquet(file.path, file.name, text_field)
     else:
         found = read_text(file, skipped)
-    return (document for document in found if document.text)
+    return (document for document in found if document.text or document.messages is not None)
 
 
 def read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:

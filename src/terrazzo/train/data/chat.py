@@ -1,0 +1,289 @@
+"""From conversations to tokens, and which of them are learnt.
+
+The built-in template, for the built-in tokenizer, writes each message as `<|role|>`, a line end, the content, and the
+end-of-document token. A Hugging Face tokenizer brings a template of its own (`chat_template` in tokenizer_config.json,
+or chat_template.jinja), or `data.chat_template` names one; `transformers` renders it, in its sandbox.
+
+With `loss_on="assistant"` only what the assistant wrote is learnt. A template with `{% generation %}` says itself what
+that is. Of any other, it is what the template adds from the generation prompt to the end of the turn, and every such
+place is checked: the text up to it has to be the beginning of the whole text, and its tokens of the whole tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from terrazzo.errors import BadInput
+from terrazzo.train.data.records import ASSISTANT, Document
+from terrazzo.train.data.tokenizer import BYTES, TokenArray, Tokenizer, missing_extra
+
+__all__ = ["Chat", "LossOn", "Rendered", "chat_fingerprint", "load_chat"]
+
+LossOn = Literal["assistant", "all"]
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TEMPLATE_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation in tokens. `spans` are the ranges `[start, stop)` of those to learn, in order.
+
+    The first token of a conversation is never learnt, since nothing comes before it. `span_bytes` is the UTF-8 text of
+    the spans.
+    """
+
+    tokens: TokenArray
+    spans: list[tuple[int, int]]
+    span_bytes: int
+
+
+class Chat(Protocol):
+    """Renders conversations one by one."""
+
+    def render(self, document: Document) -> Rendered:
+        """Errors: `BadInput` that names the document, for one that the template cannot or does not fully render."""
+
+
+def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss_on: LossOn) -> Chat:
+    """The renderer of `data.tokenizer` `name`. The file `template` takes the place of the tokenizer's own template.
+
+    Raises:
+        BadInput: there is no template, or it cannot be read.
+    """
+    if name == BYTES:
+        return PlainChat(tokenizer, loss_on)
+    given = None if template is None else read_template(Path(template))
+    origin = f"the chat template of data.tokenizer '{name}'" if template is None else f"data.chat_template '{template}'"
+    return TemplateChat(load_backend(Path(name).expanduser()), given, loss_on, origin)
+
+
+def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) -> str:
+    """Changes with whatever decides how a conversation is rendered; reads small files, and imports nothing."""
+    digest = hashlib.sha256(loss_on.encode())
+    if template is not None:
+        digest.update(read_template(Path(template)).encode())
+    if name != BYTES:
+        folder = folder_of(Path(name).expanduser())
+        found = [path for pattern in TEMPLATE_FILES for path in sorted(folder.glob(pattern))]
+        digest.update(
+            "".join(f"{path.name}:{hashlib.sha256(path.read_bytes()).hexdigest()};" for path in found).encode()
+        )
+    return digest.hexdigest()
+
+
+def read_template(path: Path) -> str:
+    """The text of a template file."""
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(
+            f"data.chat_template '{path}' cannot be read as UTF-8 text ({error}). Correct the path."
+        ) from None
+
+
+def folder_of(path: Path) -> Path:
+    """Of a tokenizer that is given as its folder, or as the tokenizer.json in it."""
+    return path if path.is_dir() else path.parent
+
+
+def load_backend(path: Path) -> Any:
+    """The `transformers` tokenizer in a local folder."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise missing_extra("transformers") from error
+    try:
+        found = AutoTokenizer.from_pretrained(str(folder_of(path)), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # many kinds, by what is missing in the folder
+        raise BadInput(
+            f"The data hold conversations, and transformers cannot load the tokenizer in {str(folder_of(path))!r} to "
+            f"render them ({error}). Save it there with save_pretrained."
+        ) from error
+    found.model_max_length = 1 << 62  # a longer conversation is ours to cut: no warning
+    return found
+
+
+class PlainChat:
+    """The built-in template: the text of a message cannot end it, since no text has the end-of-document token."""
+
+    def __init__(self, tokenizer: Tokenizer, loss_on: LossOn) -> None:
+        self.tokenizer, self.loss_on = tokenizer, loss_on
+
+    def render(self, document: Document) -> Rendered:
+        messages = document.messages or []
+        calls = next((message for message in messages if message.get("tool_calls")), None)
+        if document.tools or calls:
+            raise BadInput(
+                f"{document.name}: the conversation has {'tools' if document.tools else 'tool calls'}, which the "
+                "built-in template cannot show. Use a data.tokenizer whose chat template can, or remove them."
+            )
+        tokens: list[TokenArray] = []
+        spans: list[tuple[int, int]] = []
+        length = span_bytes = 0
+        end = np.array([self.tokenizer.end_of_document])
+        for message in messages:
+            head, content = self.tokenizer.encode([f"<|{message['role']}|>\n", message["content"]])
+            start, length = length, length + len(head) + len(content) + 1
+            if self.loss_on == "all" or message["role"] == ASSISTANT:
+                learnt = (start + len(head), length) if self.loss_on == ASSISTANT else (max(start, 1), length)
+                spans.append(learnt)
+                span_bytes += len(message["content"].encode())
+            tokens += [head.astype(np.int64), content.astype(np.int64), end]
+        return Rendered(np.concatenate(tokens or [np.zeros(0, np.int64)]), spans, span_bytes)
+
+
+@dataclass(frozen=True)
+class TemplateChat:
+    """A Hugging Face tokenizer's chat template, or the text `given` in its place; `origin` is what errors call it."""
+
+    tokenizer: Any
+    given: str | None
+    loss_on: LossOn
+    origin: str
+
+    def render(self, document: Document) -> Rendered:
+        turn = _Conversation(self, document, self.template_for(document))
+        if not document.messages:
+            return Rendered(np.zeros(0, np.int64), [], 0)
+        turn.check_nothing_is_left_out()
+        tokens, spans = turn.learnt(self.loss_on)
+        spans = [(max(start, 1), stop) for start, stop in spans if stop > max(start, 1)]
+        texts = [self.tokenizer.decode(tokens[slice(*span)], skip_special_tokens=True) for span in spans]
+        return Rendered(np.array(tokens, dtype=np.int64), spans, sum(len(text.encode()) for text in texts))
+
+    def template_for(self, document: Document) -> str:
+        """The template's text; a tokenizer may have another one for conversations with tools."""
+        if self.given is not None:
+            return self.given
+        try:
+            found: str = self.tokenizer.get_chat_template(None, document.tools)
+        except ValueError as error:
+            raise BadInput(
+                f"{document.name} is a conversation, and the tokenizer has no chat template for it. Set "
+                "data.chat_template to a file that holds one, or save the tokenizer with its chat template."
+            ) from error
+        return found
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """One conversation under one template."""
+
+    chat: TemplateChat
+    document: Document
+    template: str
+
+    @cached_property
+    def text(self) -> str:
+        """The whole conversation."""
+        return self.rendered(self.messages)
+
+    @property
+    def messages(self) -> list[Any]:
+        return self.document.messages or []
+
+    def rendered(self, messages: Sequence[Any], prompt: bool = False) -> str:
+        """`messages` as text, with `prompt` up to where the assistant begins to write."""
+        document = replace(self.document, messages=list(messages))
+        return self.checked(lambda: str(self.apply(document, tokenize=False, add_generation_prompt=prompt)))
+
+    def apply(self, document: Document, **options: Any) -> Any:
+        """`transformers`' own way."""
+        return self.chat.tokenizer.apply_chat_template(
+            document.messages, tools=document.tools, chat_template=self.template, **options
+        )
+
+    def checked(self, work: Callable[[], T]) -> T:
+        """`work()`, whose failure is the conversation's."""
+        try:
+            return work()
+        except Exception as error:  # templates raise what they like
+            said = f"{type(error).__name__}: {error}"
+            if (line := getattr(error, "lineno", None)) is not None:  # the template's own, whatever the conversation
+                raise BadInput(f"{self.chat.origin} has an error in line {line} ({said}). Correct it.") from error
+            raise BadInput(
+                f"{self.document.name}: {self.chat.origin} does not take this conversation ({said}). Correct the "
+                "record, or set data.chat_template to a file with a template that takes it."
+            ) from error
+
+    def check_nothing_is_left_out(self) -> None:
+        """Some templates pass over roles and tools that they do not know."""
+        if self.document.tools and "tools" not in self.template:
+            self.left_out("the record's tools")
+        for index, message in enumerate(self.messages):
+            content = message.get("content", "").strip()
+            if content and content not in self.text:
+                others = [*self.messages[:index], *self.messages[index + 1 :]]
+                try:
+                    without = self.rendered(others) if others else ""
+                except BadInput:
+                    continue  # so that the message counts
+                if without == self.text:
+                    self.left_out(f"message {index + 1}, of role {message['role']!r},")
+
+    def left_out(self, what: str) -> None:
+        raise BadInput(
+            f"{self.document.name}: the chat template leaves out {what} altogether, so it would not be trained on. "
+            "Remove it from the record, or set data.chat_template to a file with a template that shows it."
+        )
+
+    def learnt(self, loss_on: LossOn) -> tuple[list[int], list[tuple[int, int]]]:
+        """All tokens, and the ranges of those to learn."""
+        if loss_on == ASSISTANT and GENERATION.search(self.template):
+            found = self.checked(
+                lambda: self.apply(self.document, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            )
+            return found["input_ids"], spans_of(found["assistant_masks"])
+        tokens = self.tokens_of(self.text)
+        return tokens, [(0, len(tokens))] if loss_on == "all" else self.turns(tokens)
+
+    def tokens_of(self, text: str) -> list[int]:
+        tokens: list[int] = self.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def turns(self, tokens: list[int]) -> list[tuple[int, int]]:
+        """The assistant's turns, from the generation prompt to their end."""
+        spans = []
+        for index, message in enumerate(self.messages):
+            if message["role"] == ASSISTANT:
+                if index == 0:
+                    self.ambiguous(index, "nothing comes before it, so where its own text begins cannot be told")
+                before = self.rendered(self.messages[:index], prompt=True)
+                through = self.rendered(self.messages[: index + 1])
+                spans.append((self.place(before, tokens, index), self.place(through, tokens, index)))
+        return spans
+
+    def place(self, beginning: str, tokens: list[int], index: int) -> int:
+        """How many of `tokens` the text `beginning` is."""
+        if not self.text.startswith(beginning):
+            self.ambiguous(index, "the template writes what comes before its end differently when more follows")
+        found = self.tokens_of(beginning) if beginning != self.text else tokens
+        if tokens[: len(found)] != found:
+            self.ambiguous(index, "a token runs across its border")
+        return len(found)
+
+    def ambiguous(self, index: int, why: str) -> None:
+        raise BadInput(
+            f"{self.document.name}: which tokens are the assistant's is not certain in message {index + 1}: {why}. Put "
+            "{% generation %} and {% endgeneration %} around what the assistant writes, in a copy of the template that "
+            "data.chat_template names; or set data.loss_on=all; or correct the record."
+        )
+
+
+def spans_of(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """The runs of ones."""
+    edges = np.flatnonzero(np.diff(np.array([0, *mask, 0])))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

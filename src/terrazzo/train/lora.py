@@ -1,0 +1,191 @@
+"""LoRA in `terrazzo train`: adapters of the `peft` library on a frozen, sharded base."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.checkpoint import open_source
+from terrazzo.checkpoint.names import parameter_names, persistent_buffers
+from terrazzo.checkpoint.read import SourceWeights
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.integrations.peft import prepare_adapters
+from terrazzo.planner.model.closed_form import closed_form
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
+from terrazzo.train.config import Config, LoraConfig
+from terrazzo.train.huggingface import read_config
+
+__all__ = ["ALL_LINEAR", "add_adapters", "check_lora", "load_base", "with_adapters"]
+
+ALL_LINEAR = "all-linear"
+BASE = "base_model.model."
+
+
+def check_lora(config: Config) -> None:
+    """Raise `BadInput` for adapters that cannot be: no package, a quantized base, layers that it does not have."""
+    if config.lora.rank is None:
+        return
+    import_peft()
+    assert config.model.path is not None
+    values = read_config(config.model.path)
+    if "quantization_config" in values:
+        raise BadInput(
+            f"lora.rank is set and '{config.model.path}' is a quantized model (QLoRA), which cannot be sharded yet. "
+            "Use the unquantized weights: precision=bf16 keeps 2 bytes per frozen parameter, divided by the ranks."
+        )
+    if closed_form(values) is not None:
+        try:
+            shape = model_shape(config.model.path)
+        except BadInput:  # of its config, which transformers may understand: peft will look at the model itself
+            return
+        with_adapters(shape, config.lora)
+
+
+def import_peft() -> Any:
+    """The module; its import costs seconds."""
+    try:
+        import peft
+    except ImportError as error:
+        raise BadInput(
+            "lora.rank is set, but the package 'peft' is not installed. Install the extra: pip install "
+            "'terrazzo[peft]', or leave lora.rank out to train all weights."
+        ) from error
+    return peft
+
+
+def add_adapters(model: nn.Module, config: Config) -> nn.Module:
+    """The model on the meta device with adapters, and all else frozen; the same model where `lora.rank` is not set."""
+    lora = config.lora
+    if lora.rank is None:
+        return model
+    peft = import_peft()
+    targets = lora.target_modules
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        bias=lora.bias,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+            )  # peft asks it
+            adapted: nn.Module = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise BadInput(f"lora.target_modules is {targets!r}, which peft refuses: {error}") from error
+    peft_model: Any = adapted
+    peft_model.peft_config["default"].base_model_name_or_path = str(config.model.path)
+    prepare_adapters(adapted)
+    return adapted
+
+
+def load_base(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a model folder into the base of a sharded model with adapters.
+
+    Raises:
+        BadInput: the folder lacks weights of the base, or has others.
+    """
+    groups = [names for names in parameter_names(model) if ".lora_" not in names[0]]
+    groups += [buffer.names for buffer in persistent_buffers(model)]
+    weights = _BaseWeights(folder, groups)
+    found: Any = model.load_state_dict(weights, strict=False)
+    missing = [name for name in found.missing_keys if ".lora_" not in name]
+    if missing or found.unexpected_keys:
+        raise BadInput(
+            f"The weights in '{folder}' are not those of its config.json: missing {missing[:3] or 'nothing'}, "
+            f"unexpected {found.unexpected_keys[:3] or 'nothing'}. Save the model again."
+        )
+
+
+class _BaseWeights(Mapping[str, Tensor]):
+    """A model folder's weights under the names that they have beneath adapters; each look-up reads one tensor."""
+
+    def __init__(self, folder: Path, groups: list[list[str]]) -> None:
+        self._theirs = {name: base_name(name) for names in groups for name in names}
+        self._ours = {theirs: name for name, theirs in self._theirs.items()}
+        self._weights = SourceWeights(open_source(folder), [[base_name(name) for name in names] for names in groups])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._theirs[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return self._theirs.get(str(name), "") in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._ours.get(name, name) for name in self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def base_name(name: str) -> str:
+    """The name of a base parameter before there were adapters."""
+    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(BASE))
+
+
+def with_adapters(shape: ModelShape, lora: LoraConfig) -> ModelShape:
+    """The planner's view: all tensors frozen, and two small ones beside each target.
+
+    Raises:
+        BadInput: a target that no matrix of the model's blocks has.
+    """
+    if lora.rank is None:
+        return shape
+    modules = {module_of(tensor) for unit in shape.units for tensor in unit.tensors if targetable(tensor)}
+    for target in [] if lora.target_modules == ALL_LINEAR else lora.target_modules:
+        if not any(hits(target, module) for module in modules):
+            known = sorted({module.rpartition(".")[2] for module in modules})
+            raise BadInput(
+                f"lora.target_modules names {target!r}, which no linear layer of the model is called."
+                f"{did_you_mean(target, known)} They are {', '.join(known)}; '{ALL_LINEAR}' means all of them."
+            )
+    return replace(shape, units=tuple(_adapted(unit, lora) for unit in shape.units))
+
+
+def _adapted(unit: UnitShape, lora: LoraConfig) -> UnitShape:
+    chosen = {module_of(tensor) for tensor in unit.tensors if _is_target(tensor, lora)}
+    tensors: list[TensorShape] = []
+    rank = lora.rank or 0
+    for tensor in unit.tensors:
+        module, leaf = module_of(tensor), tensor.name.rpartition(".")[2]
+        learns = leaf == "bias" and (lora.bias == "all" or (lora.bias == "lora_only" and module in chosen))
+        tensors.append(replace(tensor, trainable=learns))
+        if module in chosen and leaf == "weight":
+            out, inner = tensor.shape
+            tensors.append(TensorShape(f"{module}.lora_A.default.weight", (rank, inner)))
+            tensors.append(TensorShape(f"{module}.lora_B.default.weight", (out, rank)))
+    return replace(unit, tensors=tuple(tensors))
+
+
+def _is_target(tensor: TensorShape, lora: LoraConfig) -> bool:
+    if not targetable(tensor):
+        return False
+    if lora.target_modules == ALL_LINEAR:
+        return tensor.role != "head"
+    return any(hits(target, module_of(tensor)) for target in lora.target_modules)
+
+
+def module_of(tensor: TensorShape) -> str:
+    """The name of the module that holds it."""
+    return tensor.name.rpartition(".")[0]
+
+
+def hits(target: str, module: str) -> bool:
+    """Whether peft takes the module for `target`: by its whole name or the end of it."""
+    return module == target or module.endswith(f".{target}")
+
+
+def targetable(tensor: TensorShape) -> bool:
+    """Whether it is the matrix of a linear layer."""
+    return len(tensor.shape) == 2 and tensor.role in ("matrix", "router", "head") and tensor.name.endswith(".weight")
