@@ -7,6 +7,7 @@
 Every ZeRO stage and FSDP strategy is a row of one table; see `tz.Plan`. What a run takes is known before: `tz.plan`.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from terrazzo import checkpoint
@@ -17,6 +18,7 @@ from terrazzo.engine import (
     Plan,
     Precision,
     accumulate,
+    attach,
     clip_grad_norm_,
     gathered,
     shard,
@@ -43,18 +45,26 @@ __all__ = [
     "TerrazzoError",
     "__version__",
     "accumulate",
+    "attach",
     "checkpoint",
     "clip_grad_norm_",
+    "fully_shard",
     "gathered",
+    "initialize",
     "plan",
     "shard",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`plan` is imported when it is first asked for: training does not need it."""
-    if name == "plan":
-        from terrazzo.planner.api import plan
+_LAZY = {
+    "fully_shard": "terrazzo.integrations.fsdp2",
+    "initialize": "terrazzo.integrations.deepspeed",
+    "plan": "terrazzo.planner.api",
+}
+"""Names imported when they are first asked for, and the modules that have them: training does not need them."""
 
-        return plan
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

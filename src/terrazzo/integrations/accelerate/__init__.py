@@ -1,0 +1,11 @@
+"""Hugging Face Accelerate: its `Accelerator`, with Terrazzo's engine behind it.
+
+from terrazzo.integrations.accelerate import Accelerator  # the only line that changes
+
+accelerator = Accelerator(plan="zero3")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+
+from terrazzo.integrations.accelerate.accelerator import Accelerator
+
+__all__ = ["Accelerator"]

@@ -1,0 +1,206 @@
+"""What an Accelerate script and its launcher ask of the engine, from every place that Accelerate looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
+from torch import nn
+
+from terrazzo.dialects.accelerate.launched import (
+    DYNAMO,
+    SWITCHES,
+    deepspeed_document,
+    dynamo_section,
+    fsdp_section,
+    launched,
+    parallelism_section,
+)
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.understand import read_document
+from terrazzo.engine import LossScaling, Offload, Plan, Precision
+from terrazzo.engine.partition import Units
+from terrazzo.errors import BadInput
+from terrazzo.integrations.setup import Setup, setup_for
+
+__all__ = ["DEFAULT_PLAN", "Asked", "Words", "hidden"]
+
+DEFAULT_PLAN = "zero2"
+"""Where nothing names a plan. Weights stay whole, so that what a script for replicas does with them still works."""
+_REFUSED = {
+    "megatron_lm_plugin": "it is another engine",
+    "torch_tp_plugin": "it splits tensors, and this door trains data-parallel only",
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """The arguments that Accelerate's class does not have; None where not given."""
+
+    plan: Plan | str | None = None
+    precision: Precision | str | None = None
+    units: Units | None = None
+    offload: Offload | None = None
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """An environment in which Accelerate finds no other engine to start."""
+    names = [name for name in os.environ if name in SWITCHES.values() or name.startswith(DYNAMO)]
+    kept = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+class Asked:
+    """Every setting for the engine, whoever said it.
+
+    Args:
+        given: the arguments for Accelerate's class; those that are Terrazzo's to honour are taken out of it.
+        words: Terrazzo's own.
+        alone: nothing else may say anything.
+
+    Attributes:
+        mixed: Accelerate's mixed_precision.
+        deepspeed: DeepSpeed's configuration is there, which says the precision as well.
+
+    Errors: `BadInput` naming the setting that cannot be honoured.
+    """
+
+    def __init__(self, given: dict[str, Any], words: Words, alone: bool) -> None:
+        self.words = words
+        self.mixed = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+        self.scaling = LossScaling()
+        self.document, self.plugin = launched(os.environ), _one_plugin(given)
+        if (fsdp := given.pop("fsdp_plugin", None)) is not None:
+            self.document |= {"distributed_type": "FSDP", "fsdp_config": fsdp_section(fsdp)}
+        if (sizes := given.pop("parallelism_config", None)) is not None:
+            kind = self.document.get("distributed_type", "MULTI_GPU")
+            self.document |= {"distributed_type": kind, "parallelism_config": parallelism_section(sizes)}
+        self.compile = _compile(given)
+        self.deepspeed = self.plugin is not None or self.document.get("distributed_type") == "DEEPSPEED"
+        for handler in given.get("kwargs_handlers") or ():
+            self._take(handler)
+        self._refuse(given, alone)
+
+    def _take(self, handler: Any) -> None:
+        """What a kwargs handler asks of the engine that Terrazzo stands in for."""
+        hook = getattr(handler, "comm_hook", DDPCommunicationHookType.NO)
+        if isinstance(handler, DistributedDataParallelKwargs) and hook != DDPCommunicationHookType.NO:
+            raise BadInput(
+                f"DistributedDataParallelKwargs.comm_hook is {hook}: Terrazzo sends gradients in the precision's "
+                "'reduce' dtype. Leave it out, and pass precision=tz.Precision(reduce='bf16')."
+            )
+        if isinstance(handler, GradScalerKwargs):
+            if not handler.enabled:
+                raise BadInput("GradScalerKwargs.enabled is False: fp16 needs loss scaling. Remove it, or use bf16.")
+            growth, backoff = handler.growth_factor, handler.backoff_factor
+            self.scaling = LossScaling(handler.init_scale, growth, backoff, handler.growth_interval)
+
+    def _refuse(self, given: dict[str, Any], alone: bool) -> None:
+        words, engine = self.words, "DEEPSPEED" if self.plugin else self.document.get("distributed_type")
+        for name, why in _REFUSED.items():
+            if given.pop(name, None) is not None:
+                raise BadInput(f"{name} cannot be honoured: {why}. Leave it out.")
+        if self.mixed == "fp8":
+            raise BadInput("mixed_precision is fp8, in which Terrazzo does not train: use bf16.")
+        if alone and (engine or self.compile or words != Words()):
+            raise BadInput("setup= says everything by itself: leave out plugins and Terrazzo's other arguments.")
+        if words.plan is not None and engine:
+            raise BadInput(
+                f"plan={words.plan!r} was given, and the configuration of {engine} (a plugin, or the launcher's "
+                f"{' or '.join(SWITCHES.values())}) names a plan, too: leave out one of them."
+            )
+        if words.precision is not None and (self.mixed != "no" or self.deepspeed):
+            raise BadInput(
+                f"precision={words.precision!r} was given, and mixed_precision ({self.mixed}, from the argument, the "
+                "launcher or DeepSpeed's configuration) says a precision, too: leave out one of them."
+            )
+
+    def setup(self, device: torch.device, world: int, model: nn.Module | None = None) -> Setup:
+        """What `tz.shard` is to be told.
+
+        Args:
+            device: of this rank.
+            world: number of ranks.
+            model: its dtype holds where nothing says one; None for a look at the rest, as for an fp32 model.
+        """
+        loaded = torch.float32 if model is None else _dtype(model)
+        description = self._description(world)
+        if description is not None:
+            setup = setup_for(description, device, loaded)
+        else:
+            setup = Setup(Plan.named(DEFAULT_PLAN), self._of_replicas(loaded, device))
+        words = self.words
+        plan = Plan.named(words.plan) if isinstance(words.plan, str) else words.plan
+        precision = Precision.named(words.precision) if isinstance(words.precision, str) else words.precision
+        given: dict[str, Any] = {"plan": plan, "precision": precision, "units": words.units, "offload": words.offload}
+        given["compile"] = self.compile or None
+        return replace(setup, **{name: value for name, value in given.items() if value is not None})
+
+    def _of_replicas(self, loaded: torch.dtype, device: torch.device) -> Precision:
+        """Of plain replicas: all in the model's dtype, under autocast if `mixed_precision` says so."""
+        if self.mixed == "fp16" and device.type == "cpu":
+            raise BadInput(
+                "mixed_precision is fp16 on a CPU, where Accelerate silently trains in fp32: use bf16 or no."
+            )
+        if loaded is torch.float16:
+            raise BadInput("The model's parameters are fp16, and updating them there loses steps: load it in fp32.")
+        return Precision(*(loaded,) * 6, self.scaling if self.mixed == "fp16" else None)
+
+    def _description(self, world: int) -> Description | None:
+        if self.plugin is None and not self.document:
+            return None
+        name, document = "accelerate", self.document | {"mixed_precision": self.mixed}
+        if self.plugin is not None:
+            name, document = "deepspeed", deepspeed_document(self.plugin, self.mixed)
+        reading = read_document(dialect(name), document, Context(world=world))
+        refused = [f"{verdict.key}: {verdict.why}" for verdict in reading.verdicts if verdict.kind == "refused"]
+        if refused:
+            raise BadInput(f"The configuration asks for what cannot be honoured. {'; '.join(refused)}.")
+        return reading.description
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """Of what is trained, or of everything where nothing is."""
+    tensors = [each for each in model.parameters() if each.requires_grad] or list(model.parameters())
+    found = {each.dtype for each in tensors if each.is_floating_point()}
+    if len(found) > 1:
+        raise BadInput(f"The trained parameters are {', '.join(sorted(map(str, found)))}: give them one dtype.")
+    return found.pop() if found else torch.float32
+
+
+def _one_plugin(given: dict[str, Any]) -> Any:
+    """DeepSpeed's plugin, if there is one."""
+    plugins = [given.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
+    found = next((plugin for plugin in plugins if plugin is not None), None)
+    if isinstance(found, dict):
+        if len(found) != 1:
+            raise BadInput(f"deepspeed_plugin has {len(found)} plugins, and this door takes one: {', '.join(found)}.")
+        return next(iter(found.values()))
+    return found
+
+
+def _compile(given: dict[str, Any]) -> bool:
+    """Whether units are compiled. Errors: `BadInput` for another compiler, or options that would be lost."""
+    said = dynamo_section(os.environ, given.pop("dynamo_plugin", None), given.pop("dynamo_backend", None))
+    chosen = said.get("backend", "no")
+    if chosen == "no":
+        return False
+    lost = [key for key in ("use_fullgraph", "use_dynamic") if said.get(key)]
+    lost += ["mode"] if said.get("mode") not in (None, "default") else []
+    if chosen != "inductor" or lost:
+        raise BadInput(
+            f"dynamo_backend is {chosen}{' with ' if lost else ''}{', '.join(lost)}: Terrazzo compiles each unit with "
+            "inductor and its defaults. Leave the others out."
+        )
+    return True

@@ -1,0 +1,46 @@
+"""Accelerate's wrapper around an optimizer that drives a sharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from terrazzo.engine import clip_grad_norm_, engine_of
+from terrazzo.engine.module import ShardedModule
+from terrazzo.engine.optimizer import ShardedOptimizer
+
+__all__ = ["SteppedOptimizer", "is_sharded"]
+
+
+class SteppedOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper, which clips if the configuration says so, and knows of steps that fp16 has skipped."""
+
+    def __init__(self, optimizer: Optimizer, accelerator: Any) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self.accelerator, self.clipped = accelerator, False
+
+    def step(self, closure: Any = None) -> None:
+        if not self.gradient_state.sync_gradients:
+            return
+        limit: float | None = self.accelerator._clip
+        for model in self.accelerator._models:
+            if limit is not None and not self.clipped and _drives(self.optimizer, model):
+                clip_grad_norm_(model, limit)
+        self.clipped = False
+        skipped = self.optimizer.skipped_steps
+        super().step(closure)
+        self._is_overflow = self.optimizer.skipped_steps > skipped
+
+
+def is_sharded(each: Any) -> bool:
+    """Whether this is a sharded model, or an optimizer that drives one, wrapped or not."""
+    if isinstance(each, AcceleratedOptimizer):
+        each = each.optimizer
+    return isinstance(each, ShardedModule | ShardedOptimizer)
+
+
+def _drives(optimizer: Optimizer, model: nn.Module) -> bool:
+    return is_sharded(model) and engine_of(model).optimizer is optimizer

@@ -1,0 +1,44 @@
+"""DeepSpeed's front door on Terrazzo's engine: `import terrazzo.integrations.deepspeed as deepspeed`.
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds.json", ...)
+
+A script that says `import deepspeed` itself runs unchanged under
+
+    torchrun --nproc-per-node 2 -m terrazzo.integrations.deepspeed script.py --its arguments
+
+The JSON is read by `terrazzo.dialects`: what Terrazzo cannot honour is refused before anything starts, and what is lost
+without changing results is said once, on rank 0.
+"""
+
+from typing import Any
+
+from terrazzo.integrations.deepspeed import accelerator, comm, ops, runtime, utils, zero
+from terrazzo.integrations.deepspeed.absent import Absent
+from terrazzo.integrations.deepspeed.accelerator import get_accelerator
+from terrazzo.integrations.deepspeed.api import add_config_arguments, initialize
+from terrazzo.integrations.deepspeed.comm import init_distributed
+from terrazzo.integrations.deepspeed.runtime.engine import DeepSpeedEngine
+
+__version__ = "0.19.8"
+"""The release whose interface and defaults this is."""
+
+__all__ = [
+    "DeepSpeedEngine",
+    "accelerator",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Whatever else DeepSpeed has can be named, and is refused when it is used."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return Absent(f"deepspeed.{name}")

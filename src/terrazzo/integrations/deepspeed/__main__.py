@@ -1,0 +1,75 @@
+"""Run an unmodified DeepSpeed script on this door.
+
+    torchrun --nproc-per-node 2 -m terrazzo.integrations.deepspeed script.py --its arguments
+    torchrun --nproc-per-node 2 -m terrazzo.integrations.deepspeed -m package.module --its arguments
+
+`import deepspeed`, and every import from inside it, then means this package, in this process alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import pkgutil
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from terrazzo.errors import TerrazzoError
+from terrazzo.integrations import deepspeed as door
+from terrazzo.integrations.deepspeed.absent import Absent
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the script named first with the rest as its arguments; 2 if there is none."""
+    if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
+        print(__doc__, file=sys.stderr)
+        return 2
+    _stand_in()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, "")
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+def _stand_in() -> None:
+    """Have every later import of `deepspeed` find this door. What the door does not have is refused when it is used."""
+    sys.modules["deepspeed"] = door
+    for module in pkgutil.walk_packages(door.__path__, f"{door.__name__}."):
+        if not module.name.endswith("__main__"):
+            name = module.name.replace(door.__name__, "deepspeed", 1)
+            sys.modules[name] = importlib.import_module(module.name)
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `deepspeed.X` for what the door does not have."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname.startswith("deepspeed.") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except TerrazzoError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,213 @@
+"""Checkpoints in DeepSpeed's order of folders, `DIR/TAG` with a file `DIR/latest`, in Terrazzo's format."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import terrazzo as tz
+from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.checkpoint.read import own_folder
+from terrazzo.checkpoint.source import Source
+from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.integrations.deepspeed.config import Configuration
+from terrazzo.integrations.deepspeed.utils import is_first, warn_once
+from terrazzo.integrations.weights import full_state_dict
+
+__all__ = ["Checkpoints"]
+
+_COUNTS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+_OWN = "deepspeed"
+"""Under which counts, schedule and the script's state are kept."""
+
+
+class Checkpoints:
+    """Mixed into the engine."""
+
+    module: nn.Module
+    optimizer: Optimizer | None
+    lr_scheduler: Any
+    configuration: Configuration
+    global_steps: int
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save weights, optimizer, schedule and counts as `save_dir/tag`. Collective.
+
+        Args:
+            tag: rank 0's holds; default `global_step<N>`. An older checkpoint of that name is replaced.
+            client_state: plain JSON values that `load_checkpoint` gives back; those of rank 0.
+            save_latest: name it in `save_dir/latest`.
+
+        Errors: `BadInput` for state that JSON cannot hold, and for `exclude_frozen_parameters`.
+        """
+        if exclude_frozen_parameters:
+            raise BadInput("save_checkpoint(exclude_frozen_parameters=True): a checkpoint here is whole; leave it out.")
+        name = str(gather_json(f"global_step{self.global_steps}" if tag is None else str(tag))[0])
+        path = Path(save_dir) / name
+        fresh = path.with_name(f"{path.name}.new")
+        own: dict[str, Any] = {count: getattr(self, count) for count in _COUNTS}
+        own["client_state"] = dict(client_state or {})
+        if hasattr(self.lr_scheduler, "state_dict"):
+            own["lr_scheduler"] = self.lr_scheduler.state_dict()
+        _on_first(lambda: _make_room(path, fresh))
+        tz.checkpoint.save(fresh, self.module, self.optimizer, {"step": self.global_steps, _OWN: own})
+        _on_first(lambda: _take_place(path, fresh))
+        if save_latest:
+            _on_first(lambda: _name_latest(Path(save_dir), name))
+        return True
+
+    def load_checkpoint(  # structure: signature fixed by DeepSpeed
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load `load_dir/tag`, saved by this door, or by DeepSpeed itself on any number of ranks. Collective.
+
+        Args:
+            tag: default: what `load_dir/latest` names; without that file nothing is loaded.
+            load_optimizer_states, load_lr_scheduler_states: take these along.
+            load_module_only: weights, and nothing else.
+
+        Returns:
+            The path and the script's own state; None twice where there was no `latest`.
+
+        Errors: `BadInput` for arguments that cannot be honoured, and for what does not fit; `Damaged`.
+        """
+        if custom_load_fn is not None or not load_module_strict:
+            raise BadInput("load_checkpoint takes no custom_load_fn, and loads strictly: leave both out.")
+        name = str(tag) if tag is not None else _latest(Path(load_dir))
+        if name is None:
+            warn_once(f"load_checkpoint: '{load_dir}' has no file 'latest', and no tag was given: nothing was loaded.")
+            return None, None
+        path = Path(load_dir) / name
+        optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        source = together(lambda: tz.checkpoint.open_source(path), BadInput)
+        tz.checkpoint.load(path, self.module, optimizer)
+        own = source.extra.get(_OWN) or _of_deepspeed(source)
+        if not load_module_only:
+            self._go_on(own, load_lr_scheduler_states)
+        return str(path), own["client_state"]
+
+    def _go_on(self, own: Mapping[str, Any], with_schedule: bool) -> None:
+        """Take over counts, and the schedule's."""
+        for count in _COUNTS:
+            setattr(self, count, int(own.get(count, 0)))
+        if with_schedule and self.lr_scheduler is not None and own.get("lr_scheduler"):
+            self.lr_scheduler.load_state_dict(own["lr_scheduler"])
+
+    # -- whole weights -------------------------------------------------------------------------------------------------
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights in the compute dtype, with buffers, under their original names. Collective.
+
+        Args:
+            save_filename: what ends in `.safetensors` is that, anything else a `torch.save` of a state dict.
+
+        Returns:
+            Whether it was saved: stage 3 wants `stage3_gather_16bit_weights_on_model_save`, as in DeepSpeed.
+        """
+        if not self.configuration.gathers_on_save:
+            warn_once(
+                "save_16bit_model saved nothing: at stage 3 it needs "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save."
+            )
+            return False
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        _on_first(lambda: _write(path, state))
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """The old name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """Full weights and buffers in host memory on rank 0; on other ranks nothing. Collective."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        dtype = self.configuration.setup.precision.compute
+        state = full_state_dict(self.module, is_first())
+        if exclude_frozen_parameters:
+            state = {name: value for name, value in state.items() if name not in named or named[name].requires_grad}
+        return {
+            name: value.to(dtype) if name in named and value.is_floating_point() else value
+            for name, value in state.items()
+        }
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+
+def _write(path: Path, state: dict[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.part")
+    if path.suffix == ".safetensors":
+        apart = {name: value.clone() for name, value in state.items()}  # tied ones share memory
+        save_file(apart, partial, metadata={"format": "pt"})
+    else:
+        torch.save(state, partial)
+    partial.replace(path)
+
+
+def _on_first(work: Callable[[], None]) -> None:
+    """Rank 0 works, and what it raises is raised on every rank. Collective."""
+    together(lambda: work() if is_first() else None, SaveFailed)
+
+
+def _make_room(path: Path, fresh: Path) -> None:
+    """An older checkpoint of the same name stays until the new one is complete. What is not one is never replaced."""
+    if path.exists() and own_folder(path) is None:
+        raise BadInput(f"'{path}' is there, and is not this door's: save under another tag.")
+    shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _take_place(path: Path, fresh: Path) -> None:
+    replaced = path.with_name(f".{path.name}.replaced")
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+    fresh.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _name_latest(folder: Path, tag: str) -> None:
+    partial = folder / ".latest.part"
+    partial.write_text(tag)
+    partial.replace(folder / "latest")
+
+
+def _latest(folder: Path) -> str | None:
+    """What rank 0 reads, on every rank; None where there is no such file."""
+    file = folder / "latest"
+    said = together(lambda: file.read_text().strip() if is_first() and file.is_file() else None, BadInput)
+    return cast(str | None, gather_json(said)[0])
+
+
+def _of_deepspeed(source: Source) -> dict[str, Any]:
+    """The same of a checkpoint that DeepSpeed wrote: the script's state lies among its own."""
+    known = ("lr_scheduler", *_COUNTS)
+    state = {key: value for key, value in source.extra.items() if key not in known}
+    return {**source.extra, "global_steps": source.step, "client_state": state}

@@ -1,0 +1,62 @@
+"""The optimizer that the JSON asks for, over the parameters that the script gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.optimizer import ELEMENTWISE
+from terrazzo.errors import BadInput
+
+__all__ = ["build_optimizer"]
+
+_OWN_ADAM = ("torch_adam", "adam_w_mode", "set_grad_none")
+"""Arguments of DeepSpeed's Adam that say which class it is, or where it runs."""
+_ALWAYS = {"bias_correction": True, "fp32_optimizer_states": True}
+"""Those that have one value here."""
+_KNOWN: dict[str, type[Optimizer]] = {each.__name__: each for each in ELEMENTWISE}
+
+
+def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> Optimizer:
+    """The optimizer of that name over what is trainable.
+
+    Args:
+        name: as in torch.optim, which the dialect makes of DeepSpeed's types.
+        params: the JSON's `optimizer.params`.
+        parameters: parameters, param groups or a module.
+
+    Errors: `BadInput` for one that cannot run on flat shards, and for arguments that it does not take.
+    """
+    if name not in _KNOWN:
+        raise BadInput(
+            f"optimizer.type is {name}. This door builds {', '.join(sorted(_KNOWN))}; pass another one, that updates "
+            "each element from its own values alone, as initialize(optimizer=...)."
+        )
+    arguments: dict[str, Any] = dict(params)
+    arguments |= {key: tuple(value) for key, value in params.items() if isinstance(value, list)}
+    for key, value in _ALWAYS.items():
+        if arguments.pop(key, value) != value:
+            raise BadInput(f"optimizer.params.{key} is {params[key]}; here it is always {value}. Remove it.")
+    if name in ("Adam", "AdamW"):
+        if not params.get("torch_adam"):
+            arguments = {"weight_decay": 0.0, **arguments}  # torch's AdamW has another default
+        arguments = {key: value for key, value in arguments.items() if key not in _OWN_ADAM}
+    try:
+        return _KNOWN[name](_trainable(parameters), **arguments)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"optimizer.params do not suit {name}: {error}.") from error
+
+
+def _trainable(parameters: Any) -> list[Any]:
+    """Without frozen parameters, and without param groups that are then empty."""
+    kept: list[Any] = []
+    for each in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
+        if isinstance(each, Mapping):
+            inside = [parameter for parameter in each["params"] if parameter.requires_grad]
+            kept += [{**each, "params": inside}] if inside else []
+        elif each.requires_grad:
+            kept.append(each)
+    return kept

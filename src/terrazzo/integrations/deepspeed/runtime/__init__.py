@@ -1,0 +1,1 @@
+"""`deepspeed.runtime`: what scripts take from inside DeepSpeed."""

@@ -1,0 +1,237 @@
+"""What a module answers after `fully_shard`: torch's `FSDPModule`, method by method."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle
+
+from terrazzo.engine import Engine, engine_of
+from terrazzo.engine.unit import Unit
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["FSDPModule", "Mark", "register_fsdp_forward_method"]
+
+
+@dataclass
+class Mark:
+    """What is known of a module that `fully_shard` was called on.
+
+    Attributes:
+        arguments: of the call, by name.
+        realize: shards the model that the module is in.
+        root: of the sharded model; None before.
+        divide_factor: asked for by `set_gradient_divide_factor`.
+        uneven: on a root: whether that was asked for on a part of the units only, which must not stay so.
+    """
+
+    arguments: dict[str, Any]
+    realize: Callable[[Any], None]
+    root: weakref.ref[nn.Module] | None = None
+    divide_factor: float | None = None
+    uneven: bool = False
+
+
+class FSDPModule(TorchFSDPModule):
+    """Mixed into the class of every module that `fully_shard` was called on."""
+
+    _mark: Mark
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Slices of a container are of its original class."""
+        original: Any = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._mark.root is None:
+            self._mark.realize(self)
+        if self._mark.uneven:
+            raise Misuse(
+                "set_gradient_divide_factor was called with one factor on some modules and with another, or none, on "
+                "others. Call it with the same factor on every module that fully_shard was called on."
+            )
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise Misuse("A module that fully_shard was called on cannot be deep-copied: copy the model before.")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if self._mark.root is None:
+            return nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
+        self._root()._apply(*args, **kwargs)
+        return self
+
+    @property
+    def _terrazzo(self) -> Engine:
+        """The engine, for whoever asks for that of a sharded model: asking shards a model that is not yet."""
+        if self._mark.root is None:
+            self._mark.realize(self)
+        if "_engine" not in self.__dict__:
+            raise AttributeError("_terrazzo")  # not a root
+        engine: Engine = self.__dict__["_engine"]
+        return engine
+
+    @_terrazzo.setter
+    def _terrazzo(self, engine: Engine) -> None:
+        self.__dict__["_engine"] = engine
+
+    def _root(self) -> nn.Module:
+        if self._mark.root is None:
+            self._mark.realize(self)
+        root = self._mark.root() if self._mark.root is not None else None
+        assert root is not None, "the model is gone"
+        return root
+
+    def _unit(self) -> Unit | None:
+        """The unit of this module; None where it has no parameters of its own."""
+        return next((unit for unit in engine_of(self._root()).units if id(unit.module) == id(self)), None)
+
+    def _get_fsdp_state(self) -> NoReturn:
+        """Where the methods of torch's class end that are not among those below."""
+        raise Misuse("This method reaches into torch's own engine for something that Terrazzo's has none of.")
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's weights, those of its own unit; every rank must. They go after its next forward."""
+        unit = self._unit()
+        if unit is not None:
+            unit.fetch()
+        handle = _Handle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give back the memory of this module's gathered weights."""
+        unit = self._unit()
+        if unit is not None:
+            unit.rest()
+
+    def reset_iter_state(self) -> None:
+        """After a forward or backward that raised: the engine recovers by itself, and gradients are forgotten."""
+        self._root().zero_grad()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: the next backward passes only add gradients on this rank. For the whole model at once."""
+        self._set_sync(requires_gradient_sync, recurse, reduce_each=False)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False: the next backward passes reduce gradients inside a replica only. For the whole model at once."""
+        engine = engine_of(self._root())
+        if len(engine.recipe.plan.optim.axes) < len(engine.axes.live(engine.axes.names)):
+            self._set_sync(requires_all_reduce, recurse, reduce_each=True)
+
+    def _set_sync(self, required: bool, recurse: bool, *, reduce_each: bool) -> None:
+        engine = engine_of(self._root())
+        whole = id(self) == id(self._root()) and (recurse or len(engine.units) == 1)
+        if not whole and required == engine.schedule.accumulating:
+            raise Misuse(
+                "Reduction of gradients was switched for a part of the model; it is on or off for all of it. Call "
+                "set_requires_gradient_sync on the model that fully_shard was called on last, with recurse=True."
+            )
+        engine.schedule.accumulating, engine.schedule.reduce_each = not required, reduce_each
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide gradients by `factor` and not by the number of ranks; to be called on every module of the model."""
+        if not factor > 0:
+            raise BadInput(f"set_gradient_divide_factor({factor}): it must be positive.")
+        root, engine = self._root(), engine_of(self._root())
+        self._mark.divide_factor = float(factor)
+        asked = {module._mark.divide_factor for unit in engine.units if isinstance(module := unit.module, FSDPModule)}
+        assert isinstance(root, FSDPModule)
+        root._mark.uneven = len(asked) > 1
+        engine.denominator = float(factor)
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # the older name
+
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Gather as many units ahead as are named. Which they are follows from the order of the run."""
+        schedule = engine_of(self._root()).schedule
+        schedule.prefetch = max(schedule.prefetch, len(modules))
+
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch  # there is one depth for both
+
+
+WITHOUT_EFFECT = {
+    "set_reshard_after_forward": "the plan is fixed when the model is sharded",
+    "set_reshard_after_backward": "weights are always freed after backward",
+    "set_is_last_backward": "every backward waits for the reductions that it started",
+    "set_unshard_in_backward": "backward gathers what it needs",
+    "set_post_optim_event": "the engine orders its own gathers",
+    "set_reduce_scatter_unused_params": "ranks may always use different parameters",
+    "set_reduce_scatter_max_input_buffers": "the engine has its own buffers",
+    "set_separate_reduce_scatter_group": "the engine has its own collectives",
+    "set_force_sum_reduction_for_comms": "gradients are always summed, then divided once",
+    "set_allocate_memory_from_process_group_for_comm": "the engine has its own buffers",
+    "set_symm_mem_for_comm": "the engine has its own buffers",
+}
+"""Methods that change no number, and why they change nothing at all here."""
+
+
+def _without_effect(name: str, why: str) -> Callable[..., None]:
+    @functools.cache
+    def warn() -> None:
+        warnings.warn(f"{name} has no effect on a model sharded by terrazzo.fully_shard: {why}.", stacklevel=3)
+
+    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
+        warn()
+
+    return method
+
+
+for _name, _why in WITHOUT_EFFECT.items():
+    setattr(FSDPModule, _name, _without_effect(_name, _why))
+
+
+class _Handle(UnshardHandle):
+    """Waits for one unit's gather."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        if self._unit is not None:
+            self._unit.wait()
+            self._unit = None
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let weights be gathered around `module.method_name(...)` as they are around its forward.
+
+    Does nothing for a module that `fully_shard` was not called on. Errors: `BadInput` where there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise BadInput(f"{type(module).__name__} has no method {method_name!r}: name one of its own.")
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        """Have `forward`, with the hooks around it, run the method in its place, once."""
+        own = {name: value for name, value in module.__dict__.items() if name == "forward"}
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            return method(*args, **kwargs)
+
+        def restore() -> None:
+            module.__dict__.pop("forward", None)
+            module.__dict__.update(own)
+
+        module.__dict__["forward"] = once
+        try:
+            return module(*args, **kwargs)
+        finally:
+            restore()
+
+    module.__dict__[method_name] = call

@@ -1,0 +1,67 @@
+"""Lightning's `precision` on Terrazzo's engine, which casts and scales by itself: only steps and clipping are left."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+
+from terrazzo.engine import Precision, clip_grad_norm_
+from terrazzo.errors import BadInput
+
+__all__ = ["TerrazzoPrecision", "precision_of"]
+
+_NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16-pure", "16-mixed": "fp16"}
+_PLUGINS = (LightningPrecision, MixedPrecision, HalfPrecision)
+
+
+def precision_of(plugin: Any, asked: Precision | None) -> Precision:
+    """The engine's precision for one of Lightning's plugins, unless the strategy has been told another.
+
+    Errors: `BadInput` for a plugin that does what the engine cannot, or one beside the strategy's own precision.
+    """
+    if type(plugin) not in _PLUGINS or plugin.precision not in _NAMES:
+        raise BadInput(
+            f"Trainer: precision {plugin.precision!r} ({type(plugin).__name__}) is not one that Terrazzo trains in. "
+            f"Use one of {', '.join(_NAMES)}, or TerrazzoStrategy(precision=tz.Precision(...))."
+        )
+    if asked is not None and plugin.precision != "32-true":
+        raise BadInput(
+            f"Trainer(precision={plugin.precision!r}) and TerrazzoStrategy(precision=...) are both given: give one."
+        )
+    return asked or Precision.named(_NAMES[plugin.precision])
+
+
+class TerrazzoPrecision(LightningPrecision):
+    """Steps without a closure, and clips over all shards.
+
+    Args:
+        precision: Lightning's word for it.
+    """
+
+    def __init__(self, precision: str, strategy: Any) -> None:
+        self.precision = precision
+        self._strategy = weakref.ref(strategy)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run forward and backward, then step: the engine's optimizer takes no closure."""
+        result = self._wrap_closure(model, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        strategy = self._strategy()
+        assert strategy is not None
+        clip_grad_norm_(strategy.model, float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        raise BadInput(
+            f"gradient_clip_algorithm='value' (of {clip_val}): Terrazzo clips by the global norm only. Use "
+            "gradient_clip_algorithm='norm'."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"precision": self.precision}

@@ -1,0 +1,291 @@
+"""The strategy: what Lightning asks of one, answered by `tz.shard` and `tz.checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, engine_of
+from terrazzo.engine.stand_in import show_gradients
+from terrazzo.errors import BadInput, Misuse
+from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
+from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of
+from terrazzo.integrations.lightning.root import Root
+from terrazzo.integrations.setup import ActivationCheckpointing, Setup
+
+__all__ = ["TerrazzoStrategy"]
+
+T = TypeVar("T")
+
+
+class TerrazzoStrategy(ParallelStrategy):
+    """A Lightning strategy that shards the LightningModule and its one optimizer.
+
+    Args:
+        plan, units, prefetch, offload: as for `tz.shard`.
+        precision: as for `tz.shard`; None takes the Trainer's: 32-true, bf16-mixed, bf16-true or 16-mixed.
+        dp_replicate: number of groups of ranks that hold the same shards, for hybrid plans.
+        accumulate_locally: as `local` of `tz.accumulate`, for `accumulate_grad_batches`.
+        activation_checkpointing: `none`, `full` or `selective`, of the units.
+        process_group_backend: gloo on the CPU, and with nccl on CUDA, by default.
+        timeout: of the process group.
+
+    Errors: `BadInput` for what the engine cannot do, when the Trainer starts.
+    """
+
+    is_distributed = True
+
+    def __init__(  # structure: signature fixed by the options of tz.shard
+        self,
+        plan: Plan | str = "zero3",
+        *,
+        precision: Precision | str | None = None,
+        units: list[type[nn.Module] | str] | None = None,
+        dp_replicate: int = 1,
+        prefetch: int = 1,
+        offload: Offload | None = None,
+        accumulate_locally: bool | None = None,
+        activation_checkpointing: str = "none",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **lightning: Any,
+    ) -> None:
+        self._asked = Precision.named(precision) if isinstance(precision, str) else precision
+        super().__init__(**lightning)
+        self._plan = Plan.named(plan) if isinstance(plan, str) else plan
+        self._units = tuple(units) if units is not None else None
+        self._prefetch, self._offload, self._dp_replicate = prefetch, offload or Offload(), dp_replicate
+        self._local, self._recompute = accumulate_locally, ActivationCheckpointing(activation_checkpointing)
+        self._backend, self._timeout = process_group_backend, timeout
+        self.num_nodes = 1
+        self._sharded: nn.Module | None = None
+        self._sharded_module: LightningModule | None = None
+        self._fitting = False
+
+    # -- processes ---------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        on_cuda = self.root_device.type == "cuda"
+        backend = self._backend or ("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+        device = self.root_device if on_cuda else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # -- the model ---------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> TerrazzoPrecision:
+        """In place of Lightning's plugin: the engine casts and scales by itself."""
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, TerrazzoPrecision) else TerrazzoPrecision("32-true", self)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None and not isinstance(plugin, TerrazzoPrecision):
+            self._asked = precision_of(plugin, self._asked)
+            plugin = TerrazzoPrecision(plugin.precision, self)
+        self._precision_plugin = plugin
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module with its optimizer, after `configure_model` and `configure_optimizers`."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._check_plugins()
+        self._fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self._shard(self.lightning_module, self._one_optimizer() if self._fitting else None)
+        self.optimizers = self._optimizers  # anew: Lightning's wrappers get the class that the optimizer has now
+        self.model_to_device()
+        self.barrier()
+
+    def _check_plugins(self) -> None:
+        if self._layer_sync is not None:
+            raise BadInput(
+                "Trainer(sync_batchnorm=True): batch norm's statistics stay local to each rank. Leave it out."
+            )
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise BadInput(
+                f"{type(self.checkpoint_io).__name__}: checkpoints are written by tz.checkpoint, which takes no "
+                "CheckpointIO. Leave it out."
+            )
+
+    def _one_optimizer(self) -> Optimizer | None:
+        if len(self.optimizers) > 1:
+            raise BadInput(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; Terrazzo drives one for a model. "
+                "Return one with several param groups."
+            )
+        optimizer = self.optimizers[0] if self.optimizers else None
+        return None if isinstance(optimizer, _MockOptimizer) else optimizer
+
+    def _shard(self, module: LightningModule, optimizer: Optimizer | None) -> None:
+        if self._sharded is None or self._sharded_module is not module:
+            if "_terrazzo_sharded" in module.__dict__:
+                raise Misuse(
+                    f"This {type(module).__name__} has been sharded by another Trainer. Go on with that one, or load a "
+                    "checkpoint into a new module."
+                )
+            root = Root(module)
+            self._setup().shard(root, optimizer)
+            show_gradients(root)
+            self._sharded, self._sharded_module = root, module
+            module.__dict__["_terrazzo_sharded"] = True
+        elif optimizer is not None:
+            engine_of(self._sharded).release_optimizer()  # of an earlier fit
+            attach(self._sharded, optimizer)
+        self.model = self._sharded
+
+    def _setup(self) -> Setup:
+        return Setup(
+            plan=self._plan,
+            precision=self._asked or Precision(),
+            mesh=self._mesh(),
+            units=self._units,  # type: ignore[arg-type]  # classes do as well
+            prefetch=self._prefetch,
+            offload=self._offload,
+            activation_checkpointing=self._recompute,
+        )
+
+    def _mesh(self) -> DeviceMesh:
+        ranks, replicas = dist.get_world_size(), self._dp_replicate
+        if replicas < 1 or ranks % replicas:
+            raise BadInput(f"dp_replicate is {replicas}, which must divide the {ranks} ranks.")
+        if replicas == 1:
+            return init_device_mesh(self.root_device.type, (ranks,), mesh_dim_names=("dp_shard",))
+        names = ("dp_replicate", "dp_shard")
+        return init_device_mesh(self.root_device.type, (replicas, ranks // replicas), mesh_dim_names=names)
+
+    def model_to_device(self) -> None:
+        """Bring what has no parameters, such as metrics, to the device; the engine has brought the rest."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if next(module.parameters(), None) is None:
+                module.to(self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """`empty_init`: on the meta device; values are given unit by unit, by `reset_parameters`, or a checkpoint."""
+        with torch.device("meta") if empty_init else nullcontext():
+            yield
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Micro-batches that are not a step's last."""
+        assert self.model is not None
+        with accumulate(self.model, local=self._local):
+            yield
+
+    def teardown(self) -> None:
+        """The module stays sharded: `tz.gathered(trainer.model)` has its weights."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Inside the root's forward; in manual optimization each call of the module is one of its own."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        return self.lightning_module.training_step(*args, **kwargs)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: `save_checkpoint` writes the weights from where they are."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Empty: `save_checkpoint` writes the optimizer's state from where it is."""
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has restored the weights."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has restored the optimizer."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise BadInput(
+                "save_checkpoint: storage_options are those of a CheckpointIO, which is not used. Leave it out."
+            )
+        assert self.model is not None
+        weights_only = "optimizer_states" not in checkpoint
+        optimizer = None if weights_only else self._one_optimizer()
+        save_checkpoint(self.broadcast(str(filepath)), self.model, optimizer, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        path = self.broadcast(str(checkpoint_path))
+        return load_checkpoint(path, self.model, self._one_optimizer() if self._fitting else None)

@@ -1,0 +1,299 @@
+"""From the neutral description of a configuration to what `tz.shard` takes. Every door goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from terrazzo.dialects.description import LOADED, Description, Setting
+from terrazzo.dialects.understand import degrees
+from terrazzo.engine import LossScaling, Offload, Plan, Precision, checkpoint_activations, compile_units, shard
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["ActivationCheckpointing", "Setup", "setup_for"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_AXES = {
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "sp": "sequence parallelism",
+    "ep": "expert parallelism",
+    "pp": "pipeline parallelism",
+}
+_NEVER = 2**31
+"""A patience that no run exhausts: a fixed loss scale is a dynamic one that never moves."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Arguments of the engine's `checkpoint_activations`: `mode` is `none`, `full` or `selective`."""
+
+    mode: str = "none"
+    every: int = 1
+    ops: tuple[str, ...] | None = None
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a configuration asks of the engine.
+
+    Attributes:
+        plan, precision, units, prefetch, offload: as for `tz.shard`.
+        mesh: of all ranks; None where there is no process group.
+        autocast: dtype of torch.autocast, which the door enters around the model's forward; None for none.
+        clip: largest global gradient norm; None for no clipping.
+        accumulation: micro-batches per optimizer step.
+        activation_checkpointing: of the units.
+        compile: each unit's forward is compiled.
+    """
+
+    plan: Plan
+    precision: Precision
+    mesh: DeviceMesh | None = None
+    units: tuple[str, ...] | None = None
+    prefetch: int = 1
+    offload: Offload = field(default_factory=Offload)
+    autocast: torch.dtype | None = None
+    clip: float | None = None
+    accumulation: int = 1
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    compile: bool = False
+
+    def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
+        """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place."""
+        chosen = self.activation_checkpointing
+        if chosen.mode != "none":
+            checkpoint_activations(
+                model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
+            )
+        if self.compile:
+            compile_units(model, units=self.units)
+        return shard(
+            model,
+            optimizer,
+            self.plan,
+            units=self.units,
+            precision=self.precision,
+            mesh=self.mesh,
+            prefetch=self.prefetch,
+            offload=self.offload,
+        )
+
+
+def setup_for(description: Description, device: torch.device, loaded: torch.dtype | None = None) -> Setup:
+    """What a description asks for, with defaults where it is silent: plan zero3, fp32, no clipping.
+
+    Args:
+        description: from a dialect's reader, or `description.build`.
+        device: of this rank.
+        loaded: the model's dtype, which stacks that say no dtype leave as it is.
+
+    Errors: `BadInput` for what a door cannot do, `Misuse` without a process group where the mesh needs one.
+    """
+    _check_extras(description)
+    _check_units(description)
+    return Setup(
+        plan=description.plan or Plan.named("zero3"),
+        precision=_precision(description, loaded),
+        mesh=_mesh(description, device),
+        units=_units(description),
+        prefetch=_prefetch(description),
+        offload=_offload(description),
+        autocast=_autocast(description),
+        clip=description.value("training.clip") or None,
+        accumulation=description.value("batch.accumulation") or 1,
+        activation_checkpointing=_activation_checkpointing(description),
+        compile=bool(description.value("training.compile")),
+    )
+
+
+def _name(description: Description, path: str) -> str:
+    """A setting as the user wrote it, else by its path."""
+    return description[path].key or path
+
+
+def _check_extras(description: Description) -> None:
+    for extra in description.extras:
+        if extra.refused:
+            raise BadInput(f"{extra.key} is {extra.value!r}: {extra.why or 'Terrazzo has no such setting'}. Remove it.")
+
+
+# -- precision -----------------------------------------------------------------------------------------------------
+
+
+def _precision(description: Description, loaded: torch.dtype | None) -> Precision:
+    autocast = bool(description.value("precision.autocast"))
+
+    def dtype(name: str, otherwise: torch.dtype) -> torch.dtype:
+        return _dtype(description, f"precision.{name}", loaded) or otherwise
+
+    weight = dtype("weight", torch.float32)
+    compute = weight if autocast and not _gathers(description) else dtype("compute", weight)
+    master = dtype("master", torch.float32)
+    reduce = dtype("reduce", master)
+    return Precision(
+        weight=weight,
+        compute=compute,
+        reduce=reduce,
+        accumulate=dtype("accumulate", torch.promote_types(reduce, master)),
+        master=master,
+        moments=dtype("moments", master),
+        loss_scaling=_loss_scaling(description),
+    )
+
+
+def _dtype(description: Description, path: str, loaded: torch.dtype | None) -> torch.dtype | None:
+    value = description.value(path)
+    if value is None:
+        return None
+    if value == LOADED:
+        if loaded is None:
+            raise Misuse(f"{path} follows the model's dtype: call setup_for(description, device, loaded=model_dtype).")
+        return loaded
+    if value not in _DTYPES:
+        raise BadInput(
+            f"{_name(description, path)} asks for {value}, in which Terrazzo does not train: use one of "
+            f"{', '.join(_DTYPES)}."
+        )
+    return _DTYPES[value]
+
+
+def _loss_scaling(description: Description) -> LossScaling | None:
+    scaling: LossScaling | None = description.value("precision.loss_scaling")
+    fixed = description.value("precision.static_loss_scale")
+    if not fixed:
+        return scaling
+    try:
+        return LossScaling(init=float(fixed), interval=_NEVER, hysteresis=_NEVER)
+    except BadInput as error:
+        raise BadInput(f"{_name(description, 'precision.static_loss_scale')} is {fixed}. {error}") from None
+
+
+def _gathers(description: Description) -> bool:
+    """Whether modules get weights that were gathered, and cast, for them; else theirs are whole, as they are stored."""
+    return description.value("sharding.weight") not in (None, "-")
+
+
+def _autocast(description: Description) -> torch.dtype | None:
+    if not description.value("precision.autocast"):
+        return None
+    dtype = _dtype(description, "precision.compute", None)
+    if dtype is not torch.bfloat16 and not (dtype is torch.float16 and _gathers(description)):
+        raise BadInput(
+            f"{_name(description, 'precision.compute')} asks for autocast to {str(dtype).removeprefix('torch.')}; "
+            "Terrazzo's loss scaling needs weights in fp16: autocast to bf16, shard the weights, or use fp16 without "
+            "autocast."
+        )
+    return dtype
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _mesh(description: Description, device: torch.device) -> DeviceMesh | None:
+    for axis, meaning in _AXES.items():
+        if (degree := description.value(f"mesh.{axis}") or 1) != 1:
+            raise BadInput(
+                f"{_name(description, f'mesh.{axis}')} asks for {meaning} of degree {degree}; this door trains "
+                "data-parallel only. Set it to 1."
+            )
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    shape = _shape(description, dist.get_world_size())
+    names = ("dp_replicate", "dp_shard") if len(shape) == 2 else ("dp_shard",)
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def _shape(description: Description, world: int) -> tuple[int, ...]:
+    """Sizes of the data axes: (replicas, shards), or (ranks,)."""
+    told = description.value("mesh.world")
+    if told not in (None, world):
+        raise BadInput(f"{_name(description, 'mesh.world')} says {told} ranks; {world} are running. Start {told}.")
+    found = degrees(description.replace({"mesh.world": Setting(world, "derived")}))
+    replicas, shards = found["dp_replicate"], found["dp_shard"]
+    hybrid = any(axis in str(description.value(f"sharding.{state}")) for state in ("weight", "optim") for axis in "SR")
+    if hybrid and (replicas is None or shards is None):
+        raise BadInput(
+            f"{_name(description, 'sharding.weight')} splits over the ranks of one node and copies between nodes, and "
+            "how many nodes there are is not said: say the number of replicas, or shard over all ranks."
+        )
+    if replicas is None or shards is None or replicas * shards != world:
+        given = f"{replicas or '?'} replicas × {shards or '?'} shards"
+        keys = [_name(description, f"mesh.{name}") for name in ("dp_replicate", "dp_shard")]
+        raise BadInput(f"{' and '.join(dict.fromkeys(keys))}: {given} do not make up the {world} ranks that run.")
+    return (replicas, shards) if hybrid or replicas > 1 else (shards,)
+
+
+# -- the rest ------------------------------------------------------------------------------------------------------
+
+
+def _check_units(description: Description) -> None:
+    if ignored := description.value("units.ignored"):
+        raise BadInput(
+            f"{_name(description, 'units.ignored')} leaves out {ignored!r}; Terrazzo shards every parameter of the "
+            "model. Remove it."
+        )
+
+
+def _units(description: Description) -> tuple[str, ...] | None:
+    """Class names; none at all for one unit; None where they are found by themselves, as for a least size, too."""
+    policy = description.value("units.policy")
+    if policy == "none":
+        return ()
+    return tuple(description.value("units.classes") or ()) or None if policy == "classes" else None
+
+
+def _prefetch(description: Description) -> int:
+    given = [description.value(f"prefetch.{way}") for way in ("forward", "backward")]
+    known = [value for value in given if value is not None]
+    return max(known) if known else 1
+
+
+def _offload(description: Description) -> Offload:
+    def value(name: str) -> Any:
+        return description.value(f"offload.{name}")
+
+    given: dict[str, Any] = {name: value(name) for name in ("path", "pin", "threads", "direct", "depth", "digest")}
+    given["step"] = value("step") if value("step") != "auto" else None
+    given["path"] = value("path") or None
+    if value("block_bytes"):
+        given["block_mib"] = value("block_bytes") / _MIB
+    nvme = any("nvme" in str(value(state)) for state in ("weight", "grad", "optim"))
+    if nvme and not given["path"]:
+        raise BadInput(
+            f"{_name(description, 'offload.optim')} places states on nvme, and no folder is named for them: set "
+            f"{_name(description, 'offload.path')}, on a local NVMe drive."
+        )
+    return Offload(**{name: setting for name, setting in given.items() if setting is not None})
+
+
+def _activation_checkpointing(description: Description) -> ActivationCheckpointing:
+    def value(name: str) -> Any:
+        return description.value(f"activation_checkpointing.{name}")
+
+    mode, every = value("mode") or "none", 1
+    if mode == "every":
+        mode, every = "full", value("every") or 1
+    if mode not in ("none", "full", "selective"):
+        raise BadInput(
+            f"{_name(description, 'activation_checkpointing.mode')} asks for activation checkpointing {mode!r}: use "
+            "full or selective."
+        )
+    if value("offload") and mode == "none":
+        raise BadInput(
+            f"{_name(description, 'activation_checkpointing.offload')} moves to the host what activation checkpointing "
+            "keeps, and the configuration asks for none: turn that on, or remove it."
+        )
+    ops = tuple(value("ops")) if value("ops") is not None else None
+    return ActivationCheckpointing(mode, every, ops, bool(value("offload")))

@@ -1,0 +1,13 @@
+"""Hugging Face's Trainer on Terrazzo, and every trainer derived from it, such as TRL's SFTTrainer.
+
+    class MySFT(TerrazzoTrainerMixin, SFTTrainer): ...
+
+    Trainer(model, args, train_dataset=data, terrazzo=TerrazzoArguments(plan="zero3")).train()
+
+An unmodified script runs with `torchrun -m terrazzo.integrations.transformers --plan zero3 run_clm.py ...`.
+"""
+
+from terrazzo.integrations.transformers.arguments import TerrazzoArguments
+from terrazzo.integrations.transformers.trainer import TerrazzoTrainerMixin, Trainer
+
+__all__ = ["TerrazzoArguments", "TerrazzoTrainerMixin", "Trainer"]

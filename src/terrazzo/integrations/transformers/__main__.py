@@ -1,0 +1,38 @@
+"""Run a script whose `transformers.Trainer`, and all that derives from it, is Terrazzo's.
+
+torchrun --nproc-per-node 2 -m terrazzo.integrations.transformers --plan zero3 run_clm.py --output_dir out ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+import transformers
+
+from terrazzo.integrations.transformers import TerrazzoArguments, TerrazzoTrainerMixin, Trainer
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the script that `arguments` name, with what follows it as its own."""
+    parser = argparse.ArgumentParser("python -m terrazzo.integrations.transformers", description=__doc__)
+    default = "default: what the script's TrainingArguments say"
+    parser.add_argument("--plan", help=f"as for tz.shard; {default}")
+    parser.add_argument("--precision", help=f"as for tz.shard; {default}")
+    parser.add_argument("script", help="what follows are its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    told = parser.parse_args(arguments)
+    TerrazzoTrainerMixin.terrazzo = TerrazzoArguments(plan=told.plan, precision=told.precision)
+    transformers.Trainer = transformers.trainer.Trainer = Trainer  # before what derives from it is imported
+    sys.argv = [told.script, *told.arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(told.script))
+    runpy.run_path(told.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""What a Trainer's arguments ask of the engine: those of Terrazzo, and `transformers.TrainingArguments`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.dialects.description import PATHS, Description
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.understand import agree, read_document
+from terrazzo.engine import Offload, Plan, Precision
+from terrazzo.errors import BadInput
+from terrazzo.integrations.setup import Setup
+
+__all__ = ["TerrazzoArguments", "check", "describe"]
+
+_OURS: tuple[str, ...] = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "bf16", "fp16", "torch_compile")
+_OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_steps")
+"""Fields of TrainingArguments that Terrazzo honours in place of Accelerate. The Trainer itself does the others."""
+_THEIRS = ("optimizer.", "schedule.", "training.clip")
+"""Settings that a DeepSpeed document may have, too, and the Trainer carries out."""
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+@dataclass(frozen=True)
+class TerrazzoArguments:
+    """What goes before the TrainingArguments, as for `tz.shard`; None leaves it to them.
+
+    Attributes:
+        plan: such as `zero3`. TrainingArguments say it by `fsdp` or `deepspeed`, and without those mean `zero0`, DDP.
+        precision: such as `bf16`. TrainingArguments' `bf16` without FSDP is autocast on fp32 weights.
+        units: class names of the modules that are gathered as one.
+        mesh: of all ranks.
+        prefetch: units gathered ahead.
+        offload: how states on `cpu` or `nvme` are kept.
+    """
+
+    plan: Plan | str | None = None
+    precision: Precision | str | None = None
+    units: tuple[str, ...] | None = None
+    mesh: DeviceMesh | None = None
+    prefetch: int | None = None
+    offload: Offload | None = None
+
+    def over(self, setup: Setup) -> Setup:
+        """The setup with what is given here."""
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        for name, kind in (("plan", Plan), ("precision", Precision)):
+            if isinstance(given.get(name), str):
+                given[name] = kind.named(given[name])
+        autocast = None if self.precision is not None else setup.autocast
+        return replace(setup, **given, autocast=autocast)
+
+
+def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Description:
+    """What TrainingArguments ask of Terrazzo. Errors: `BadInput` for what they ask and it cannot do."""
+    document = args.to_dict()
+    if args.parallelism_config is not None:
+        said = vars(args.parallelism_config).items()
+        document["parallelism_config"] = {name: value for name, value in said if name.endswith("_size")}
+    if args.mixed_precision != "no":  # said by the launcher, where it is not said here
+        document |= {args.mixed_precision: True}
+    name = str(loaded).removeprefix("torch.")
+    context = Context(args.world_size, load_dtype=_SHORT.get(name, name), trainer=document)
+    reading = read_document(dialect("trainer"), {key: document[key] for key in _OURS if document.get(key)}, context)
+    if refused := [f"{each.key}={each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"]:
+        raise BadInput(f"TrainingArguments that Terrazzo cannot honour: {'; '.join(refused)}.")
+    if args.deepspeed:
+        _check_deepspeed(document, context)
+    return reading.description
+
+
+def _check_deepspeed(document: Mapping[str, Any], context: Context) -> None:
+    """The Trainer steps, schedules and clips as its own arguments say: a DeepSpeed document must not say otherwise."""
+    both = read_document(dialect("trainer"), document, context).description
+    own = read_document(dialect("trainer"), {**document, "deepspeed": None}, context).description
+    differing = [path for path in PATHS if path.startswith(_THEIRS) and not agree(path, both, own)]
+    if differing:
+        told = "; ".join(
+            f"{both[path].key or path} is {both.value(path)!r}, not {own.value(path)!r}" for path in differing
+        )
+        raise BadInput(f'The DeepSpeed document contradicts TrainingArguments: {told}. Say "auto" there.')
+
+
+def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype:
+    """The model's dtype. Errors: `BadInput` for what the Trainer can do and this door cannot."""
+    told = int(os.environ.get("WORLD_SIZE", "1"))
+    problems = {
+        "one process with several GPUs (DataParallel): start one process per GPU with torchrun": args.n_gpu > 1,
+        f"{told} ranks that each train alone, as TrainingArguments do without a GPU: set use_cpu=True": args.world_size
+        != told,
+        "a torch_compile_backend or torch_compile_mode but inductor and its default": args.torch_compile
+        and (args.torch_compile_backend != "inductor" or args.torch_compile_mode not in (None, "default")),
+        "save_on_each_node: a sharded checkpoint is one folder that all nodes see": args.save_on_each_node,
+        "a model spread by device_map: load it without": len(set(getattr(model, "hf_device_map", {}).values())) > 1,
+        "a model sharded by from_pretrained(distributed_config=...): load it without": getattr(
+            model, "is_distributed_loading_by_transformers", False
+        ),
+        "a model that DeepSpeed's zero.Init has split, as TrainingArguments(deepspeed=...) of stage 3 make "
+        "from_pretrained do: leave deepspeed out and pass terrazzo=TerrazzoArguments(plan='zero3')": any(
+            hasattr(each, "ds_id") for each in model.parameters()
+        ),
+    }
+    if found := [text for text, there in problems.items() if there]:
+        raise BadInput(f"Terrazzo's Trainer does not take {'; nor '.join(found)}.")
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)

@@ -1,0 +1,190 @@
+"""Where the drop-in's plan comes from: its arguments, Accelerate's plugins, and the launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from terrazzo.engine import Offload, Plan, Precision
+from terrazzo.errors import BadInput
+from tests.helpers.launched import launched
+
+pytest.importorskip("accelerate")
+
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    ParallelismConfig,
+)
+
+from terrazzo.integrations.accelerate.asked import Asked, Words, hidden
+from terrazzo.integrations.setup import Setup
+
+CPU = torch.device("cpu")
+FSDP = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16"}
+
+
+@pytest.fixture(autouse=True)
+def _no_noise() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def asked(words: Words | None = None, alone: bool = False, **given: Any) -> Asked:
+    return Asked(given, words or Words(), alone)
+
+
+def as_launched(monkeypatch: pytest.MonkeyPatch, folder: Path, document: dict[str, Any]) -> None:
+    for name, value in launched(document, folder).items():
+        monkeypatch.setenv(name, value)
+
+
+def dtypes(setup: Setup) -> tuple[str, ...]:
+    found = setup.precision
+    names = (found.weight, found.compute, found.reduce, found.master)
+    return tuple(str(dtype).removeprefix("torch.") for dtype in names)
+
+
+FSDP_CASES: list[tuple[dict[str, Any], str, tuple[str, ...] | None]] = [
+    ({}, "zero3", ()),
+    ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, "shard_grad_op", ()),
+    ({"fsdp_sharding_strategy": "NO_SHARD"}, "zero0", ()),
+    ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, "shard_grad_op", ()),
+    (
+        {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "A,B"},
+        "zero3",
+        ("A", "B"),
+    ),
+    ({"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}, "zero3", None),
+]
+
+
+@pytest.mark.parametrize(("section", "plan", "units"), FSDP_CASES)
+def test_the_launcher_and_the_plugin_say_the_same(
+    section: dict[str, Any],
+    plan: str,
+    units: tuple[str, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    as_launched(monkeypatch, tmp_path, FSDP | {"fsdp_config": section})
+    from_launcher = asked().setup(CPU, 2)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the plugin would ask for a GPU
+    monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")
+    plugin = FullyShardedDataParallelPlugin()
+    for name in [name for name in os.environ if name.startswith("FSDP_")] + ["ACCELERATE_USE_FSDP"]:
+        monkeypatch.delenv(name)
+    assert asked(fsdp_plugin=plugin).setup(CPU, 2) == from_launcher
+    assert (from_launcher.plan.name, from_launcher.units) == (plan, units)
+    if plan != "zero0":
+        assert dtypes(from_launcher)[1:] == ("bfloat16", "bfloat16", "float32")
+
+
+def test_deepspeed_as_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    section = {"zero_stage": 1, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "zero3_init_flag": False}
+    section["offload_optimizer_device"] = "cpu"
+    document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "mixed_precision": "bf16"}
+    as_launched(monkeypatch, tmp_path, document | {"deepspeed_config": section})
+    found = asked()
+    setup = found.setup(CPU, 2)
+    assert found.deepspeed
+    assert (str(setup.plan.optim), setup.clip, setup.accumulation) == ("D@cpu", 0.5, 4)
+    assert dtypes(setup)[:2] == ("bfloat16", "bfloat16")
+    assert setup.autocast is None
+
+
+def test_deepspeeds_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed", reason="Accelerate's plugin wants it")
+    from accelerate.utils import DeepSpeedPlugin
+
+    document = {
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": 0.25,
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 4,
+    }
+    setup = asked(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=document), mixed_precision="bf16").setup(CPU, 2)
+    assert (setup.plan.name, setup.clip, setup.accumulation) == ("zero3", 0.25, 2)
+    assert dtypes(setup)[1] == "bfloat16"
+
+
+def test_replicas_keep_the_models_dtype_and_weights_whole() -> None:
+    plain = asked().setup(CPU, 2)
+    assert (plain.plan.name, plain.precision, plain.units) == ("zero2", Precision(), None)
+    half = asked(mixed_precision="bf16").setup(CPU, 2, nn.Linear(2, 2, dtype=torch.bfloat16))
+    assert half.precision == Precision.named("bf16-pure")
+
+
+def test_the_words_of_terrazzo_hold() -> None:
+    offload = Offload(threads=1)
+    words = Words("zero3@cpu", "bf16", [nn.Linear], offload)
+    setup = asked(words).setup(CPU, 2)
+    assert (setup.plan, setup.precision) == (Plan.named("zero3@cpu"), Precision.named("bf16"))
+    assert (setup.units, setup.offload) == ([nn.Linear], offload)
+    beside = asked(Words(units=[nn.Linear]), fsdp_plugin=FullyShardedDataParallelPlugin()).setup(CPU, 2)
+    assert (beside.plan.name, beside.units) == ("zero3", [nn.Linear])
+    axes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    replicated = asked(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), parallelism_config=axes)
+    assert replicated.setup(CPU, 4).plan.name == "hybrid_shard"
+    assert asked(dynamo_backend="inductor").setup(CPU, 2).compile
+    assert not asked(dynamo_backend="no").setup(CPU, 2).compile
+
+
+def test_fp16_scales_as_its_handler_says() -> None:
+    handler = GradScalerKwargs(init_scale=1024.0, growth_interval=10)
+    setup = asked(mixed_precision="fp16", kwargs_handlers=[handler]).setup(torch.device("cuda"), 1)
+    scaling = setup.precision.loss_scaling
+    assert scaling is not None
+    assert (scaling.init, scaling.interval, setup.precision.compute) == (1024.0, 10, torch.float32)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"words": Words(plan="zero3"), "fsdp_plugin": 1}, "plan='zero3' was given, and the configuration of FSDP"),
+    ({"words": Words(precision="bf16"), "mixed_precision": "bf16"}, "mixed_precision .bf16"),
+    ({"words": Words(plan="zero4")}, "zero4"),
+    ({"alone": True, "words": Words(plan="zero1")}, "setup= says everything"),
+    ({"mixed_precision": "fp8"}, "fp8"),
+    ({"mixed_precision": "fp16"}, "on a CPU"),
+    ({"megatron_lm_plugin": object()}, "megatron_lm_plugin"),
+    ({"torch_tp_plugin": object()}, "torch_tp_plugin"),
+    ({"dynamo_backend": "eager"}, "dynamo_backend is eager"),
+    ({"deepspeed_plugin": {"a": 1, "b": 2}}, "has 2 plugins: a, b|takes one: a, b"),
+    ({"parallelism_config": ParallelismConfig(tp_size=2)}, "tp_size.*tensor parallelism"),
+    ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]}, "comm_hook"),
+    ({"kwargs_handlers": [GradScalerKwargs(enabled=False)]}, "GradScalerKwargs.enabled"),
+    ({"fsdp_plugin": 2}, "ignored_modules|ignored"),
+    ({"fsdp_plugin": 3}, "auto_wrap_policy is a function"),
+    ({"fsdp_plugin": 4}, "mixed_precision_policy"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED)
+def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], words: str) -> None:
+    plugins: dict[int, dict[str, Any]] = {
+        1: {},
+        2: {"ignored_modules": "lm_head"},
+        3: {"auto_wrap_policy": lambda **kwargs: True},
+        4: {"mixed_precision_policy": "bf16"},
+    }
+    given = dict(given)
+    if "fsdp_plugin" in given:
+        given["fsdp_plugin"] = FullyShardedDataParallelPlugin(**plugins[given["fsdp_plugin"]])
+    with pytest.raises(BadInput, match=words):
+        asked(**given).setup(CPU, 2)
+
+
+def test_other_engines_are_hidden_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with hidden():
+        assert not {"ACCELERATE_USE_FSDP", "ACCELERATE_DYNAMO_BACKEND"} & set(os.environ)
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"

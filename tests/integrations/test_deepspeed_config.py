@@ -1,0 +1,152 @@
+"""What the door makes of DeepSpeed's JSON, without ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import terrazzo as tz
+from terrazzo.errors import BadInput
+from terrazzo.integrations import deepspeed
+from terrazzo.integrations.deepspeed.config import Configuration, read
+from terrazzo.integrations.deepspeed.optimizers import build_optimizer
+
+CPU = torch.device("cpu")
+
+
+def made(world: int = 2, **document: Any) -> Configuration:
+    return read({"train_micro_batch_size_per_gpu": 4, **document}, world, CPU)
+
+
+def test_sizes_follow_from_two_of_three() -> None:
+    configuration = read({"train_batch_size": 32, "gradient_accumulation_steps": 4}, 2, CPU)
+    assert (configuration.micro_batch, configuration.setup.accumulation) == (4, 4)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_stages_are_plans(stage: int) -> None:
+    configuration = made(zero_optimization={"stage": stage})
+    assert (configuration.setup.plan.name, configuration.stage) == (f"zero{stage}", stage)
+
+
+def test_clipping_has_deepspeeds_default_and_zero_is_none() -> None:
+    assert made().setup.clip == 1.0
+    assert made(gradient_clipping=0).setup.clip is None
+
+
+def test_sixteen_bits_keep_masters_in_32_and_reduce_in_16() -> None:
+    precision = made(bf16={"enabled": True}).setup.precision
+    assert (precision.compute, precision.reduce, precision.master) == (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+def test_a_file_may_have_comments(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, // all ranks\n "zero_optimization": {"stage": 2}}')
+    assert read(path, 2, CPU).micro_batch == 4
+
+
+@pytest.mark.parametrize(
+    ("document", "word"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimization"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "8 bits"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        ({"managed_gradient_accumulation": False}, "set_gradient_accumulation_boundary"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),
+        ({"train_batch_size": 9}, "train_batch_size"),
+        ({"scheduler": {"type": "Warmup"}}, "WarmupLR"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme_path"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_key(document: dict[str, Any], word: str) -> None:
+    with pytest.raises(BadInput, match=word):
+        made(**document)
+
+
+def test_all_reasons_come_at_once() -> None:
+    with pytest.raises(BadInput, match=r"zero_optimisation: .*; managed_gradient_accumulation"):
+        made(zero_optimisation={}, managed_gradient_accumulation=False)
+
+
+def test_notes_say_what_has_no_effect_and_nothing_else() -> None:
+    quiet: dict[str, Any] = {"stage": 2, "overlap_comm": None, "contiguous_gradients": True, "cpu_offload": False}
+    assert (
+        made(gradient_clipping=1, zero_optimization=quiet, steps_per_print=10, wall_clock_breakdown=False).notes == ()
+    )
+    notes = made(zero_optimization={"stage": 2, "reduce_bucket_size": 5}, prescale_gradients=True).notes
+    assert any("prescale_gradients" in note for note in notes)
+    assert any("reduce_bucket_size" in note and "without effect" in note for note in notes)
+
+
+def test_optimizers_have_deepspeeds_defaults() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    assert build_optimizer("AdamW", {"lr": 0.1}, parameters).defaults["weight_decay"] == 0.0
+    assert build_optimizer("AdamW", {"torch_adam": True}, parameters).defaults["weight_decay"] == 0.01
+
+
+def test_param_groups_keep_their_own_and_lose_what_is_frozen() -> None:
+    frozen, kept = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
+    groups = [{"params": [frozen, kept], "weight_decay": 0.5}, {"params": [frozen]}]
+    optimizer = build_optimizer("AdamW", {"lr": 0.1}, groups)
+    assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "word"),
+    [
+        ("Lamb", {}, "each element"),
+        ("AdamW", {"bias_correction": False}, "bias_correction"),
+        ("SGD", {"betas": [0.9, 0.99]}, "do not suit SGD"),
+    ],
+)
+def test_optimizers_that_cannot_run_are_refused(name: str, params: dict[str, Any], word: str) -> None:
+    with pytest.raises(BadInput, match=word):
+        build_optimizer(name, params, [nn.Parameter(torch.ones(2))])
+
+
+def test_what_the_door_has_not_can_be_named_and_not_used() -> None:
+    layer = deepspeed.moe.layer.MoE
+    assert not isinstance(3, layer)
+    with pytest.raises(BadInput, match="mixtures of experts"):
+        layer(hidden_size=4)
+    with pytest.raises(BadInput, match="pipeline"):
+        type("Piped", *_bases(deepspeed.PipelineModule))
+
+
+def _bases(base: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    class Piped(base):  # type: ignore[misc]
+        pass
+
+    return (Piped,), {}
+
+
+def test_arguments_of_the_parser() -> None:
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    arguments = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"])
+    assert (arguments.deepspeed, arguments.deepspeed_config) == (True, "x.json")
+
+
+def test_ranks_of_another_launcher_are_never_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match=r"SLURM_NTASKS says 2 ranks.*MASTER_ADDR"):
+        deepspeed.init_distributed()
+
+
+def test_terrazzo_has_initialize() -> None:
+    assert tz.initialize is deepspeed.initialize
+
+
+def test_the_examples_json_is_one() -> None:
+    path = Path(__file__).parents[2] / "examples" / "integrations" / "deepspeed.json"
+    assert read(path, 2, CPU).notes == ()
+    assert json.loads(path.read_text())["zero_optimization"]["stage"] == 3

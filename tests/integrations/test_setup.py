@@ -1,0 +1,194 @@
+"""From descriptions to what `tz.shard` takes, without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from terrazzo.dialects.description import LOADED, Description, Extra, Setting, build
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.registry import NAMES, dialect
+from terrazzo.engine import LossScaling, Plan
+from terrazzo.errors import BadInput, Misuse
+from terrazzo.integrations.setup import ActivationCheckpointing, Setup, setup_for
+from tests.helpers.fake import fake_group
+
+CPU = torch.device("cpu")
+
+
+def described(*extras: Extra, **given: Any) -> Description:
+    """A description of settings whose paths are written `section__name`."""
+    return build("test", {path.replace("__", "."): Setting(value) for path, value in given.items()}, extras)
+
+
+def made(*extras: Extra, **given: Any) -> Setup:
+    return setup_for(described(*extras, **given), CPU)
+
+
+def of_row(name: str) -> dict[str, Any]:
+    return {f"sharding__{state}": str(place) for state, place in Plan.named(name).places().items()}
+
+
+def test_a_silent_description_gets_the_defaults() -> None:
+    setup = made()
+    assert setup.plan.name == "zero3"
+    assert {setup.precision.weight, setup.precision.reduce, setup.precision.moments} == {torch.float32}
+    assert (setup.mesh, setup.units, setup.clip, setup.accumulation, setup.compile) == (None, None, None, 1, False)
+
+
+@pytest.mark.parametrize("row", ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hpz"])
+def test_rows_keep_their_places(row: str) -> None:
+    assert made(**of_row(row)).plan.places() == Plan.named(row).places()
+
+
+def test_tiers_go_into_the_plan_and_their_ways_into_offload() -> None:
+    setup = made(
+        **of_row("zero3"), offload__optim="nvme", offload__grad="cpu", offload__path=("/a",), offload__block_bytes=2**20
+    )
+    assert (setup.plan.optim.tier, setup.plan.grad.tier, setup.plan.weight.tier) == ("nvme", "cpu", "device")
+    assert (setup.offload.path, setup.offload.block_mib, setup.offload.step) == (("/a",), 1.0, "overlapped")
+
+
+def test_precision_is_taken_dtype_by_dtype() -> None:
+    precision = made(precision__weight="bf16", precision__compute="bf16", precision__reduce="bf16").precision
+    assert (precision.weight, precision.compute, precision.reduce) == (torch.bfloat16,) * 3
+    assert (precision.master, precision.accumulate, precision.moments) == (torch.float32,) * 3
+
+
+def test_loaded_dtypes_are_the_models() -> None:
+    description = described(precision__weight=LOADED, precision__master=LOADED)
+    assert setup_for(description, CPU, torch.bfloat16).precision.master is torch.bfloat16
+    with pytest.raises(Misuse, match="loaded="):
+        setup_for(description, CPU)
+
+
+def test_autocast_leaves_weights_as_they_are() -> None:
+    setup = made(precision__autocast=True, precision__compute="bf16", precision__weight="fp32")
+    assert setup.autocast is torch.bfloat16
+    assert setup.precision.compute is torch.float32
+
+
+def test_a_fixed_loss_scale_never_moves() -> None:
+    scaling = made(precision__static_loss_scale=128, precision__compute="fp16").precision.loss_scaling
+    assert scaling is not None
+    assert (scaling.init, min(scaling.interval, scaling.hysteresis) > 10**9) == (128, True)
+
+
+def test_dynamic_loss_scaling_is_passed_on() -> None:
+    assert made(precision__loss_scaling=LossScaling(init=4.0)).precision.loss_scaling == LossScaling(init=4.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "units"),
+    [
+        ({"units__policy": "classes", "units__classes": ("Block",)}, ("Block",)),
+        ({"units__policy": "none"}, ()),
+        ({"units__policy": "auto"}, None),
+        ({"units__policy": "min_numel", "units__min_numel": 10}, None),
+    ],
+)
+def test_units(given: dict[str, Any], units: tuple[str, ...] | None) -> None:
+    assert made(**given).units == units
+
+
+def test_the_larger_prefetch_counts() -> None:
+    assert made(prefetch__forward=0, prefetch__backward=2).prefetch == 2
+    assert made(prefetch__forward=0).prefetch == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, {"dp_shard": 8}),
+        ({"mesh__dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 4}),
+        (
+            {"mesh__dp_replicate": None, "mesh__dp_shard": 2, **of_row("hybrid_shard")},
+            {"dp_replicate": 4, "dp_shard": 2},
+        ),
+        ({"mesh__dp_replicate": None, "mesh__dp_shard": 8, **of_row("hpz")}, {"dp_replicate": 1, "dp_shard": 8}),
+    ],
+)
+def test_the_mesh_is_over_all_ranks(given: dict[str, Any], sizes: dict[str, int]) -> None:
+    with fake_group(8):
+        mesh = made(**given).mesh
+        assert mesh is not None
+        assert dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"mesh__world": 4}, "says 4 ranks; 8 are running"),
+        ({"mesh__dp_shard": 3}, "do not make up the 8 ranks"),
+        ({"mesh__dp_replicate": None, **of_row("hybrid_shard")}, "how many nodes"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(given: dict[str, Any], word: str) -> None:
+    with fake_group(8), pytest.raises(BadInput, match=word):
+        made(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        *(({f"mesh__{axis}": 2}, f"mesh.{axis} asks for") for axis in ("tp", "cp", "sp", "ep", "pp")),
+        ({"precision__compute": "fp8"}, "fp8"),
+        ({"precision__autocast": True, "precision__compute": "fp16"}, "autocast to bf16"),
+        ({"precision__static_loss_scale": 100}, "powers of two"),
+        ({"units__ignored": ("head",)}, "every parameter"),
+        ({"offload__optim": "nvme"}, "no folder"),
+        ({"activation_checkpointing__offload": True}, "turn that on"),
+        ({"activation_checkpointing__mode": "some"}, "use full or selective"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(given: dict[str, Any], word: str) -> None:
+    with pytest.raises(BadInput, match=word):
+        made(**given)
+
+
+def test_extras_that_change_the_numbers_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"quantized.*in int8"):
+        made(Extra("quantized", True, "weights are gathered in int8", refused=True))
+    assert made(Extra("steps_per_print", 10, harmless=True)).plan.name == "zero3"
+
+
+def test_activation_checkpointing() -> None:
+    assert made(
+        activation_checkpointing__mode="every", activation_checkpointing__every=2
+    ).activation_checkpointing == ActivationCheckpointing("full", 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_dialects_empty_document_is_a_setup(name: str) -> None:
+    description = dialect(name).read({}, Context(load_dtype="fp32")).description
+    assert setup_for(description, CPU, torch.float32).accumulation >= 1
+
+
+def test_shard_checkpoints_activations_first() -> None:
+    runs: list[int] = []
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            return torch.relu(self.linear(x))
+
+    with fake_group(1):
+        model = nn.Sequential(Block(), Block())
+        setup = made(activation_checkpointing__mode="full", units__policy="classes", units__classes=("Block",))
+        model, optimizer = setup.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert len(runs) == 4  # two in forward, two again in backward
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_gathered_weights_come_in_the_dtype_of_autocast(compute: str) -> None:
+    setup = made(**of_row("zero3"), precision__autocast=True, precision__compute=compute, precision__weight="fp32")
+    assert setup.autocast is setup.precision.compute is {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]
