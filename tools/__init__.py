@@ -1,0 +1,1 @@
+"""Tools of the project: pages made from code, and the check of its structure."""
