@@ -387,7 +387,12 @@ def test_the_summary_tells_bytes_by_tier_and_rates(tmp_path: Path, capsys: pytes
     out = capsys.readouterr().out
     for line in summary_lines(said):
         assert line in out
-    for words in ("host memory: promised", "swap files: promised", "of this rank: read", "optimizer step on the CPU:"):
+    for words in (
+        "host memory: promised",
+        "swap files, of this rank: promised",
+        "of this rank: read",
+        "optimizer step on the CPU:",
+    ):
         assert words in out
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in steps if line["kind"] == "train"][-1]
