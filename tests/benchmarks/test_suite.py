@@ -91,15 +91,15 @@ def test_every_case_describes_itself(case: str) -> None:
 
 @pytest.mark.processes
 def test_plans_and_peers_take_turns_and_train_the_same() -> None:
-    outcomes = take_turns("tiny", ["alone", "ddp", "fsdp2", "terrazzo-zero3"], EFFORT)
-    assert [len(outcome.losses()) for outcome in outcomes] == [4] * 4
+    outcomes = take_turns("tiny", ["alone", "fsdp2", "terrazzo-zero3"], EFFORT)
+    assert [len(outcome.losses()) for outcome in outcomes] == [4] * 3
     assert disagreements(outcomes, 1e-5) == []
     assert all(0 < o.training_peak_bytes < 100e6 and min(o.round_s()) > 0 for o in outcomes)
     assert all(outcome.startup_s > 0 for outcome in outcomes)
     assert outcomes[0].wire_s_per_byte is not None
     # Two thirds of its weights are gathered twice and all gradients reduced once, half of each by a rank.
     numel = sum(p.numel() for p in CASES["tiny"].model("meta").parameters())
-    assert 1.4 * numel * 4 < outcomes[3].sent_bytes < 1.6 * numel * 4
+    assert 1.4 * numel * 4 < outcomes[-1].sent_bytes < 1.6 * numel * 4
 
 
 def test_the_committed_report_and_readme_are_made_from_the_record() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ def _classes() -> tuple[Any, Any]:
     return accelerate.Accelerator, Accelerator
 
 
-def _distances(accumulation: int, clip: float | None) -> dict[str, float]:
+def _distances(accumulation: int, clip: float | None, plans: Sequence[str] = PLANS) -> dict[str, float]:
     theirs, ours = _classes()
     reference = train(theirs, clip, gradient_accumulation_steps=accumulation)
     found = {}
-    for plan in PLANS:
+    for plan in plans:
         result = train(ours, clip, gradient_accumulation_steps=accumulation, plan=plan)
         found[plan] = distance(reference, result) if result[1] else 0.0  # rank 0 has the weights
     return found
@@ -48,7 +49,9 @@ def test_accumulation_trains_as_ddp(two_processes: Pool) -> None:
 
 
 def test_clipping_trains_as_ddp(two_processes: Pool) -> None:
-    assert max(two_processes.run(_distances, 4, 0.5)[0].values()) < 1e-6  # the norm is summed in another order
+    assert (
+        max(two_processes.run(_distances, 4, 0.5, ("zero1", "zero3"))[0].values()) < 1e-6
+    )  # the norm is summed in another order
 
 
 def _autocast_and_split_batches() -> list[float]:

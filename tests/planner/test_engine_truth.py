@@ -209,7 +209,7 @@ def check_traffic(
 @pytest.mark.parametrize(("name", "precision"), [*EVERY_PRECISION, ("gpt2", "bf16"), ("mixture", "bf16")])
 def test_traffic_is_exact(name: str, precision: str) -> None:
     shape = model_shape(CONFIGS[name])
-    for world in (1, 2, 8):
+    for world in (1, 8) if precision == "fp32" else (2, 8):
         for plan in whole_plans(world):
             with fake_group(world):
                 check_traffic(lambda: built(name), shape, plan, MIXED[precision], world)
