@@ -17,7 +17,7 @@ from tests.integrations.accelerating import Block, Loop, distance, fresh_state, 
 pytest.importorskip("accelerate")
 
 pytestmark = pytest.mark.processes
-PLANS = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
+PLANS = ("zero0", "zero1", "zero2", "zero3")
 
 
 def _classes() -> tuple[Any, Any]:
