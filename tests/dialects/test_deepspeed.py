@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from terrazzo.dialects.deepspeed import DeepSpeed
-from terrazzo.dialects.description import Description
+from terrazzo.dialects.description import LOADED, Description
 from terrazzo.dialects.dialect import NO_CONTEXT, Context
 from terrazzo.dialects.verdict import Verdict
 
@@ -244,3 +244,12 @@ def test_a_logarithmic_warm_up_is_not_a_linear_one() -> None:
     assert read(document).value("schedule.options") == {"warmup_type": "log"}
     document["scheduler"]["params"]["warmup_type"] = "linear"
     assert not read(document)["schedule.options"].is_set
+
+
+def test_buffers_keep_the_dtype_that_they_were_loaded_in() -> None:
+    """As in DeepSpeed 0.19.8's `_cast_module_mixed_precision`: they are cast where `buffer_dtype` is given alone."""
+    dialect = DeepSpeed()
+    for extra, wanted in (({}, LOADED), ({"data_types": {"buffer_dtype": "bf16"}}, "bf16")):
+        read = dialect.read({"bf16": {"enabled": True}, **extra}).description
+        assert read.value("precision.buffers") == wanted
+        assert dialect.read(dialect.write(read).document).description.value("precision.buffers") == wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import LOADED, Setting
 from terrazzo.dialects.reader import derived
 from terrazzo.engine import LossScaling
 
@@ -51,10 +51,11 @@ def _open(*switches: Setting[bool]) -> Settings:
 
 
 def _low(source: Source, low: str, switch: Setting[bool]) -> Settings:
-    """bf16 or fp16: weights, compute and whatever is not said otherwise in 16 bits, masters and moments in fp32."""
+    """bf16 or fp16: all but buffers in 16 bits where nothing else is said, masters and moments in fp32."""
     given: Settings = dict.fromkeys((f"precision.{name}" for name in _EVERY), Setting(low, "default"))
     given["precision.weight"] = given["precision.compute"] = Setting(low, switch.origin, switch.key)
     given |= {"precision.master": Setting("fp32", "default"), "precision.moments": Setting("fp32", "default")}
+    given["precision.buffers"] = Setting(LOADED, "default")
     masters = source.boolean(f"{low}.{low}_master_weights_and_grads", False)
     if masters.origin == "file":
         given["precision.master"] = Setting(low if masters.value else "fp32", "file", masters.key)

@@ -73,7 +73,7 @@ def _low(pen: Pen, asked: dict[str, str | None], stage: int, on_cpu: bool) -> di
     if asked["weight"] == "fp32":
         why = f"DeepSpeed rests the weights in {low} beside fp32 masters: the numbers are the same, the memory is not"
         pen.lossy("precision.weight", why, f"{low}.enabled")
-    brought = {**dict.fromkeys(_EVERY, low), "master": "fp32", "moments": "fp32"}
+    brought = {**dict.fromkeys(_EVERY, low), "master": "fp32", "moments": "fp32", "buffers": LOADED}
     _masters(pen, asked, brought, stage)
     if low == "bf16":
         _moments(pen, asked, brought, on_cpu)
