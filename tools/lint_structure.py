@@ -1,4 +1,4 @@
-"""Checks what ruff and mypy do not: the direction of imports, import cycles, and size budgets.
+"""Checks what ruff and mypy do not: directions and cycles of imports, finalizers that may wait, and size budgets.
 
     python tools/lint_structure.py src/terrazzo [more folders, for the size budgets only]
 
@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, this file has its own folder there alone
+from tools.lint_finalizers import find_waits
+
 # A subpackage may import from its own layer and the layers below. "" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "tether"),
+    ("files",),
     ("engine",),
     ("checkpoint", "dialects", "planner", "parallel", "telemetry"),
     ("",),
@@ -229,6 +233,7 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
             *check_direction(modules),
             *check_cycles(modules),
             *check_collectives(modules, root.name),
+            *(Finding(found.path, found.line, found.text) for found in find_waits(modules)),
         ]
     return findings
 

@@ -35,7 +35,7 @@ class Outcome:
             return self.memory.device_bytes
         if self.row.stage is not None and self.memory.per_stage:
             return self.memory.per_stage[self.row.stage]
-        return self.memory.expected_bytes
+        return self.memory.allocated_bytes
 
     @property
     def memory_error(self) -> float:

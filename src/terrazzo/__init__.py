@@ -7,6 +7,9 @@
 Every ZeRO stage and FSDP strategy is a row of one table; see `tz.Plan`. What a run takes is known before: `tz.plan`.
 """
 
+from terrazzo import tether  # noqa: F401  first: it notes who the parent is, before seconds of imports
+
+# isort: split
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +26,7 @@ from terrazzo.engine import (
     gathered,
     shard,
 )
-from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, SaveFailed, SwapFailed, TerrazzoError
+from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, RanksApart, SaveFailed, SwapFailed, TerrazzoError
 
 if TYPE_CHECKING:
     from terrazzo.planner.api import plan
@@ -40,6 +43,7 @@ __all__ = [
     "Place",
     "Plan",
     "Precision",
+    "RanksApart",
     "SaveFailed",
     "SwapFailed",
     "TerrazzoError",

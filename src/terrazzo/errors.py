@@ -4,6 +4,7 @@
     ├── BadInput     a plan, config, model or data set that cannot work: fix the input   (CLI exit code 2)
     │   └── Damaged  a checkpoint that is not what was written: use an older one         (CLI exit code 2)
     ├── Misuse       a correct object used at the wrong moment: fix the calling code     (CLI exit code 1)
+    │   └── RanksApart  ranks that came to one exchange with different things            (CLI exit code 1)
     ├── SaveFailed   a checkpoint could not be written; earlier ones are intact          (CLI exit code 1)
     ├── SwapFailed   a state in a swap file cannot be had any more; checkpoints are      (CLI exit code 1)
     └── Diverged     the numbers left the range that training can recover from           (CLI exit code 1)
@@ -22,6 +23,7 @@ __all__ = [
     "Damaged",
     "Diverged",
     "Misuse",
+    "RanksApart",
     "SaveFailed",
     "SwapFailed",
     "TerrazzoError",
@@ -44,6 +46,10 @@ class Damaged(BadInput):
 
 class Misuse(TerrazzoError, RuntimeError):
     """A valid object was used at a moment when it cannot answer, such as reading a sharded parameter."""
+
+
+class RanksApart(Misuse):
+    """Ranks have not run the same, and what they exchange does not belong together; nothing has been mixed up."""
 
 
 class SaveFailed(TerrazzoError, RuntimeError):

@@ -24,6 +24,10 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+import terrazzo.checkpoint.saver
+import terrazzo.engine.collectives
+import terrazzo.engine.engine
+
 DENSITY = int(os.environ.get("TERRAZZO_FAULTS", "1"))
 """How many times as many points the fault tests try as in the normal suite; 1000 tries every one."""
 
@@ -269,8 +273,19 @@ def calls_of(root: Path, work: Callable[[], object]) -> list[Call]:
 
 def in_child(work: Callable[[], object], timeout_s: float = 30.0) -> int:
     """`work` in a fork of this process; its exit status coded as by `waitpid`: 0, 1 after an error, -9 if killed."""
-    child = spawn_child(work)
-    return reap(child, timeout_s)
+
+    return reap(spawn_child(as_the_parent(work)), timeout_s)
+
+
+def as_the_parent(work: Callable[[], object]) -> Callable[[], object]:
+    """`work` of a fork that stands for this process, whose model it uses."""
+
+    def body() -> object:
+        for module in (terrazzo.checkpoint.saver, terrazzo.engine.collectives, terrazzo.engine.engine):
+            module.require_own = lambda *_: None  # type: ignore[attr-defined]
+        return work()
+
+    return body
 
 
 def spawn_child(work: Callable[[], object]) -> int:

@@ -218,7 +218,7 @@ def test_random_kills_of_a_loop_that_saves_and_prunes(root: Path) -> None:
                     checkpoint.save(step_path(root, step), model, optimizer, {"step": step})
                     checkpoint.prune(root, keep_last=2)
 
-            child = faults.spawn_child(loop)
+            child = faults.spawn_child(faults.as_the_parent(loop))
             time.sleep(chance.uniform(0.01, 0.08))
             os.kill(child, signal.SIGKILL)
             assert faults.reap(child) == -signal.SIGKILL

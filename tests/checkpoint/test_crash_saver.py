@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,7 +24,9 @@ import torch.distributed as dist
 from terrazzo import checkpoint
 from terrazzo.checkpoint import saver as saver_module
 from terrazzo.checkpoint import step_path, writer
+from terrazzo.checkpoint.local import LocalDraft
 from terrazzo.errors import SaveFailed
+from terrazzo.tether import tie
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Tap, calls_of, hidden, sampled
 from tests.checkpoint.subject import Witness, build, fast_folder, put, save
@@ -46,18 +49,23 @@ class ForkedWriter:
     def __init__(self, root: Path, fault: faults.Fault, command: list[str]) -> None:
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
         self.returncode: int | None = None
+        staging = int(command[-2])
+        passed = os.dup(staging)  # as pass_fds does: a fork closes what its parent's Saver has
 
         def work() -> None:
+            os.dup2(passed, staging)
             os.close(ours_out)
             os.close(ours_in)
             sys.stdin, sys.stdout = os.fdopen(theirs_in), os.fdopen(theirs_out, "w")
+            tie(int(command[command.index("-m") - 1]))
             with Tap(root, fault):
-                writer.main(int(command[-2]), int(command[-1]))
+                writer.main(int(command[-2]), float(command[-1]))
 
         self.pid = faults.spawn_child(work)
+        os.close(passed)
         os.close(theirs_in)
         os.close(theirs_out)
-        self.stdin, self.stdout = os.fdopen(ours_out, "w"), os.fdopen(ours_in)
+        self.stdin, self.stdout = os.fdopen(ours_out, "wb", 0), os.fdopen(ours_in, "rb", 0)
 
     def poll(self) -> int | None:
         if self.returncode is None and os.waitpid(self.pid, os.WNOHANG)[0]:
@@ -247,6 +255,79 @@ def hears_of_it(rank: int, saver: checkpoint.Saver) -> None:
 def says_failed(rank: int, saver: checkpoint.Saver) -> None:
     with pytest.raises(SaveFailed, match=r"rank 1|killed by signal 9"):
         saver.wait()
+
+
+def gives_up(rank: int, saver: checkpoint.Saver, folder: Path, forked: Forked) -> None:
+    """Of a save whose second rank's writer stands still, each rank says the same; the next save is as ever."""
+    patience_s, saver._patience_s = saver._patience_s, 1.0
+    began = time.monotonic()
+    with pytest.raises(SaveFailed, match=r"the part of rank 1, made no progress for 1 s.*launch\.timeout_s") as failed:
+        saver.wait()
+    assert time.monotonic() - began < 10
+    assert str(folder / "step-00000002") in str(failed.value)
+    assert checkpoint.complete_checkpoints(folder) == [step_path(folder, 1)]
+    saver._patience_s = patience_s
+    forked(faults.harmless)
+    saver.save(step_path(folder, 2), {"step": 2})
+    saver.wait()
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_one_of_two_writers_stands_still(root: Path, forked: Forked, number: int) -> None:
+    run_in_threads(2, lambda rank: save(root, 1))
+    stopped = faults.killed_after(number, signal.SIGSTOP)
+    assert ends_of_two(root, forked, stopped, lambda rank, saver: gives_up(rank, saver, root, forked)) == [0, 0]
+    assert run_in_threads(2, lambda rank: Witness(root, range(1, 4)).sees()) == [[1, 2]] * 2
+    assert hidden(root) == []
+
+
+def stops_at_the_end(call: faults.Call, real: faults.Real) -> Any:
+    done = real()
+    if call.name == "rename" and call.target.endswith("step-00000002"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return done
+
+
+def test_a_writer_that_stands_still_after_the_commit_has_saved(root: Path, forked: Forked) -> None:
+    def body(rank: int) -> None:
+        witness = Witness(root, range(1, 4))
+        forked(stops_at_the_end)
+        model, optimizer = build(2)
+        saver = checkpoint.Saver(model, optimizer, patience_s=1.0)
+        saver.save(step_path(root, 2), {"step": 2})
+        saver.close()
+        assert witness.sees() == [2]
+
+    run_in_threads(1, body)
+
+
+def test_a_file_system_that_does_not_answer(root: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(saver_module, "_BRIEF_S", 0.2)
+    abandon = LocalDraft.abandon
+    monkeypatch.setattr(LocalDraft, "abandon", lambda draft: (answers.wait(), abandon(draft)))
+
+    def body(rank: int) -> None:
+        witness = Witness(root, range(1, 4))
+        save(root, 1)
+        forked(faults.paused_after({3}, lambda: time.sleep(SLOW_S)))
+        model, optimizer = build(3)
+        saver = checkpoint.Saver(model, optimizer, patience_s=1.0)
+        saver.save(step_path(root, 2), {"step": 2})
+        with pytest.raises(SaveFailed, match="no progress for 1 s"):
+            saver.wait()
+        forked(faults.harmless)
+        for _ in range(2):
+            with pytest.raises(SaveFailed, match=r"still waiting for the file system.*another checkpoint folder"):
+                saver.save(step_path(root, 3), {"step": 3})
+        answers.set()
+        time.sleep(0.5)
+        saver.save(step_path(root, 3), {"step": 3})
+        saver.close()
+        assert witness.sees() == [1, 3]
+        assert hidden(root) == []
+
+    run_in_threads(1, body)
 
 
 def dies_alone(rank: int, saver: checkpoint.Saver) -> None:

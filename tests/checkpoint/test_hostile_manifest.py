@@ -12,6 +12,8 @@ import io
 import json
 import os
 import pickle
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ import pytest
 import torch
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint import step_path
+from terrazzo.checkpoint import open_source, step_path
+from terrazzo.checkpoint.manifest import parse_manifest
 from terrazzo.checkpoint.shard import digest
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint.forgery import (
@@ -56,6 +59,42 @@ MOMENTS = ("tensors", "linear.weight", "states")
 
 def test_the_good_one_is_taken(saved: Path) -> None:
     one_rank(saved, lambda target: target.takes(target.changed(lambda manifest: None), "as it was"))
+
+
+MANY = 400_000
+
+
+def _keys(item: str) -> str:
+    return ", ".join(f'"number {n:010}": {item}' for n in range(MANY))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + "[]," * MANY + "0]", '{"files": [' + "[]," * MANY + "0]}", '{"files": [' + "1," * 3 * MANY + "0]}",
+        '{"tensors": {"a": {"shape": [], "states": {"w": {"ranges": [' + "{}," * MANY + "{}]}}}}}",
+        "{" + _keys("0") + "}", '{"tensors": {' + _keys("0") + "}}", '{"aliases": {' + _keys("0.5") + "}}",
+        '{"tensors": {"a": {"shape": [' + '"sixteen letters",' * MANY + "0]}}}",
+        "[" * MANY, '{"a":' * MANY,
+    ],
+    ids=["lists", "no files", "numbers", "no ranges", "keys", "no tensors", "no aliases", "shape", "deep", "deeper"],
+)  # fmt: skip
+def test_manifests_of_many_small_things_take_neither_time_nor_memory(text: str) -> None:
+    """Each small thing was an error, described at length: a second for 60 kB."""
+    before = time.process_time()
+    with little_memory(), pytest.raises(Damaged):
+        parse_manifest(text.encode(), "manifest.json")
+    assert time.process_time() - before < 5
+
+
+def test_a_manifest_larger_than_any_is_not_read(saved: Path) -> None:
+    folder = saved.parent / "large"
+    folder.mkdir()
+    (folder / "manifest.json").touch()
+    os.truncate(folder / "manifest.json", 900_000_000)
+    with little_memory(), pytest.raises(Damaged, match="has 900000000 bytes, more than the"):
+        open_source(folder)
+    shutil.rmtree(folder)
 
 
 def test_names_that_leave_the_folder(saved: Path) -> None:

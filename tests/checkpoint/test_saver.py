@@ -76,10 +76,13 @@ def fail_on_the_second_rank(folder: str) -> list[str]:
     saver = checkpoint.Saver(model, optimizer)
     saver.save(f"{folder}/step-00000001", {"step": 1})
     saver.wait()
+    writer = saver._writer._process.pid
     if rank == 1:
-        os.kill(saver._writer._process.pid, signal.SIGKILL)
+        os.kill(writer, signal.SIGSTOP)  # there when the save begins, and at nothing
     said = []
     saver.save(f"{folder}/step-00000002", {"step": 2})
+    if rank == 1:
+        os.kill(writer, signal.SIGKILL)
     for act in (lambda: saver.save(f"{folder}/step-00000003", {"step": 3}), saver.close):
         try:
             act()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -61,6 +62,39 @@ def test_a_batch_that_does_not_divide_starts_no_process(tmp_path: Path) -> None:
     assert "7 / 16 = 0.4375" in done.stderr
     assert not list(tmp_path.iterdir())
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.processes
+def test_a_reader_that_leaves_ends_a_report_quietly() -> None:
+    """As `head` does. The first verb prints at its end, the second one more than a pipe holds."""
+    environment = os.environ | {"COLUMNS": "500"}
+    for arguments in (["plan", "--params", "70e9", "--world", "64"], ["plan", "--help"], ["--version"]):
+        command = [sys.executable, "-m", "terrazzo", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b""
+            assert process.wait(60) == 141
+
+
+@pytest.mark.processes
+def test_a_misspelt_key_under_torchrun_is_one_paragraph_of_one_rank(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("trian: {steps: 3}\n")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "terrazzo", "train", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+    )
+    assert done.returncode
+    assert len(re.findall(r"^\[rank \d\] .*unknown key 'trian'", done.stderr, re.MULTILINE)) == 1
+    assert done.stderr.count("unknown key 'trian'") == 2  # and in torchrun's own report
+    assert len(re.findall(r"exitcode +: 2", done.stderr)) == 1
+    assert "terrazzo/train" not in done.stderr, "no frames of ours"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,30 @@ def ds(tmp_path: Path) -> Path:
     return path
 
 
+TORCHTITAN = """\
+[job]
+dump_folder = "./outputs"
+
+[model]
+name = "llama3"
+
+[training]
+local_batch_size = 2  # per rank
+seq_len = 4096
+
+[parallelism]
+data_parallel_shard_degree = 8
+fsdp_reshard_after_forward = "never"
+"""
+
+
+@pytest.fixture
+def titan(tmp_path: Path) -> Path:
+    path = tmp_path / "llama.toml"
+    path.write_text(TORCHTITAN)
+    return path
+
+
 # -- explain -------------------------------------------------------------------------------------------------------
 
 
@@ -333,3 +357,19 @@ def test_every_verb_works_for_every_dialect(tmp_path: Path, source: str, target:
     checked = json.loads(run("check", path, "--json").stdout)
     assert (checked["dialect"], [each for each in checked["findings"] if each["level"] == "error"]) == (source, [])
     assert run("diff", path, path).exit_code == 0
+
+
+# -- TOML ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_verb_reads_the_toml_of_torchtitan(titan: Path, tmp_path: Path) -> None:
+    explained = run("explain", titan)
+    assert "torchtitan Trainer.Config" in explained.output
+    assert "shard_grad_op: weight D | between - | grad D | optim D" in explained.output
+    checked = run("check", titan)
+    assert "job" in checked.output
+    assert "gone with the command line" in " ".join(checked.output.split())
+    out = tmp_path / "own.yaml"
+    run("convert", titan, "--to", "terrazzo", "--out", out, "--partial")
+    assert yaml.safe_load(out.read_text())["plan"]["name"] == "shard_grad_op"
+    assert run("diff", titan, titan).exit_code == 0

@@ -117,12 +117,22 @@ FULL = ["--seq", "4096", "--micro-batch", "2", "--strategy", "zero3", "--ac", "s
 MESH = ["--tp", "2", "--pp", "2", "--cp", "2", "--compile"]
 
 
+def test_expected_is_one_number_in_words_in_json_and_in_python() -> None:
+    """It is all that the device will hold, which is what is held against its capacity."""
+    found = answer(*EIGHT, "--strategy", "zero3", "--seq", "2048")
+    text = run(*EIGHT, "--strategy", "zero3", "--seq", "2048").output
+    memory = found["memory"]
+    assert f"{memory['expected_gib']:.1f} GiB of {memory['capacity_gib']:.1f} GiB expected" in text
+    assert memory["expected_gib"] == memory["device_gib"] > memory["allocated_gib"]
+    assert found["fits"] is (memory["expected_gib"] <= memory["capacity_gib"])
+
+
 def test_one_plan_has_every_key_of_the_contract() -> None:
     found = answer("--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "16", *FULL, *MESH)
     Report.model_validate(found)
     memory, time = found["memory"], found["time"]
-    assert 0 < memory["expected_gib"] < memory["upper_gib"]
-    assert sum(memory["terms"].values()) == pytest.approx(memory["expected_gib"])
+    assert 0 < memory["allocated_gib"] < memory["expected_gib"] < memory["upper_gib"]
+    assert sum(memory["terms"].values()) == pytest.approx(memory["allocated_gib"])
     assert found["fits"] is True
     assert "stage" in found["limiting_rank"]
     assert sum(time["terms"].values()) == pytest.approx(time["step_s"])
@@ -158,7 +168,7 @@ def test_without_a_strategy_the_best_is_described_and_the_others_are_listed() ->
 def test_a_plan_that_does_not_fit_is_an_answer() -> None:
     found = answer("--model", "llama3-70b", "--gpu", "h100-sxm", "--gpus", "8", "--strategy", "zero1")
     assert found["fits"] is False
-    assert found["memory"]["expected_gib"] > 130  # 70.6e9 bf16 weights alone are 131
+    assert found["memory"]["allocated_gib"] > 130  # 70.6e9 bf16 weights alone are 131
 
 
 def test_where_nothing_fits_the_nearest_is_described() -> None:
@@ -221,7 +231,7 @@ def test_the_host_and_its_disks_count() -> None:
 
 def test_a_fused_loss_needs_less_than_a_full_one() -> None:
     arguments = [*EIGHT, "--strategy", "zero3", "--ac", "full", "--seq", "8192", "--loss"]
-    needed = {loss: answer(*arguments, loss)["memory"]["expected_gib"] for loss in ("full", "fused", "chunked")}
+    needed = {loss: answer(*arguments, loss)["memory"]["allocated_gib"] for loss in ("full", "fused", "chunked")}
     logits = 8192 * 128256 / 2**30
     assert needed["full"] - needed["fused"] > 2 * logits  # 12 bytes of each against 6, unless then another moment peaks
     assert needed["chunked"] <= needed["fused"]

@@ -13,6 +13,7 @@ from terrazzo.dialects.accelerate import Accelerate
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import NO_CONTEXT, Context
 from terrazzo.dialects.verdict import Verdict
+from tests.dialects.peers import assert_lossless, converted, described
 from tests.helpers.launched import launched, plugin
 
 DIALECT = Accelerate()
@@ -129,6 +130,21 @@ def test_the_mesh_of_version_2_makes_replicas() -> None:
     assert read(fsdp(reshard_after_forward=False) | sizes(dp_replicate=2, dp_shard=4)).row == "hybrid_shard_zero2"
     assert values(read(fsdp() | sizes(dp_shard=2, tp=4)), "mesh", "dp_shard", "tp", "cp") == [2, 4, 1]
     assert read(fsdp())["mesh.dp_shard"].value is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "row"), [("HYBRID_SHARD", "zero3"), (4, "zero3"), ("HYBRID_SHARD_ZERO2", "shard_grad_op")]
+)
+def test_hybrid_sharding_on_a_single_node_is_full_sharding(strategy: str | int, row: str) -> None:
+    document = fsdp(1, sharding_strategy=strategy)
+    assert read(document).row == row
+    assert verdict(document, "fsdp_config.fsdp_sharding_strategy").kind == "renamed"
+    assert read({**document, "num_machines": 2}).row == f"hybrid_shard{'_zero2' * (row == 'shard_grad_op')}"
+    assert described("accelerate", document).value("mesh.dp_replicate") == 1
+    assert assert_lossless("accelerate", document)["fsdp_config"]["fsdp_sharding_strategy"] == strategy
+    conversion = converted("accelerate", "terrazzo", document)
+    assert conversion.document["plan"]["name"] == row
+    assert "refused" not in {each.kind for each in conversion.verdicts}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import LOADED, Description
 from terrazzo.dialects.dialect import NO_CONTEXT, Context
 from terrazzo.dialects.verdict import Verdict
+from tests.dialects.peers import assert_lossless
 
 DIALECT = DeepSpeed()
 SIZE = {"train_micro_batch_size_per_gpu": 1}
@@ -60,6 +61,13 @@ def test_hpz_is_a_row_of_two_axes() -> None:
     assert findings(zero(2, zero_hpz_partition_size=8) | SIZE)["zero_optimization.zero_hpz_partition_size"] == "warning"
     key = "zero_optimization.zero_hpz_partition_size"
     assert findings(document | SIZE, Context(world=12))[key] == "error"
+
+
+@pytest.mark.parametrize("key", ["zero_hpz_partition_size", "mics_shard_size"])
+def test_one_group_of_all_ranks_is_stage_3(key: str) -> None:
+    document = zero(3, **{key: 8}) | SIZE
+    assert read(document, Context(world=8)).row == "zero3"
+    assert assert_lossless("deepspeed", document, world=8)["zero_optimization"][key] == 8
 
 
 def test_mics_is_still_understood() -> None:

@@ -83,6 +83,20 @@ HOSTILE: dict[str, tuple[Format, str, str]] = {
     "a list": ("yaml", "- a", "holds a list, expected keys"),
     "a word": ("yaml", "hello", "holds a str, expected keys"),
     "empty": ("yaml", "# nothing\n", "is empty"),
+    "empty TOML": ("toml", "# nothing\n", "is empty"),
+    "no TOML": ("toml", "a: 1", "not valid TOML"),
+    "nan in TOML": ("toml", "a = nan", "not a number that a setting"),
+    "infinity in TOML": ("toml", "a.b = [1, -inf]", "a.b is -inf"),
+    "key twice in TOML": ("toml", "a = 1\na = 2", "Cannot overwrite"),
+    "deep lists in TOML": ("toml", "a = " + "[" * HALF, f"more than {MAX_DEPTH} deep"),
+    "deep tables in TOML": ("toml", "a = " + "{a=" * (HALF // 3), f"more than {MAX_DEPTH} deep"),
+    "a deep section in TOML": ("toml", "[" + "a." * (HALF // 2) + "a]\n" + "b=1\n" * 9, f"more than {MAX_DEPTH} deep"),
+    "a deep name in TOML": ("toml", "a." * HALF + "a = 1", f"more than {MAX_DEPTH} deep"),
+    "a deep name in a table in TOML": ("toml", "x={" + "a." * HALF + "a=1}", f"more than {MAX_DEPTH} deep"),
+    "many values in TOML": ("toml", "a=[" + "1," * HALF + "]", "more than 20,000 values"),
+    "many tables in TOML": ("toml", "[[a]]\n" * 100_000, "more than 20,000 values"),
+    "a long number in TOML": ("toml", "a = " + "9" * HALF, "cannot be read"),
+    "a string that does not end in TOML": ("toml", 'a = "' + '\\"' * HALF, "not valid TOML"),
     "empty JSON": ("json", "", "not valid JSON"),
 }
 
@@ -97,6 +111,16 @@ def test_hostile_text_is_refused_at_once(name: str) -> None:
     assert why in str(caught.value)
     assert "it.yaml" in str(caught.value)
     assert len(str(caught.value)) < 500  # never the file itself
+
+
+def test_toml_is_plain_data(tmp_path: Path) -> None:
+    path = tmp_path / "a.TOML"
+    floats = ", ".join(["1.5"] * 60)
+    path.write_text(f"[a]\r\nb.c = [{floats}]  # [[[\r\nd = 2026-01-31\n'e.f' = '{'[' * 99}'\n[[g]]\nh = 1e-3\n")
+    loaded = load(path)
+    assert loaded.format == "toml"
+    assert loaded.document["a"] == {"b": {"c": [1.5] * 60}, "d": "2026-01-31", "e.f": "[" * 99}
+    assert loaded.document["g"] == [{"h": 1e-3}]
 
 
 def test_what_could_call_calls_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,7 +164,7 @@ def test_large_files_are_refused_unread(tmp_path: Path, size_bytes: int) -> None
     with path.open("wb") as file:
         file.truncate(size_bytes)
     start = time.perf_counter()
-    with pytest.raises(BadInput, match=f"{size_bytes:,} bytes; no configuration is more than"):
+    with pytest.raises(BadInput, match=f"{size_bytes:,} bytes; no file of this kind is more than"):
         load(path)
     assert time.perf_counter() - start < LIMIT_S
 

@@ -66,6 +66,26 @@ def test_strategies_are_rows(name: str) -> None:
     assert set(rows) == set(ShardingStrategy.__members__)
 
 
+@pytest.mark.parametrize(
+    ("name", "flat", "row"),
+    [("HYBRID_SHARD", "FULL_SHARD", "zero3"), ("_HYBRID_SHARD_ZERO2", "SHARD_GRAD_OP", "shard_grad_op")],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_single_node_is_full_sharding(name: str, flat: str, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP1 makes one group of all ranks of the node, and groups of one rank between nodes."""
+    document = {"sharding_strategy": name, "auto_wrap_policy": ["Block"], "device_mesh": [1, 8]}
+    assert (described("fsdp1", document).row, verdicts("fsdp1", document)["sharding_strategy"].kind) == (row, "renamed")
+    monkeypatch.setattr(torch.cpu, "device_count", lambda: 8)
+    policy = as_torch({"auto_wrap_policy": ["Block"]})
+    with fake_group(8):
+        cpu = torch.device("cpu")
+        hybrid = FullyShardedDataParallel(model(), device_id=cpu, sharding_strategy=ShardingStrategy[name], **policy)
+        full = FullyShardedDataParallel(model(), device_id=cpu, sharding_strategy=ShardingStrategy[flat], **policy)
+        assert (hybrid.process_group.size(), hybrid._inter_node_pg.size()) == (8, 1)
+        shapes = [[parameter.shape for parameter in wrapped.parameters()] for wrapped in (hybrid, full)]
+        assert shapes[0] == shapes[1]
+
+
 def test_defaults_are_torchs() -> None:
     description = described("fsdp1", {})
     signature = inspect.signature(FullyShardedDataParallel.__init__).parameters

@@ -102,6 +102,7 @@ OTHER: dict[str, Any] = {
     "train.eval_every": 5,
     "train.eval_batches": 2,
     "train.sample_every": 4,
+    "train.check_replicas_every": 6,
     "train.sample_tokens": 0,
     "train.sample_prompt": "x",
     "train.activation_checkpointing": "every_3",

@@ -242,6 +242,8 @@ def test_lightning_replicates_over_nodes() -> None:
     }
     found = described("lightning", {"strategy": strategy, "devices": 8, "num_nodes": 2})
     assert (found.value("mesh.dp_replicate"), found.value("mesh.dp_shard")) == (2, 8)
+    alone = described("lightning", {"strategy": strategy, "devices": 8, "num_nodes": 1})
+    assert (found.row, alone.row, alone.value("mesh.dp_shard")) == ("hybrid_shard", "zero3", 8)
 
 
 # Without tensor parallelism its ranks are data ranks: a size that was right before would make the mesh too small.

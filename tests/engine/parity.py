@@ -22,8 +22,8 @@ from tests.helpers.threads import run_in_threads
 
 EACH = {  # axes that a micro-batch's gradient is reduced over when it is not added up locally: the plan's `grad` place
     **dict.fromkeys(("zero0", "zero1"), ""),
-    **dict.fromkeys(("zero2", "zero3", "shard_grad_op"), "SR"),
-    **dict.fromkeys(("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz"), "S"),
+    **dict.fromkeys(("zero2", "zero3", "shard_grad_op", "hpz"), "SR"),
+    **dict.fromkeys(("hybrid_shard", "hybrid_shard_zero2", "hfsdp"), "S"),
 }
 CUSTOM = tz.Plan(weight="S", between="-", grad="-", optim="S,R", name="weights-inside-states-everywhere")
 

@@ -207,15 +207,22 @@ def test_written_values_are_kept_and_trained_on(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
-def test_without_write_changes_are_dropped_where_weights_are_split(plan: str) -> None:
+def test_without_write_changes_are_refused_where_weights_are_split(plan: str) -> None:
     base = Net()
 
-    def body(rank: int) -> dict[str, Tensor]:
-        model, _ = sharded(base, plan)
+    def write(model: nn.Module) -> None:
         with tz.gathered(model) as parameters, torch.no_grad():
             parameters["head.bias"] + 1
             if plan == "zero3":
                 parameters["head.bias"].fill_(7)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, _ = sharded(base, plan)
+        if plan == "zero3":
+            with pytest.raises(tz.Misuse, match=r"'head\.bias' written to.*write=True"):
+                write(model)
+        else:
+            write(model)
         return full_parameters(model)
 
     for found in on_ranks(2, body):

@@ -77,6 +77,22 @@ def test_evaluation_and_training_take_turns() -> None:
             train(plain, plain_optimizer, 1, 0, first=step)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_compiling_while_there_are_gradients(plan: str) -> None:
+    base = Net()
+    with fake_group(1):
+        losses = []
+        for model, optimizer in (compiled(base, plan, "aot_eager"), sharded(base, plan, 1)):
+            loss_of(model, batch(0)).backward()
+            loss_of(model, batch(1)[:, :4]).backward()
+            with torch.no_grad():
+                loss_of(model, batch(1)[:1])
+            assert model.head.weight.grad is not None
+            optimizer.step()
+            losses.append(loss_of(model, batch(2)).item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
 def _on_gloo() -> tuple[list[float], list[float], int, int]:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
@@ -165,6 +165,37 @@ def test_the_transient_peak_on_real_ranks(plan: str) -> None:
             return _peak_and_promise(*sharded(base, plan, 4, precision="bf16"), *case)
 
         assert all(peak == promise for peak, promise in on_ranks(4, body)), (micro_batches, local)
+
+
+class Adapted(nn.Module):
+    """Frozen blocks with small trainable parts: two buckets in each unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.net.requires_grad_(False)
+        for block in self.net.blocks:
+            block.extra = nn.Linear(13, 2, bias=False)
+            block.register_forward_hook(lambda module, args, output: output + module.extra(args[0]).sum(-1, True))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_frozen_weights_beside_trainable_ones_are_gathered_at_once(plan: str) -> None:
+    """Prefetched together, so that nothing of a unit is left to gather when it runs; as billed."""
+    base = Adapted()
+
+    def body(rank: int) -> tuple[int, int, set[int]]:
+        model, optimizer = sharded(base, plan, 4, units=[type(base.net.blocks[0])])
+        unit, flights = engine_of(model).units[2], set()
+        engine_of(model).units[1].module.register_forward_hook(lambda *_: flights.add(len(unit._gathering)))
+        return *_peak_and_promise(model, optimizer, 1, None), flights
+
+    for peak, promise, flights in on_ranks(4, body):
+        assert peak == promise
+        assert flights == ({0} if plan.startswith("zero") and plan != "zero3" else {2})
 
 
 def _gloo_peaks() -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,42 @@ def test_ties_buffers_and_flags_survive() -> None:
         assert torch.equal(model.norm.table, torch.linspace(0, 1, 13))
         assert all(not p.is_meta for p in model.parameters())
         assert all(not b.is_meta for b in model.buffers())
+
+
+class Table(nn.Module):
+    """No parameters; a buffer of its own, and one that it may share."""
+
+    def __init__(self, shared: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("shared", shared)
+        self.register_buffer("own", torch.zeros(3))
+
+    def reset_parameters(self) -> None:
+        self.shared.copy_(torch.arange(13.0))
+        self.own.fill_(2.0)
+
+
+def test_buffers_that_modules_share_stay_shared() -> None:
+    """One memory before, one after: with and without parameters beside them."""
+    with fake_group(2):
+        with torch.device("meta"):
+            model = MetaNet()
+            model.tables = nn.ModuleList([Table(model.norm.table), Table(model.norm.table)])
+        tz.shard(model, None, "zero3")
+        first, second = model.tables
+        assert model.norm.table is first.shared is second.shared
+        assert torch.equal(first.shared, torch.arange(13.0)) and not first.shared.is_meta
+        assert first.own is not second.own and bool((second.own == 2).all())
+
+
+def test_buffers_that_modules_share_move_to_the_device_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is not there stands for an accelerator: `to` answers with another tensor."""
+    monkeypatch.setattr(materialize, "synchronize", lambda tensors, axes: None)
+    shared = torch.arange(13.0)
+    model = nn.ModuleList([Table(shared), Table(shared)])
+    materialize.move_buffers(model, SimpleNamespace(device=torch.device("meta")))  # type: ignore[arg-type]
+    assert model[0].shared is model[1].shared
+    assert model[0].shared.is_meta and model[0].own is not model[1].own
 
 
 def test_an_optimizer_over_meta_parameters_drives_the_real_ones() -> None:

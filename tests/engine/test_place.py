@@ -38,7 +38,7 @@ ON_TWO_AXES = {
     "hybrid_shard": ((S,), (S,), (S,), (S,)),
     "hybrid_shard_zero2": ((S,), (), (S,), (S,)),
     "hfsdp": ((S,), (S,), (S,), (S, R)),
-    "hpz": ((S, R), (S,), (S,), (S, R)),
+    "hpz": ((S, R), (S,), (S, R), (S, R)),
 }
 
 
@@ -93,7 +93,7 @@ def test_a_place_is_parsed_from_its_own_text(axes: list[str], tier: str) -> None
 
 
 def test_a_plan_reads_as_its_row() -> None:
-    assert str(Plan.named("hpz")) == "hpz: weight S,R | between S | grad S | optim S,R"
+    assert str(Plan.named("hpz")) == "hpz: weight S,R | between S | grad S,R | optim S,R"
     assert str(Plan.named("zero1")) == "zero1: weight - | between - | grad - | optim D"
 
 

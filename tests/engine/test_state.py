@@ -265,6 +265,32 @@ def test_a_tied_parameter_may_come_under_either_name() -> None:
             assert bool((full_parameters(model)["embed.weight"] == 3).all())
 
 
+def test_a_module_under_two_names_takes_its_own_state_dict() -> None:
+    """Its persistent buffers come under both names, or under either."""
+
+    def model() -> nn.Module:
+        norm = nn.BatchNorm1d(13)
+        return nn.ModuleDict({"first": nn.Sequential(nn.Linear(3, 13), norm), "again": norm, "head": nn.Linear(13, 2)})
+
+    torch.manual_seed(1)
+    plain = model()
+    plain["again"].running_mean.fill_(3.0)
+    state = plain.state_dict()
+    assert {"first.1.running_mean", "again.running_mean"} <= state.keys()
+    for left_out in ("", "first.1.", "again."):
+        given = {name: value for name, value in state.items() if not left_out or not name.startswith(left_out)}
+        with fake_group(1):
+            sharded_model, _ = tz.shard(model(), None, "zero3")
+            assert tuple(sharded_model.load_state_dict(given)) == ([], [])
+            assert bool((sharded_model["first"][1].running_mean == 3).all())
+            assert_equal(full_parameters(sharded_model), dict(plain.named_parameters(remove_duplicate=False)))
+    with fake_group(1):
+        sharded_model, _ = tz.shard(model(), None, "zero3")
+        neither = {name: value for name, value in state.items() if not name.endswith("running_mean")}
+        with pytest.raises(tz.BadInput, match=r"missing \['first.1.running_mean'\]"):
+            sharded_model.load_state_dict(neither)
+
+
 def refused(state: Mapping[str, Any], *words: str, **options: Any) -> None:
     """Loading `state` raises on every rank, naming `words`, and changes nothing."""
     base = Net()

@@ -55,7 +55,7 @@ def test_the_thread_ends_with_its_worker() -> None:
 
 EXIT = """
 import threading, time
-from terrazzo.engine.worker import Worker, start_thread
+from terrazzo.engine.ending import start_thread
 
 class Model:
     def work(self):
@@ -71,10 +71,33 @@ STUCK = """
 import threading
 from terrazzo.engine.worker import Worker
 
-worker = Worker("test", meets_ranks=True)
-worker.submit(threading.Event().wait)
+came = threading.Event()
+worker = Worker("test", break_off=came.set)
+worker.submit(came.wait)
 print("exits", flush=True)
 """
+
+
+ORDER = """
+import threading
+from terrazzo.engine.ending import start_thread
+from terrazzo.engine.worker import Worker
+
+older, asked = Worker("older", threads=8), threading.Event()
+
+def work():
+    asked.wait()
+    older.submit(lambda: None).wait()
+    print("done", flush=True)
+
+start_thread("newer", work, asked.set)
+"""
+
+
+def test_exit_ends_a_thread_before_those_that_it_waits_for() -> None:
+    """As an update does that still reads from drives."""
+    ended = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
 
 
 def test_exit_waits_until_a_thread_has_freed_what_it_held() -> None:

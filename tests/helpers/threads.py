@@ -78,7 +78,7 @@ class _Ranks(Generic[T]):
             pass  # how the threaded group ends a rank whose peers have failed
         except BaseException as error:
             self.failures.append((rank, error))
-            ProcessLocalGroup.exception_handle(error)
+            _wake_others(error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -96,6 +96,15 @@ def _threaded_backend() -> Iterator[None]:
         _set_thread_isolation_mode(False)
 
 
+def _wake_others(error: BaseException) -> None:
+    """Of several ranks that fail at once, one may find the list of collectives changing under it."""
+    while True:
+        try:
+            return ProcessLocalGroup.exception_handle(error)
+        except RuntimeError:
+            time.sleep(0.001)
+
+
 def _join(threads: list[threading.Thread], timeout_s: float) -> list[int]:
     """Wait for every thread; wake those still waiting at the end, and say which they were."""
     deadline = time.monotonic() + timeout_s
@@ -103,7 +112,7 @@ def _join(threads: list[threading.Thread], timeout_s: float) -> list[int]:
         thread.join(max(0.0, deadline - time.monotonic()))
     stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if stuck:
-        ProcessLocalGroup.exception_handle(RanksStuck())
+        _wake_others(RanksStuck())
         for rank in stuck:
             threads[rank].join(5.0)
     return stuck

@@ -118,6 +118,16 @@ def test_the_mesh_is_over_all_ranks(given: dict[str, Any], sizes: dict[str, int]
         assert dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) == sizes
 
 
+@pytest.mark.parametrize("node", [8, 4])
+def test_nodes_are_replicas_where_torchrun_tells_them(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP1 splits over the devices of a node; a single node is one group."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    with fake_group(8):
+        mesh = made(mesh__dp_replicate=None, **of_row("hybrid_shard")).mesh
+        assert mesh is not None
+        assert (mesh.mesh_dim_names, mesh.shape) == (("dp_replicate", "dp_shard"), (8 // node, node))
+
+
 @pytest.mark.parametrize(
     ("given", "word"),
     [

@@ -260,7 +260,7 @@ def test_the_planner_and_the_command_answer_alike(
 def test_the_measured_offset_is_device_memory_and_not_tensors() -> None:
     plain = memory_of(SETUP)
     measured = measured_memory(plain, RECORD, SETUP)
-    assert measured.expected_bytes == plain.expected_bytes
+    assert measured.allocated_bytes == plain.allocated_bytes
     assert measured.device_bytes == plain.device_bytes + 1000
     assert measured.upper_bytes >= measured.device_bytes
 
@@ -352,7 +352,7 @@ def test_real_steps_make_predictions_that_say_so(monkeypatch: pytest.MonkeyPatch
     assert time.calibrated
     assert time.step_s == pytest.approx(record.step_s, rel=0.02)  # the steps it was made of
     assert time.step_s < twice.step_s < 2.01 * time.step_s
-    assert planned(config, 4 // 2).memory.device_bytes > planned(config, 2).memory.expected_bytes
+    assert planned(config, 4 // 2).memory.device_bytes > planned(config, 2).memory.allocated_bytes
 
 
 def test_a_configuration_that_cannot_run_is_bad_input(tmp_path: Path) -> None:

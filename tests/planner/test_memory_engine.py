@@ -150,6 +150,7 @@ def test_what_gloo_receives(ranks: int, per_node: int) -> None:
     """Blocks from ranks of the same host, whole chunks from others."""
     collectives: Any = object.__new__(GlooCollectives)
     collectives.rank, collectives.size = 0, ranks
+    collectives._columns = None
     collectives._near = dict.fromkeys(range(1, min(ranks, per_node)))
     collectives._far = list(range(min(ranks, per_node), ranks))
     host = Device("host", kind="cpu", per_node=per_node)

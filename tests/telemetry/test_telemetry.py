@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from terrazzo.telemetry import JsonLines, PeakMemory, StepMetrics, Stopwatch, TensorBoard
+from terrazzo.telemetry import Console, JsonLines, PeakMemory, StepMetrics, Stopwatch, TensorBoard
 from terrazzo.telemetry import metrics as metrics_module
 
 METRICS = StepMetrics(
@@ -63,6 +66,54 @@ def test_a_resumed_run_replaces_the_lines_it_does_again(tmp_path: Path) -> None:
     assert [(line["step"], line["loss"]) for line in lines] == [(10, 10.0), (20, 20.0), (30, 0.0)]
     JsonLines(path).close()
     assert path.read_text() == "", "a new run starts a new file"
+
+
+def test_history_survives_a_kill_at_any_point_of_a_resume(tmp_path: Path) -> None:
+    """Whatever the system is asked to do while a run takes its file up again, the lines to keep are there before it."""
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path)
+    for step in range(1, 40):
+        first.log("train", step, {"loss": 0.5})
+    first.close()
+    history = path.read_bytes().splitlines()[:20]
+    seen = 0
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        nonlocal seen
+        if event in ("c_call", "c_return"):
+            seen += argument.__name__ in ("open", "writelines", "fsync", "replace")
+            assert path.read_bytes().splitlines()[:20] == history, "a kill here would lose them"
+
+    sys.setprofile(look)
+    try:
+        JsonLines(path, first_step=20).close()
+    finally:
+        sys.setprofile(None)
+    assert path.read_bytes().splitlines() == history
+    assert seen >= 8
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_damaged_line_does_not_end_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n\0\0\0\n[1]\n{"kind": "train", "step": "x"}\n\xff\n')
+    JsonLines(path, first_step=3).close()
+    assert path.read_bytes() == b'{"kind": "train", "step": 1}\n'
+
+
+def test_a_run_goes_on_without_a_reader(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        console = Console(10)
+        console.say("read")
+        assert os.read(reader, 100) == b"read\n"
+        os.close(reader)
+        for _ in range(3):
+            console.say("unread " * 10_000)
+            console.advance()
+        console.close()
+    assert capfd.readouterr().err.count("Standard output is closed (nobody reads it any more)") == 1
 
 
 def test_tensorboard_gets_numbers_and_text(tmp_path: Path) -> None:

@@ -25,10 +25,20 @@ def refusal(raw: dict[str, Any]) -> str:
     return message
 
 
-def test_an_empty_file_is_a_complete_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "empty.yaml"
-    path.write_text("")
+def test_one_key_is_a_complete_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text("train: {steps: 1000}\n")
     assert load_config(path) == Config()
+
+
+@pytest.mark.parametrize("text", ["", "# later\n", "{}", "null"])
+def test_an_empty_file_starts_nothing(tmp_path: Path, text: str) -> None:
+    name = "a.json" if text == "{}" else "a.yaml"
+    path = tmp_path / name
+    path.write_text(text)
+    for overrides in ([], ["train.steps=3"]):
+        with pytest.raises(BadInput, match=rf"{name}' is empty.*write sections such as 'model:'"):
+            load_config(path, overrides)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,7 @@ def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
         ("a.json", '{"train": {"steps": 1, "steps": 2}}', "'steps' appears twice"),
         ("a.yaml", "train: [", "not valid YAML"),
         ("a.json", "{", "not valid JSON"),
+        ("a.toml", "train: 1", "not valid TOML"),
         ("a.yaml", "- 1", "expected sections"),
         ("a.yaml", "train: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
@@ -120,11 +131,12 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         load_config(tmp_path / "quikstart.yaml")
 
 
-def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
+def test_json_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
     raw = {"plan": {"name": "zero1"}, "train": {"steps": 3}}
     (tmp_path / "a.json").write_text(json.dumps(raw))
     (tmp_path / "a.yaml").write_text("plan: zero1\ntrain:\n  steps: 3\n")
-    assert load_config(tmp_path / "a.json") == load_config(tmp_path / "a.yaml")
+    (tmp_path / "a.toml").write_text('plan = "zero1"\n[train]\nsteps = 3\n')
+    assert load_config(tmp_path / "a.json") == load_config(tmp_path / "a.yaml") == load_config(tmp_path / "a.toml")
 
 
 def test_flatten_lists_every_key_and_tells_settings_apart() -> None:
@@ -151,12 +163,17 @@ def test_mesh_must_make_up_the_world() -> None:
     [
         ({"name": "zero4"}, "zero"),
         ({"weight": "D", "between": "-", "grad": "-", "optim": "-"}, "prefix"),
-        ({"name": "hybrid_shard"}, "dp_replicate"),
+        ({"name": "hybrid_shard"}, "set plan.mesh.dp_replicate to the number of groups"),
+        ({"name": "hpz@cpu"}, "set plan.mesh.dp_replicate to the number of groups"),
+        ({"weight": "S", "between": "S", "grad": "S", "optim": "S,R"}, "set plan.mesh.dp_replicate to the number"),
+        ({"name": "fsdp"}, "Did you mean 'zero3'"),
+        ({"name": "HSDP"}, "Did you mean 'hybrid_shard'"),
     ],
 )
 def test_impossible_plans_are_refused_before_anything_starts(plan: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(BadInput, match=words) as caught:
         build_plan(config_from_dict({"plan": plan}))
+    assert "init_device_mesh" not in str(caught.value)  # who writes YAML has no Python to write it in
 
 
 def test_optimizer_names_and_options_are_checked() -> None:
@@ -167,8 +184,18 @@ def test_optimizer_names_and_options_are_checked() -> None:
         optimizer_class(OptimizerConfig(options={"beta": [0.9, 0.99]}))
     with pytest.raises(BadInput, match=r"does not accept.*1\.5"):
         check_settings(OptimizerConfig(options={"betas": [0.9, 1.5]}))
-    with pytest.raises(BadInput, match="Adafactor cannot run on flat shards"):
-        check_settings(OptimizerConfig(name="Adafactor"))
+    for name in ("Adafactor", "adafactor"):
+        with pytest.raises(BadInput, match="Adafactor cannot run on flat shards"):
+            check_settings(OptimizerConfig(name=name))
+
+
+@pytest.mark.parametrize("name", ["muon", "Muon", "Muons", "lbfgs", "sparse_adam"])
+def test_no_optimizer_is_suggested_that_would_be_refused(name: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        check_settings(OptimizerConfig(name=name))
+    suggested = str(caught.value).partition("Did you mean '")[2].partition("'")[0]
+    if suggested:
+        check_settings(OptimizerConfig(name=suggested))
 
 
 def test_preflight_accepts_the_default_and_refuses_missing_data(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -59,6 +58,34 @@ def launch(tmp_path: Path, how: str) -> tuple[subprocess.CompletedProcess[str], 
     return done, time.monotonic() - start
 
 
+IDLE = """
+import os, sys, time
+open(f"{sys.argv[1]}/rank.{os.getpid()}", "w").close()
+time.sleep(300)
+"""
+
+
+@pytest.mark.processes
+def test_a_killed_launcher_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
+    """From the ranks' first moment: these import nothing, and would sleep on."""
+    (tmp_path / "rank.py").write_text(IDLE)
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path)]
+    launcher = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")})
+    deadline = time.monotonic() + 60
+    while not (found := list(tmp_path.glob("rank.[0-9]*"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{path.suffix[1:]}").exists() for path in tmp_path.glob("rank.[0-9]*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert found
+    assert list((tmp_path / "temporary").glob("terrazzo-*")) == []
+
+
 @pytest.mark.processes
 def test_the_first_failing_ranks_traceback_is_last_on_screen(tmp_path: Path) -> None:
     done, took_s = launch(tmp_path, "raise")
@@ -86,12 +113,10 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert took_s < 30
 
 
-def test_the_earliest_recorded_failure_is_the_first(tmp_path: Path) -> None:
-    assert first_failure(tmp_path) is None
-    for rank, time_ns in ((0, 200), (1, 100), (2, 300)):
-        failure = Failure(rank, time_ns, 1, f"rank {rank}")
-        (tmp_path / f"failure.{rank}.json").write_text(json.dumps(vars(failure)))
-    found = first_failure(tmp_path)
+def test_the_earliest_failure_is_the_first() -> None:
+    assert first_failure([None]) is None
+    failures = [Failure(rank, time_ns, 1, f"rank {rank}") for rank, time_ns in ((0, 200), (1, 100), (2, 300))]
+    found = first_failure([None, *failures])
     assert found is not None
     assert found.rank == 1
 

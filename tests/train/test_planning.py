@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine import PRECISIONS
-from terrazzo.engine.optimizer import ELEMENTWISE, state_of
+from terrazzo.engine.stock import ELEMENTWISE, state_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.peak import memory_of
@@ -96,7 +96,7 @@ def test_units_of_the_users_own_are_not_traced() -> None:
     assert setup == setup_of(same, 1, HOST)
     assert traced_memory(same, setup) is not None
     assert traced_memory(other, setup) is None
-    assert planned(other, 1, HOST).memory.expected_bytes == memory_of(setup).expected_bytes
+    assert planned(other, 1, HOST).memory.allocated_bytes == memory_of(setup).allocated_bytes
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -174,7 +174,7 @@ def test_states_that_cannot_fit_are_refused_with_the_way_out(monkeypatch: pytest
 
 def test_activations_are_refused_only_beyond_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = config(batch={"global_batch": 64, "micro_batch": 32, "sequence_length": 512})
-    needed = memory_of(setup_of(wide, 2)).expected_bytes
+    needed = memory_of(setup_of(wide, 2)).allocated_bytes
     free(monkeypatch, 2 * needed / 1.2)
     assert any("it may not fit" in note for note in check_plan(wide, 2))
     free(monkeypatch, 2 * needed / 1.5)
@@ -208,7 +208,7 @@ def test_what_refuses_a_run_does_not_import_a_compiler() -> None:
 
 def test_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     small = config()
-    states = memory_of(setup_of(small, 8)).expected_bytes
+    states = memory_of(setup_of(small, 8)).allocated_bytes
     free(monkeypatch, 4 * states)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     check_plan(small, 8)
@@ -336,7 +336,7 @@ def test_a_run_ends_with_what_was_promised_of_it(tmp_path: Path) -> None:
     assert said["kind"] == "summary"
     for state in ("state_bytes", "transient_bytes", "traffic_bytes"):
         assert said[f"{state}_promised"] == said[f"{state}_measured"], state
-    promised = planned(config_from_dict(raw), 1).memory.expected_bytes
+    promised = planned(config_from_dict(raw), 1).memory.allocated_bytes
     assert said["peak_memory_bytes_promised"] == promised
     assert said["peak_memory_bytes_measured"] > promised  # tensors are a part of what is resident
     assert said["step_s_promised"] is None

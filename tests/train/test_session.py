@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
-from terrazzo.errors import BadInput, Damaged, Diverged
-from terrazzo.train import loop
+from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
+from terrazzo.train import loop, session
 from terrazzo.train.config import Config
 from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.huggingface import weight_files
@@ -232,5 +234,87 @@ def test_a_hugging_face_folder_is_written_at_the_end(tmp_path: Path) -> None:
     assert tokenizer("the number")["input_ids"] == list(b"the number")
     state = final_state(tmp_path)
     assert torch.equal(model.model.embed_tokens.weight, state["embedding.weight", "weight"])
+    again = {"save_format": "hf", "folder": str(tmp_path / "another run's")}
     with pytest.raises(BadInput, match="exists already: move it away"):
-        check(config_in(tmp_path, checkpoint={"save_format": "hf"}), 1)
+        check(config_in(tmp_path, checkpoint=again), 1)
+
+
+def test_a_finished_run_with_a_hugging_face_folder_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    def run(steps: int) -> dict[str, bytes]:
+        config = config_in(tmp_path, checkpoint={"save_format": "hf"}, train={"steps": steps})
+        check(config, 1)
+        assert trained(config) == 0
+        return {path.parent.name: path.read_bytes() for path in tmp_path.glob("run/hf*/model.safetensors")}
+
+    first = run(2)["hf"]
+    assert run(2) == {"hf": first}, "nothing was left to do"
+    longer = run(4)
+    assert longer.pop("hf") != first
+    assert longer == {"hf-1": first}
+
+
+def test_a_resume_with_nothing_left_changes_and_promises_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(config_in(tmp_path))
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert b'"summary"' in metrics
+    capsys.readouterr()
+    assert trained(config_in(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "nothing left to do: step 4 of 4" in said
+    assert "measured" not in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize("what", ["run", "run/checkpoints", "run/metrics.jsonl"])
+@pytest.mark.parametrize("how", ["renamed", "removed", "replaced"])
+def test_a_folder_that_goes_away_while_training_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, how: str
+) -> None:
+    real, calls = loop.summed_loss, []
+
+    def summed_loss(*arguments: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            aside = tmp_path / "aside"
+            (tmp_path / what).rename(aside)
+            if how == "removed" and aside.is_dir():
+                shutil.rmtree(aside)
+            if how == "replaced":
+                (tmp_path / what).touch() if what.endswith("jsonl") else (tmp_path / what).mkdir()
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "summed_loss", summed_loss)
+    with pytest.raises(SaveFailed, match=f"folder '{tmp_path}/run.*was renamed, removed or replaced"):
+        trained(config_in(tmp_path, checkpoint={"every": 100}))
+    assert len(calls) == 2
+    left = {"renamed": [], "removed": [], "replaced": [tmp_path / what]}[how]
+    assert [path for path in (tmp_path / what,) if path.exists()] == left, "nothing was made in its place"
+
+
+@pytest.mark.parametrize("key", ["log", "checkpoint"])
+def test_folders_that_cannot_be_written_are_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    there = tmp_path / "read-only"
+    there.mkdir()
+    config = config_in(tmp_path, **{key: {"folder": str(there / "run")}})
+    access = os.access
+    with monkeypatch.context() as patched:  # root may write anywhere
+        patched.setattr(os, "access", lambda path, mode: Path(path) != there and access(path, mode))
+        with pytest.raises(BadInput, match=rf"{key}\.folder is '{there}/run', but '{there}' cannot be written to"):
+            check(config, 1)
+    assert not list(there.iterdir())
+    (there / "file").touch()
+    for name in ("file", "file/run"):
+        with pytest.raises(BadInput, match=rf"{key}\.folder is .* is a file"):
+            check(config_in(tmp_path, **{key: {"folder": str(there / name)}}), 1)
+    # What only shows when it is tried: /proc takes no folders, whatever it says of itself.
+    monkeypatch.setattr(session, "load_data", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(
+        BadInput, match=r"/proc/run.*(cannot be written to|cannot be saved in)|cannot be saved in '/proc/run"
+    ):
+        trained(config_in(tmp_path, **{key: {"folder": "/proc/run"}}))

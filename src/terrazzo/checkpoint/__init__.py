@@ -8,6 +8,7 @@ when it is complete and on disk, and every byte that is read is checked against 
 """
 
 from terrazzo.checkpoint.read import load, load_weights, open_source
+from terrazzo.checkpoint.replicas import check_replicas
 from terrazzo.checkpoint.saver import Saver
 from terrazzo.checkpoint.series import (
     Resumed,
@@ -27,6 +28,7 @@ __all__ = [
     "Resumed",
     "Saver",
     "Source",
+    "check_replicas",
     "claim",
     "clear",
     "complete_checkpoints",

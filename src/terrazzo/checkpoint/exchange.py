@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from terrazzo.errors import BadInput, Damaged, Misuse, SaveFailed, TerrazzoError
 
-__all__ = ["agree", "gather_json", "together"]
+__all__ = ["agree", "gather_json", "timeout_s", "together"]
 
 T = TypeVar("T")
 _ERRORS: dict[str, type[TerrazzoError]] = {kind.__name__: kind for kind in (BadInput, Damaged, Misuse, SaveFailed)}
@@ -30,6 +31,17 @@ def gather_json(value: Any) -> list[Any]:
     received = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(received, padded)
     return [json.loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(received, sizes, strict=True)]
+
+
+def timeout_s() -> float:
+    """How long ranks of the default group wait for each other."""
+    group = dist.distributed_c10d._get_default_group()
+    try:
+        options = group._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options
+    except (RuntimeError, AttributeError):  # a backend that knows of none
+        return dist.default_pg_timeout.total_seconds()
+    timeout: timedelta = options._timeout
+    return timeout.total_seconds()
 
 
 def agree(problem: str | None) -> str | None:

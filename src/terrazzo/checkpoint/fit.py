@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.names import parameter_names, persistent_buffers
+from terrazzo.checkpoint.optimizers import numbered_groups, optimizer_name, scaler_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo
 from terrazzo.engine import engine_of
-from terrazzo.engine.optimizer import ShardedOptimizer
+from terrazzo.engine.names import parameter_names, persistent_buffers
 
 __all__ = ["fitted_groups", "misfits"]
 
 
-def misfits(
-    source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, cast: bool
-) -> Iterator[str]:
+def misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
     """A line for each reason why `source` cannot be loaded."""
     shapes = {tuple(names): tuple(parameter.shape) for names, parameter in _parameters(model)}
     buffers = {tuple(buffer.names): tuple(buffer.tensor.shape) for buffer in persistent_buffers(model)}
@@ -43,15 +41,15 @@ def misfits(
             yield f"{_shown(name)} is {was} in the checkpoint and {wanted} in the model"
         elif not info.states.keys() & ({WEIGHT, BUFFER} if names in buffers else {WEIGHT}):
             yield f"{_shown(name)} has no weight in the checkpoint"
-    yield from _state_misfits(source, model, optimizer is not None, cast)
-    if optimizer is not None:
-        yield from _optimizer_misfits(source, model, optimizer)
+    yield from _state_misfits(source, model, with_optimizer, cast)
+    if with_optimizer:
+        yield from _optimizer_misfits(source, model)
 
 
-def fitted_groups(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """For each of the optimizer's param groups the hyper-parameters that its parameters have in the checkpoint."""
+def fitted_groups(source: Source, model: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each of the optimizers' param groups, with the hyper-parameters that its parameters have in the checkpoint."""
     hyper = _hyper_parameters(source)
-    return [hyper[min(names)] if names else {} for names in _group_names(source, model, optimizer)]
+    return [(group, hyper[min(names)] if names else {}) for group, names in _group_names(source, model)]
 
 
 def _hyper_parameters(source: Source) -> dict[str, dict[str, Any]]:
@@ -68,14 +66,14 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Pa
     return zip(parameter_names(model), model.parameters(), strict=True)
 
 
-def _group_names(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[frozenset[str]]:
-    """The parameters of each group, as the checkpoint names them."""
-    members = [member for bucket in engine_of(model).buckets() for member in bucket.members]
-    groups: list[set[str]] = [set() for _ in optimizer.param_groups]
-    for member in members:
-        if 0 <= member.group < len(groups):
-            groups[member.group].add(source.resolve(member.names) or member.name)
-    return [frozenset(names) for names in groups]
+def _group_names(source: Source, model: torch.nn.Module) -> list[tuple[dict[str, Any], frozenset[str]]]:
+    """Each param group and its parameters, as the checkpoint names them."""
+    numbered = numbered_groups(model)
+    names: dict[int, set[str]] = {number: set() for number, _ in numbered}
+    for member in (member for bucket in engine_of(model).buckets() for member in bucket.members):
+        if member.group in names:
+            names[member.group].add(source.resolve(member.names) or member.name)
+    return [(group, frozenset(names[number])) for number, group in numbered]
 
 
 def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
@@ -125,26 +123,28 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return own.max >= its.max and own.eps <= its.eps and own.smallest_normal <= its.smallest_normal
 
 
-def _optimizer_misfits(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    saved, own = source.optimizer, type(optimizer).__name__
+def _optimizer_misfits(source: Source, model: torch.nn.Module) -> Iterator[str]:
+    saved, own = source.optimizer, optimizer_name(model)
     if saved is None:
         yield "; ".join(["it holds no optimizer state (optimizer=None takes the weights alone)", *source.notes])
         return
     if saved.name and saved.name != own:
         yield f"its optimizer is {saved.name}, this one is {own}"
     else:
-        scaler = optimizer.scaler_state() if isinstance(optimizer, ShardedOptimizer) else {}
-        for key in scaler if saved.scaler else ():
+        holder = scaler_of(model)
+        for key in holder.scaler_state() if holder and saved.scaler else ():
             value = saved.scaler.get(key, math.nan)
-            if not (value > 0 if key == "scale" else value >= 0):
+            if not (
+                value > 0 if key == "scale" else value >= 0 or key == "patience"
+            ):  # which earlier releases let sink
                 yield f"{key} of its loss scaler is {value}"
-        yield from _group_misfits(source, model, optimizer)
+        yield from _group_misfits(source, model)
 
 
-def _group_misfits(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+def _group_misfits(source: Source, model: torch.nn.Module) -> Iterator[str]:
     """Groups may be others, as long as each parameter finds its hyper-parameters again."""
     hyper = _hyper_parameters(source)
-    for index, names in enumerate(_group_names(source, model, optimizer)):
+    for index, (current, names) in enumerate(_group_names(source, model)):
         if absent := names - hyper.keys():
             yield f"{_shown(min(absent))} is in no parameter group of its optimizer"
             continue
@@ -156,7 +156,6 @@ def _group_misfits(source: Source, model: torch.nn.Module, optimizer: torch.opti
                 f"parameter group {index} puts {_shown(min(names))} and {_shown(others[0])} together, which have"
                 f" different {unlike} in the checkpoint"
             )
-        current = optimizer.param_groups[index]
         for key, value in values.items():
             if not _alike(value, current.get(key)):
                 yield f"{key} of parameter group {index} is {value!r} in the checkpoint and {current.get(key)!r} here"

@@ -65,9 +65,12 @@ class Job:
         """The checkpoint being written, for whoever does a part of it."""
         return open_store(self.store).draft(self.name, self.nonce)
 
-    def write(self, draft: Draft, data: Callable[[Part], memoryview]) -> None:
-        """Write this rank's file, whose bytes are `data` of each part, and its record. Raises `OSError`, `Damaged`."""
-        written = write_file(draft, file_name(self.rank), self.parts, data)
+    def write(self, draft: Draft, data: Callable[[Part], memoryview], moved: Callable[[], None] = lambda: None) -> None:
+        """Write this rank's file, whose bytes are `data` of each part, and its record. Raises `OSError`, `Damaged`.
+
+        `moved` is called after each block that was written or read back.
+        """
+        written = write_file(draft, file_name(self.rank), self.parts, data, moved)
         parts = [part._asdict() for part in self.parts]
         record = {"file": written.file.model_dump(), "parts": parts, "digests": written.digests, "alone": self.alone}
         draft.note(record_name(self.rank), json.dumps(record).encode())

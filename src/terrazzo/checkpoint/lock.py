@@ -7,6 +7,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from terrazzo.engine.ending import leaves_to_parent
+
 __all__ = ["Lock"]
 
 
@@ -16,6 +18,7 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
+        leaves_to_parent(self)
 
     def take(self, owner: str = "") -> bool | None:
         """Whether it is ours now, None where the file system has no locks; `owner` is for `holder` of others."""
@@ -40,6 +43,13 @@ class Lock:
         except FileNotFoundError:
             return False
 
+    def in_place(self) -> bool:
+        """Whether the file at its path is still the one that was taken; so it is where nothing was taken."""
+        try:
+            return self._descriptor is None or self._is_at_path(self._descriptor)
+        except OSError:
+            return False
+
     def held(self) -> bool:
         """Whether some living process has it, as far as the file system can tell."""
         if not self._path.exists():
@@ -57,6 +67,12 @@ class Lock:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked from this one has the descriptor too
             finally:
                 os.close(descriptor)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: let go of it, while the parent goes on to hold it."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
 
     def holder(self) -> str:
         """What the process that holds it said of itself."""

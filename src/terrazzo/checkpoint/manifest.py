@@ -13,11 +13,22 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import core_schema
 
 from terrazzo.errors import BadInput, Damaged
 
@@ -43,7 +54,12 @@ __all__ = [
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 VERSION = 2
 BLOCK_BYTES = 4 << 20  # what one digest covers: small enough to read one for a few elements, and to stay in a cache
-MAX_MANIFEST_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 1 << 28  # a block has 36 of them, so these are for 30 TB of state
+
+# A manifest is mostly names and digests: what holds more values or containers than this beside them is none, and would
+# take fifty times its size in memory.
+_BYTES_PER_VALUE, _SPARE_VALUES = 8, 1 << 20
+_BYTES_PER_CONTAINER, _SPARE_CONTAINERS = 16, 1 << 18
 
 # By the name that torch has for them, the name that safetensors has.
 DTYPES = {
@@ -61,6 +77,10 @@ DTYPES = {
     "bool": "BOOL",
 }
 
+# Stop at the first error in a list or mapping: of millions each would be described. Older pydantics know lists alone.
+_FIRST = FailFast()
+_FIRST_OF_MAPPING = _FIRST if "fail_fast" in signature(core_schema.dict_schema).parameters else None
+
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 FileName = Annotated[str, Field(pattern=f"^{FILE_NAME.pattern}$")]  # no path can leave the folder
@@ -70,6 +90,13 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            raise ValueError(f"{next(key for key in value if key not in cls.model_fields)!a} is unknown")
+        return value
+
 
 class Range(_Strict):
     """Elements `start..stop` of a state: where their bytes are, and a digest for each `block_bytes` of them."""
@@ -78,7 +105,7 @@ class Range(_Strict):
     stop: NonNegativeInt
     file: NonNegativeInt = Field(description="index into files")
     offset: NonNegativeInt = Field(description="bytes from the beginning of the file")
-    digests: list[Digest]
+    digests: Annotated[list[Digest], _FIRST]
 
 
 class State(_Strict):
@@ -86,14 +113,14 @@ class State(_Strict):
 
     dtype: Dtype
     numel: NonNegativeInt
-    ranges: list[Range]
+    ranges: Annotated[list[Range], _FIRST]
 
 
 class Tensor(_Strict):
     """A parameter or buffer: its global shape, and its states by kind (`weight`, `exp_avg`, `step`, `buffer`, ...)."""
 
-    shape: list[Annotated[NonNegativeInt, Field(lt=1 << 63)]] = Field(max_length=64)
-    states: dict[str, State]
+    shape: Annotated[list[Annotated[NonNegativeInt, Field(lt=1 << 63)]], _FIRST] = Field(max_length=64)
+    states: Annotated[dict[str, State], _FIRST_OF_MAPPING]
 
 
 class File(_Strict):
@@ -109,9 +136,9 @@ class Topology(_Strict):
     """Under what the checkpoint was written, for people: no reader needs it."""
 
     world_size: PositiveInt
-    plan: dict[str, str]
-    mesh: dict[str, PositiveInt]
-    precision: dict[str, str]
+    plan: Annotated[dict[str, str], _FIRST_OF_MAPPING]
+    mesh: Annotated[dict[str, PositiveInt], _FIRST_OF_MAPPING]
+    precision: Annotated[dict[str, str], _FIRST_OF_MAPPING]
 
 
 class Group(BaseModel):
@@ -119,15 +146,15 @@ class Group(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    params: list[str]
+    params: Annotated[list[str], _FIRST]
 
 
 class OptimizerState(_Strict):
     """The optimizer's class, its groups' hyper-parameters and parameters, and the fp16 loss scaler's counters."""
 
     name: str
-    groups: list[Group]
-    scaler: dict[str, float]
+    groups: Annotated[list[Group], _FIRST]
+    scaler: Annotated[dict[str, float], _FIRST_OF_MAPPING]
 
 
 class Manifest(_Strict):
@@ -138,15 +165,15 @@ class Manifest(_Strict):
     run: str
     step: NonNegativeInt
     written: str = Field(description="UTC, for people: order goes by step")
-    software: dict[str, str]
+    software: Annotated[dict[str, str], _FIRST_OF_MAPPING]
     topology: Topology
     digest: Literal["blake3-128"] = "blake3-128"
     block_bytes: PositiveInt = BLOCK_BYTES
-    files: list[File]
-    tensors: dict[str, Tensor]
-    aliases: dict[str, str]
+    files: Annotated[list[File], _FIRST]
+    tensors: Annotated[dict[str, Tensor], _FIRST_OF_MAPPING]
+    aliases: Annotated[dict[str, str], _FIRST_OF_MAPPING]
     optimizer: OptimizerState | None
-    ranks: list[dict[str, Any]]
+    ranks: Annotated[list[dict[str, Any]], _FIRST]
     extra: dict[str, Any]
 
 
@@ -163,18 +190,26 @@ def blocks_of(count_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tupl
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest that `data` is, checked to be consistent in itself.
+    """The manifest that `data` is, checked to be consistent in itself. Time and memory are linear in its size.
 
     Raises:
         Damaged: it is not strict JSON of this form, or its ranges overlap, leave gaps, or leave their files.
         BadInput: it is of a version that this release does not read.
     """
+    containers = data.count(b"[") + data.count(b"{")
+    if (
+        containers > _SPARE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+        or containers + data.count(b",") > _SPARE_VALUES + len(data) // _BYTES_PER_VALUE
+    ):
+        raise Damaged(f"The checkpoint manifest '{where}' holds more small values than any does: it is damaged.")
     try:
-        plain = json.loads(data, object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
+        plain = json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
+        if b"\\ud" in data or b"\\uD" in data:
+            json.dumps(plain, ensure_ascii=False).encode()  # half a character is no text
         version = plain.get("version") if isinstance(plain, dict) else None
         if isinstance(version, int) and version != VERSION:
             raise BadInput(_wrong_version(where, version))
-        manifest = Manifest.model_validate_json(data)
+        manifest = Manifest.model_validate(plain)
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(ascii(part).strip("'") for part in first["loc"]) or "the file"

@@ -140,6 +140,9 @@ class Checkpoint(Source):
                 continue
             if offset <= block.offset and last <= end:
                 self._read_block(block, out[block.offset - offset : last - offset])
+            elif block in self._checked:
+                begin, finish = max(offset, block.offset), min(end, last)
+                self.folder.read_into(block.file, begin, out[begin - offset : finish - offset])
             else:
                 buffer = memoryview(bytearray(block.count_bytes))
                 self._read_block(block, buffer)

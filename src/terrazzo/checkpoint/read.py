@@ -15,15 +15,16 @@ from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.fit import fitted_groups, misfits
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.names import parameter_names, persistent_buffers
 from terrazzo.checkpoint.native import Block, Checkpoint
+from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.shard import file_name
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.store import Folder
 from terrazzo.engine import engine_of
-from terrazzo.engine.optimizer import ShardedOptimizer
+from terrazzo.engine.names import parameter_names, persistent_buffers
+from terrazzo.engine.state import Read
 from terrazzo.errors import BadInput, Damaged, Misuse, printable
 
 __all__ = ["SourceWeights", "load", "load_weights", "open_source", "own_folder", "restore"]
@@ -60,7 +61,7 @@ def own_folder(path: str | os.PathLike[str]) -> Folder | None:
 def load(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     *,
     cast: bool = False,
 ) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def load(
     Memory: one range at a time beside the state itself.
 
     Args:
-        optimizer: None takes the weights and leaves the rest.
+        optimizer: None takes the weights and leaves the rest; a list where the model has several.
         cast: whether states may be rounded to a narrower dtype.
 
     Raises:
@@ -83,16 +84,17 @@ def load(
     return source.extra
 
 
-def restore(
-    source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, cast: bool = False
-) -> None:
+def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
     """What `load` does with an opened checkpoint. Collective."""
+    together(lambda: check_optimizers(model, optimizer), Misuse)
     if len(set(gather_json(source.identity))) > 1:
         raise Damaged(f"The ranks do not see the same checkpoint '{source.where}': is the file system shared?")
-    together(lambda: _check_fit(source, model, optimizer, cast), Misuse)
+    together(lambda: _check_fit(source, model, optimizer is not None, cast), Misuse)
     together(lambda: _check_generators(source), Misuse)
     together(lambda: _check_bytes(source, optimizer is not None), Misuse)
-    together(lambda: _restore(source, model, optimizer), Misuse)
+    together(lambda: engine_of(model).fill(_reads(source, model), optimizer is not None), Misuse)
+    engine_of(model).publish()
+    together(lambda: _restore_rest(source, model, optimizer is not None), Misuse)
 
 
 def load_weights(model: torch.nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
@@ -138,8 +140,8 @@ class SourceWeights(Mapping[str, Tensor]):
         return len(self._source.tensors)
 
 
-def _check_fit(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, cast: bool) -> None:
-    problems = list(misfits(source, model, optimizer, cast))
+def _check_fit(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> None:
+    problems = list(misfits(source, model, with_optimizer, cast))
     if problems:
         listed = "; ".join(problems)
         hint = " (adapters differ: keep the settings that they were added with)" if ".lora_" in listed else ""
@@ -178,36 +180,43 @@ def _share(blocks: list[Block]) -> list[Block]:
     return mine
 
 
-def _restore(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _reads(source: Source, model: torch.nn.Module) -> Read:
+    """How the engine asks for runs of elements; whether a state is there is known without reading any."""
     listed = {names[0]: source.resolve(names) for names in parameter_names(model)}
 
     def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
         found = listed[name]
         if found is None or kind not in source.tensors[found].states:
             return None
+        if start == stop:
+            return torch.empty(0, dtype=source.tensors[found].states[kind].dtype)
         return source.read(found, kind, start, stop)
 
-    engine_of(model).restore(read, with_optimizer=optimizer is not None)
+    return read
+
+
+def _restore_rest(source: Source, model: torch.nn.Module, with_optimizer: bool) -> None:
+    """Buffers, hyper-parameters and random generators."""
     with torch.no_grad():
         for buffer in persistent_buffers(model):
             if (found := source.resolve(buffer.names)) is not None:
                 kind = BUFFER if BUFFER in source.tensors[found].states else WEIGHT
                 buffer.tensor.copy_(source.whole(found, kind))
-    if optimizer is not None:
-        _restore_groups(source, model, optimizer)
+    if with_optimizer:
+        _restore_groups(source, model)
     if (saved := _generators(source)) is not None:
         restore_rng(saved["rng"])
 
 
-def _restore_groups(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _restore_groups(source: Source, model: torch.nn.Module) -> None:
     saved = source.optimizer
     assert saved is not None
-    for group, values in zip(optimizer.param_groups, fitted_groups(source, model, optimizer), strict=True):
+    for group, values in fitted_groups(source, model):
         for key, value in values.items():
             current = group.get(key)
             if isinstance(current, Tensor):
                 current.fill_(value)
             elif key != "params":  # JSON has no tuples
                 group[key] = tuple(value) if isinstance(current, tuple) else value
-    if isinstance(optimizer, ShardedOptimizer) and saved.scaler:
-        optimizer.load_scaler_state(saved.scaler)
+    if saved.scaler and (holder := scaler_of(model)) is not None:
+        holder.load_scaler_state(saved.scaler)

@@ -11,25 +11,33 @@ import contextlib
 import json
 import mmap
 import os
+import platform
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.checkpoint.exchange import together
+from terrazzo.checkpoint.exchange import gather_json, timeout_s, together
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import dtype_of
+from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.snapshot import Snapshot, take
 from terrazzo.checkpoint.store import Draft
+from terrazzo.engine.ending import leaves_to_parent, require_own, start_thread
 from terrazzo.errors import BadInput, Misuse, SaveFailed
+from terrazzo.tether import tethered
 
 __all__ = ["Saver"]
 
 
 _GRACE_S = 10.0  # for a save under way when the run ends with an error: the other ranks may be gone
+_BRIEF_S = 5.0  # for what should take no time, on a file system that may not answer
+_BUSY, _DONE, _FAILED, _LATE = "busy", "done", "failed", "late"  # what a rank knows of the save under way
 
 
 class Saver:
@@ -42,25 +50,33 @@ class Saver:
     One save is under way at a time: another waits for it. A failure is raised by the next `save`, `wait` or `close`,
     and a program that ends waits for what is under way. Make it in the main thread: its writer ends with the thread.
 
+    A writer may take its time, but not stand still: one that shows no progress for `patience_s` while ranks wait for
+    it is ended, and the save has failed. So has one in which a rank's part comes that much later than another's.
+
     Args:
         run: what tells this run from others that save in the same place.
         staging_limit_bytes: largest size of the copy of this rank's state; a larger one is refused with `BadInput`.
+        patience_s: the same on all ranks; default: the timeout of the default process group.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers,
         *,
         run: str = "",
         staging_limit_bytes: int | None = None,
+        patience_s: float | None = None,
     ) -> None:
         self._model, self._optimizer, self._run, self._limit = model, optimizer, run, staging_limit_bytes
+        self._patience_s = timeout_s() if patience_s is None else patience_s
         self._staging = _Staging()
-        self._writer = _Writer(self._staging.descriptor)
+        self._writer = _Writer(self._staging.descriptor, self._patience_s)
+        self._stuck: list[_Writer | threading.Thread] = []
         self._under_way: tuple[Job, Draft] | None = None
-        self._ended = False
+        self._ended, self._process = False, os.getpid()
         atexit.register(self._at_exit)
+        leaves_to_parent(self)
 
     def __enter__(self) -> Saver:
         return self
@@ -75,12 +91,14 @@ class Saver:
         """Copy the state of now and have it written to `path`; see `tz.checkpoint.save`. Collective.
 
         Raises:
-            SaveFailed: the save before this one failed.
+            SaveFailed: the save before this one failed, or a writer of one that failed is still held by the system.
             BadInput: `path` exists, `extra` holds what JSON cannot, or the copy would exceed the limit.
         """
+        require_own(self._process, "Saver")
         if self._ended:
             raise Misuse("This Saver has been closed: make another one.")
         self.wait()
+        together(self._check_answers, SaveFailed)
         snapshot = take(path, self._model, self._optimizer, extra, self._run)
         together(lambda: self._prepare(snapshot), SaveFailed)
         draft = snapshot.job.draft()
@@ -96,11 +114,19 @@ class Saver:
 
     def failed(self) -> bool:
         """Whether it is known that the save under way has failed on this rank; never waits."""
-        return self._under_way is not None and self._writer.done() and self._writer.result() is not None
+        return self._under_way is not None and self._writer.done() and self._writer.problem() is not None
 
     def wait(self) -> None:
         """Until no save is under way. Collective; raises `SaveFailed` on all ranks when it failed on one."""
-        together(self._finish, SaveFailed)
+        require_own(self._process, "Saver")
+        watch = _Watch(self._writer, self._patience_s)
+        while True:  # in rounds: ranks learn of each other's trouble without a file system that may be the trouble
+            known = gather_json(None if self._under_way is None else self._look(watch, *self._under_way))
+            states = [state for state, _ in filter(None, known)]
+            if _LATE in states or _BUSY not in states:
+                break
+        if self._under_way is not None:
+            self._conclude(_DONE in states, next((text for _, text in known if text), ""))
 
     def close(self) -> None:
         """Wait, and end the writer. Collective."""
@@ -113,10 +139,18 @@ class Saver:
         """For a run that ends with an error: give the save under way ten seconds, since other ranks may be gone."""
         self._end(_GRACE_S)
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: the writer and the save under way are the parent's."""
+        if not self._ended:
+            self._ended, self._under_way = True, None
+            atexit.unregister(self._at_exit)
+            self._writer.hang_up()
+            self._staging.close()
+
     def _prepare(self, snapshot: Snapshot) -> None:
-        if not self._writer.alive():
+        if not self._writer.is_alive():
             self._writer.end()
-            self._writer = _Writer(self._staging.descriptor)
+            self._writer = _Writer(self._staging.descriptor, self._patience_s)
         parts = snapshot.job.parts
         size_bytes = parts[-1].offset + parts[-1].count_bytes if parts else 0
         if self._limit is not None and size_bytes > self._limit:
@@ -126,17 +160,57 @@ class Saver:
             )
         self._staging.grow(size_bytes)
 
-    def _finish(self) -> None:
-        if self._under_way is None:
-            return
-        problem = self._writer.result()
+    def _check_answers(self) -> None:
+        """Raises `SaveFailed` while what a failed save has left is still waiting for a file system."""
+        self._stuck = [one for one in self._stuck if one.is_alive()]
+        if self._stuck:
+            raise SaveFailed(
+                f"The checkpoint was not saved: on {platform.node()}, what writes for rank {dist.get_rank()} is still"
+                " waiting for the file system of a save that has failed. Have that answer again, or start the run anew"
+                " with another checkpoint folder."
+            )
+
+    def _look(self, watch: _Watch, job: Job, draft: Draft) -> tuple[str, str]:
+        """What is known of the save under way, and what is wrong with it; waits a moment for more."""
+        if watch.late():
+            return _LATE, (
+                f"process {self._writer.pid} on {platform.node()}, which writes the part of rank {job.rank}, made no"
+                f" progress for {self._patience_s:.0f} s and was ended. It had been stopped, or the file system does"
+                " not answer: see to that and start again. If it is that slow, raise launch.timeout_s (patience_s of"
+                " a Saver)."
+            )
+        if not self._writer.done():
+            return _BUSY, ""
+        if (problem := self._writer.problem()) is None or draft.committed():  # it may have died just after the commit
+            return _DONE, ""
+        job.fail(draft, problem)
+        return _FAILED, problem
+
+    def _conclude(self, committed: bool, problem: str) -> None:
+        """The save is over, on every rank alike. Collective when it has failed."""
+        assert self._under_way is not None
         (job, draft), self._under_way = self._under_way, None
-        if problem is not None and not draft.committed():  # it may have been lost just after the commit
-            job.fail(draft, problem)
+        if not self._writer.stop():
+            self._stuck.append(self._writer)
+        if not committed:  # the first rank's writer may have done it before it was stopped
+            seen: list[bool] = []
             if job.rank == 0:
-                draft.abandon()
-            raise SaveFailed(f"The checkpoint '{job.where}' was not saved: {problem} Earlier ones are as they were.")
-        draft.close()
+                self._briefly(lambda: seen.append(draft.committed()))
+            committed = gather_json(seen)[0] == [True]
+        if committed:
+            self._briefly(draft.close)
+            return
+        if job.rank == 0:
+            self._briefly(draft.abandon)
+        raise SaveFailed(f"The checkpoint '{job.where}' was not saved: {problem} Earlier ones are as they were.")
+
+    def _briefly(self, work: Callable[[], object]) -> None:
+        """Do it, but leave it behind when the file system does not answer."""
+        thread = threading.Thread(target=work, daemon=True, name="terrazzo-saver")
+        thread.start()
+        thread.join(_BRIEF_S)
+        if thread.is_alive():
+            self._stuck.append(thread)
 
     def _at_exit(self) -> None:
         """Wait for the save under way and say how it ended; not for long after an error: other ranks may be gone."""
@@ -144,9 +218,21 @@ class Saver:
             self.leave()
             return
         try:
-            self._finish()
+            if self._under_way is not None:
+                self._finish_alone(*self._under_way)
         finally:
             self._end()
+
+    def _finish_alone(self, job: Job, draft: Draft) -> None:
+        """Until this rank's writer has ended its part, or stands still. Other ranks may be at something else."""
+        watch, state, problem = _Watch(self._writer, self._patience_s), _BUSY, ""
+        while state == _BUSY:
+            state, problem = self._look(watch, job, draft)
+        self._under_way = None
+        self._writer.stop()
+        self._briefly(draft.close if state == _DONE or job.rank else draft.abandon)
+        if state != _DONE:
+            raise SaveFailed(f"The checkpoint '{job.where}' was not saved: {problem} Earlier ones are as they were.")
 
     def _end(self, patience_s: float | None = None) -> None:
         if self._ended:
@@ -157,7 +243,7 @@ class Saver:
         self._staging.close()
         if self._under_way is not None:
             (_, draft), self._under_way = self._under_way, None
-            draft.close()
+            self._briefly(draft.close)
 
 
 class _Staging:
@@ -191,16 +277,16 @@ class _Staging:
 class _Writer:
     """The process that writes, and the thread that hears from it."""
 
-    def __init__(self, staging: int) -> None:
-        command = [sys.executable, "-m", "terrazzo.checkpoint.writer", str(staging), str(os.getpid())]
+    def __init__(self, staging: int, patience_s: float) -> None:
         self._process = subprocess.Popen(
-            command,
+            tethered("-m", "terrazzo.checkpoint.writer", str(staging), str(patience_s)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[staging],
-            text=True,
+            bufsize=0,  # a forked child has nothing to flush, and no lock that a thread of ours had
             start_new_session=True,
         )
+        self.pid, self.beats = self._process.pid, 0
         self._answered = threading.Event()
         self._answered.set()
         self._problem: str | None = None
@@ -208,40 +294,58 @@ class _Writer:
     def start(self, job: Job) -> None:
         """Hand over a job."""
         self._answered.clear()
-        threading.Thread(target=self._listen, args=(job,), daemon=True, name="terrazzo-saver").start()
+        start_thread(
+            "terrazzo-saver", lambda: self._listen(job), self._process.kill
+        )  # asked, nobody waits for it any more
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def done(self) -> bool:
-        return self._answered.is_set()
+    def done(self, within_s: float = 0.0) -> bool:
+        """Whether the newest job has come to an end."""
+        return self._answered.wait(within_s)
 
-    def result(self) -> str | None:
-        """What went wrong with the newest job; waits for its end."""
-        self._answered.wait()
+    def problem(self) -> str | None:
+        """What went wrong with the newest job, once it is done."""
         return self._problem
+
+    def stop(self) -> bool:
+        """Kill it if it is at a job; False if the system does not let go of it."""
+        if not self.done():
+            self._process.kill()
+        return self.done(_BRIEF_S)
 
     def end(self, patience_s: float | None = None) -> None:
         """Let it finish what it is at, for so long at most, and end it."""
+        self._answered.wait(patience_s)
+        self._process.kill()  # an idle one too: a process forked from this one would keep its input open
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_BRIEF_S)
+        if self.done(_BRIEF_S):  # else the thread that listens has the pipes
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Nothing is said to it, or heard from it, any more."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        if not self._answered.wait(patience_s):
-            self._process.kill()
-            self._answered.wait()
-        self._process.kill()  # it is idle; a process forked from this one would keep its input open
-        with contextlib.suppress(OSError):  # a job that it did not take is still in the pipe's buffer
-            self._process.stdin.close()
-        self._process.wait()
+        self._process.stdin.close()
         self._process.stdout.close()
 
     def _listen(self, job: Job) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(job.to_json() + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-            self._problem = json.loads(answer)["problem"] if answer else self._died()
+            line = memoryview(f"{job.to_json()}\n".encode())
+            while line:
+                line = line[self._process.stdin.write(line) :]
+            for answer in iter(self._process.stdout.readline, b""):
+                said = json.loads(answer)
+                if "problem" in said:
+                    self._problem = said["problem"]
+                    break
+                self.beats += 1
+            else:
+                self._problem = self._died()
         except (OSError, ValueError, KeyError):
             self._problem = self._died()
         finally:
@@ -252,3 +356,20 @@ class _Writer:
         code = self._process.wait()
         how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the process that writes it was {how}."
+
+
+class _Watch:
+    """How long a writer has stood still while somebody waited for it; time in which nobody could wait is none."""
+
+    def __init__(self, writer: _Writer, patience_s: float) -> None:
+        self._writer, self._patience_s = writer, patience_s
+        self._round_s = min(1.0, patience_s / 8)
+        self._beats, self._silent_s = writer.beats, 0.0
+
+    def late(self) -> bool:
+        """Whether it has been too long; waits a moment for the end of the job."""
+        if self._writer.done(self._round_s):
+            return False
+        self._silent_s = self._silent_s + self._round_s if self._writer.beats == self._beats else 0.0
+        self._beats = self._writer.beats
+        return self._silent_s >= self._patience_s

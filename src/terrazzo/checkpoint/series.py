@@ -20,6 +20,7 @@ from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.native import Checkpoint
+from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.places import open_store, split
 from terrazzo.checkpoint.read import restore
 from terrazzo.checkpoint.store import Store
@@ -94,14 +95,21 @@ def claim(folder: str | os.PathLike[str], owner: str) -> Lock | None:
     """Keep other runs from saving in `folder` for as long as this process lives; None behind a URL.
 
     Raises:
-        BadInput: another run has it; the message says what its `owner` was.
+        BadInput: another run has it; the message says what its `owner` was. Or it cannot be written to.
     """
     store = open_store(folder)
     if not isinstance(store, LocalStore):
         return None
-    store.root.mkdir(parents=True, exist_ok=True)
     lock = Lock(store.root / ".lock")
-    if lock.take(owner) is False:
+    try:
+        store.root.mkdir(parents=True, exist_ok=True)
+        taken = lock.take(owner)
+    except OSError as error:
+        raise BadInput(
+            f"Checkpoints cannot be saved in '{store.where}': {error.strerror}. Make the folder writable, or name"
+            " another."
+        ) from None
+    if taken is False:
         raise BadInput(
             f"Another run saves in '{store.where}': {lock.holder()}. Wait for it, or give this run another folder."
         )
@@ -140,7 +148,7 @@ class Resumed:
 def load_newest(
     folder: str | os.PathLike[str],
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     *,
     cast: bool = False,
 ) -> Resumed | None:

@@ -92,9 +92,16 @@ def header_of(parts: Sequence[Part]) -> bytes:
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def write_file(draft: Draft, name: str, parts: Sequence[Part], data: Callable[[Part], memoryview]) -> Written:
+def write_file(
+    draft: Draft,
+    name: str,
+    parts: Sequence[Part],
+    data: Callable[[Part], memoryview],
+    moved: Callable[[], None] = lambda: None,
+) -> Written:
     """Write arranged `parts`, whose bytes are `data` of each, and make sure that they are there.
 
+    `moved` is called after each block.
     Raises `OSError` as the file system does, and `Damaged` when what is read back is not what was written.
     """
     header = header_of(parts)
@@ -102,7 +109,7 @@ def write_file(draft: Draft, name: str, parts: Sequence[Part], data: Callable[[P
     sink = draft.create(name, size_bytes)
     try:
         sink.write(memoryview(header))
-        digests = [_write_part(sink, data(part)) for part in parts]
+        digests = [_write_part(sink, data(part), moved) for part in parts]
     except BaseException:
         sink.abandon()
         raise
@@ -112,7 +119,7 @@ def write_file(draft: Draft, name: str, parts: Sequence[Part], data: Callable[[P
     with ThreadPoolExecutor(1) as pool:  # reading back does not wait for the disk: let it pass the time
         flushed = pool.submit(sink.finish)
         if (folder := draft.folder()) is not None:
-            _read_back(folder, written, parts)
+            _read_back(folder, written, parts, moved)
         flushed.result()
     return written
 
@@ -123,23 +130,25 @@ def checked_block(folder: Folder, file: str, offset: int, buffer: memoryview, ex
     return digest(buffer) == expected
 
 
-def _write_part(sink: Sink, data: memoryview) -> list[str]:
-    return [_write_block(sink, data[first:last]) for first, last in blocks_of(len(data))]
+def _write_part(sink: Sink, data: memoryview, moved: Callable[[], None]) -> list[str]:
+    return [_write_block(sink, data[first:last], moved) for first, last in blocks_of(len(data))]
 
 
-def _write_block(sink: Sink, block: memoryview) -> str:
+def _write_block(sink: Sink, block: memoryview, moved: Callable[[], None]) -> str:
     value = digest(block)
     sink.write(block)
+    moved()
     return value
 
 
-def _read_back(folder: Folder, written: Written, parts: Sequence[Part]) -> None:
+def _read_back(folder: Folder, written: Written, parts: Sequence[Part], moved: Callable[[], None]) -> None:
     buffer = memoryview(bytearray(max(BLOCK_BYTES, written.file.header_bytes)))
     for offset, count_bytes, expected, what in _blocks(written, parts):
         if not checked_block(folder, written.file.name, offset, buffer[:count_bytes], expected):
             raise Damaged(
                 f"'{folder.where}/{written.file.name}': {what} was written at byte {offset} and reads otherwise."
             )
+        moved()
 
 
 def _blocks(written: Written, parts: Sequence[Part]) -> Iterator[tuple[int, int, str, str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import DTYPES
-from terrazzo.checkpoint.names import parameter_names, persistent_buffers
+from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, numbered_groups, optimizer_name, scaler_of
 from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.seal import seal_of
@@ -25,7 +25,7 @@ from terrazzo.checkpoint.shard import Part, arrange, bytes_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.store import Store
 from terrazzo.engine import engine_of
-from terrazzo.engine.optimizer import ShardedOptimizer
+from terrazzo.engine.names import parameter_names, persistent_buffers
 from terrazzo.engine.precision import DTYPE_FIELDS
 from terrazzo.errors import BadInput
 
@@ -48,24 +48,25 @@ class Snapshot:
 def take(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     extra: dict[str, Any],
     run: str,
 ) -> Snapshot:
     """Describe the state of now. Collective.
 
     Raises:
-        BadInput: `path` exists, or `extra` holds what JSON cannot.
+        BadInput: `path` exists, `extra` holds what JSON cannot, or `optimizer` is not what steps the model.
     """
     store, name = split(path)
     together(lambda: _check(store, name, extra), BadInput)
+    together(lambda: check_optimizers(model, optimizer), BadInput)
     held = _held(model, with_optimizer=optimizer is not None)
     nonce = gather_json(os.urandom(4).hex())[0]
     is_first = dist.get_rank() == 0
 
     def describe() -> dict[str, Any] | None:
         _check_dtypes([part for part, _ in held])
-        return _common(model, optimizer, extra, run) if is_first else None
+        return _common(model, optimizer is not None, extra, run) if is_first else None
 
     job = Job(
         store=store.where,
@@ -132,9 +133,7 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _common(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any], run: str
-) -> dict[str, Any]:
+def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any], run: str) -> dict[str, Any]:
     engine = engine_of(model)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     names = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
@@ -151,7 +150,7 @@ def _common(
         },
         "tensors": shapes,
         "aliases": {alias: first for first, *others in names for alias in others},
-        "optimizer": None if optimizer is None else _optimizer(model, optimizer),
+        "optimizer": _optimizer(model) if with_optimizer else None,
         "extra": extra,
     }
     try:
@@ -161,15 +160,15 @@ def _common(
     return common
 
 
-def _optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer(model: torch.nn.Module) -> dict[str, Any]:
     members = [member for bucket in engine_of(model).buckets() for member in bucket.members]
     groups = [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [member.name for member in members if member.group == index]}
-        for index, group in enumerate(optimizer.param_groups)
+        | {"params": [member.name for member in members if member.group == number]}
+        for number, group in numbered_groups(model)
     ]
-    scaler = optimizer.scaler_state() if isinstance(optimizer, ShardedOptimizer) else {}
-    return {"name": type(optimizer).__name__, "groups": groups, "scaler": scaler}
+    scaler = scaler_of(model)
+    return {"name": optimizer_name(model), "groups": groups, "scaler": scaler.scaler_state() if scaler else {}}
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ invisible until `commit`, which is atomic: of a local folder a rename, elsewhere
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Protocol
@@ -58,12 +57,7 @@ class Folder(ABC):
 
 
 class Draft(ABC):
-    """A checkpoint being written. One rank begins and ends it; all of them write files into it.
-
-    `patience_s` is how long ranks wait for each other while the process that began it is `alive`.
-    """
-
-    patience_s = math.inf
+    """A checkpoint being written. One rank begins and ends it; all of them write files into it."""
 
     @abstractmethod
     def begin(self) -> None:

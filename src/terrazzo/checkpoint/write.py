@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.exchange import together
+from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.snapshot import Snapshot, take
 from terrazzo.errors import Damaged, SaveFailed
 
@@ -18,12 +19,12 @@ __all__ = ["save", "save_snapshot"]
 def save(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     extra: dict[str, Any],
     *,
     run: str = "",
 ) -> None:
-    """Write the state of a sharded model and its optimizer as the checkpoint `path`. Collective.
+    """Write the state of a sharded model and its optimizer, or optimizers, as the checkpoint `path`. Collective.
 
     A state that several ranks hold is written once, each of them a part; buffers are written by rank 0. Memory: this
     rank's ranges are written from where they are, those on another device one at a time. All ranks must see the place.
@@ -35,7 +36,7 @@ def save(
         run: what tells this run from others that save in the same place; retention goes by it.
 
     Raises:
-        BadInput: `path` exists, or `extra` holds what JSON cannot.
+        BadInput: `path` exists, `extra` holds what JSON cannot, or `optimizer` is not what steps the model.
         SaveFailed: a rank could not write its part; nothing is visible under the name `path`.
     """
     save_snapshot(take(path, model, optimizer, extra, run))

@@ -1,18 +1,17 @@
-"""The process that writes checkpoints for a rank: `python -m terrazzo.checkpoint.writer STAGING PARENT`.
+"""The process that writes checkpoints for a rank: `python -m terrazzo.checkpoint.writer STAGING PATIENCE`.
 
-It reads a job a line, answers a line for each, and ends with its parent or when there are no more.
+It reads a job a line, answers a line for each, and ends when there are no more, or with its parent, which ties it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from terrazzo.checkpoint.job import FAILED, Job, record_name
 from terrazzo.checkpoint.shard import Part
@@ -21,60 +20,72 @@ from terrazzo.errors import SaveFailed
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
 
-def main(staging: int, parent: int) -> None:
-    """Serve jobs from standard input until it ends."""
-    _die_with(parent)
+def main(staging: int, patience_s: float) -> None:
+    """Serve jobs from standard input until it ends; `patience_s` is how long one rank's part waits for another's."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which ends its saves by itself
         signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin:
         problem = None
         try:
-            _serve(Job.from_json(line), staging)
+            _serve(Job.from_json(line), staging, patience_s)
         except Exception as error:
             known = isinstance(error, SaveFailed)
             problem = str(error) if known else f"{type(error).__name__}: {error}."
         print(json.dumps({"problem": problem}), flush=True)
 
 
-def _serve(job: Job, staging: int) -> None:
-    draft = job.draft()
+def _serve(job: Job, staging: int, patience_s: float) -> None:
+    draft, beat = job.draft(), _Beat(min(0.5, patience_s / 16))
     try:
-        _write(job, draft, staging)
+        _write(job, draft, staging, beat)
+        deadline = time.monotonic() + patience_s
         if job.rank == 0:
-            records = [record_name(rank) for rank in range(job.world_size)]
-            _await(draft, lambda: all(map(draft.has_note, records)), "another rank's part")
+            for rank in range(job.world_size):
+                there = partial(draft.has_note, record_name(rank))
+                _await(draft, there, deadline, f"the part of rank {rank} did not come within {patience_s:.0f} s", beat)
             _heed(draft)
             job.conclude(draft)
     except Exception as error:
-        job.fail(draft, f"{type(error).__name__}: {error}.")
+        job.fail(draft, str(error) if isinstance(error, SaveFailed) else f"{type(error).__name__}: {error}.")
         raise
     if job.rank > 0:
-        _await(draft, draft.committed, "the commit")
+        _await(draft, draft.committed, deadline, f"rank 0 did not commit within {patience_s:.0f} s", beat)
 
 
-def _write(job: Job, draft: Draft, staging: int) -> None:
+def _write(job: Job, draft: Draft, staging: int, beat: Callable[[], None]) -> None:
     size_bytes = max((part.offset + part.count_bytes for part in job.parts), default=0)
     memory = memoryview(mmap.mmap(staging, size_bytes, prot=mmap.PROT_READ)) if size_bytes else memoryview(b"")
 
     def data(part: Part) -> memoryview:
         return memory[part.offset : part.offset + part.count_bytes]
 
-    job.write(draft, data)
+    job.write(draft, data, beat)
 
 
-def _await(draft: Draft, done: Callable[[], bool], what: str) -> None:
+class _Beat:
+    """Tells the rank that something moves, every so often."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._last = every_s, time.monotonic()
+
+    def __call__(self) -> None:
+        if (now := time.monotonic()) > self._last + self._every_s:
+            self._last = now
+            print("{}", flush=True)
+
+
+def _await(draft: Draft, done: Callable[[], bool], deadline: float, late: str, beat: Callable[[], None]) -> None:
     """Wait for other ranks; raises `SaveFailed` when one has failed, or says nothing for too long."""
-    deadline = time.monotonic() + draft.patience_s
     while not done():
         _heed(draft)
         if not draft.alive() and not done():
             raise SaveFailed("the process that began it is gone.")
         if time.monotonic() > deadline:
-            raise SaveFailed(f"{what} did not come within {draft.patience_s:.0f} s.")
+            raise SaveFailed(f"{late} (launch.timeout_s, or patience_s of a Saver).")
+        beat()
         time.sleep(_POLL_S)
 
 
@@ -84,13 +95,5 @@ def _heed(draft: Draft) -> None:
         raise SaveFailed(draft.noted(FAILED).decode())
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the parent ends: nobody would hear of what is written then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,11 +1,13 @@
 """The command line: `terrazzo VERB`. One file per verb; this one only puts them together.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving.
+Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 141 whoever
+read the report has gone (`terrazzo ... | head`), which ends any verb but `train`.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -15,6 +17,7 @@ from terrazzo.cli.bench import bench
 from terrazzo.cli.checkpoint import checkpoint
 from terrazzo.cli.config import config
 from terrazzo.cli.plan import plan
+from terrazzo.cli.reader import ending_unread
 from terrazzo.cli.train import train
 from terrazzo.errors import BadInput, SaveFailed, printable
 
@@ -54,6 +57,12 @@ app.add_typer(config, name="config")
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
+    is_run = sys.argv[1:2] == ["train"]  # which is not over when nobody reads its lines
+    with nullcontext() if is_run else ending_unread():
+        _run()
+
+
+def _run() -> None:
     try:
         app()
     except (BadInput, SaveFailed) as error:

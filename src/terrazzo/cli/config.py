@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["config"]
 
 Option = typer.Option
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in YAML or JSON.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in YAML, JSON or TOML.")]
 From = Annotated[str | None, Option("--from", metavar="DIALECT", help="its dialect; default: as it looks")]
 World = Annotated[int | None, Option(min=1, help="number of ranks")]
 Model = Annotated[str | None, Option(metavar="NAME|PATH", help="a preset such as llama3-8b, or a config.json")]
@@ -131,7 +131,7 @@ def convert(  # structure: signature fixed by the command line
 
 @config.command()
 def diff(  # structure: signature fixed by the command line
-    a: Annotated[Path, typer.Argument(metavar="A", help="A configuration in YAML or JSON.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A configuration in YAML, JSON or TOML.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any dialect.")],
     from_a: Annotated[str | None, Option(metavar="DIALECT", help="A's dialect; default: as it looks")] = None,
     from_b: Annotated[str | None, Option(metavar="DIALECT", help="B's dialect; default: as it looks")] = None,

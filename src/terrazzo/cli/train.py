@@ -12,7 +12,7 @@ __all__ = ["train"]
 
 def train(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="YAML or JSON file; examples/quickstart.yaml is one.")
+        Path, typer.Argument(metavar="CONFIG", help="YAML, JSON or TOML file; examples/quickstart.yaml is one.")
     ],
     overrides: Annotated[
         list[str] | None,
@@ -26,7 +26,8 @@ def train(
 
     Starts `launch.ranks` processes on this machine unless torchrun or srun has already started them. Ends with exit
     code 0 when done, 1 when the run failed, 2 for bad input, and 75 when it was asked to stop (SIGTERM, Ctrl-C) and has
-    saved a checkpoint from which the same command continues.
+    saved a checkpoint from which the same command continues. When nobody reads its lines any more (`| head`), it goes
+    on, and log.folder has them.
     """
     from terrazzo.train.run import train_command  # imports torch, which --help can do without
 

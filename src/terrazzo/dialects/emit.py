@@ -33,14 +33,14 @@ def to_text(document: Mapping[str, Any], kind: Format, source: Loaded, verdicts:
     """The document's text.
 
     Args:
-        source: the file that was converted; its comments are kept in YAML.
+        source: the file that was converted; comments are kept from YAML to YAML.
         verdicts: those of the conversion: they say what each key of the source has become.
     """
     values = plain(document)
     if kind == "json":
         return json.dumps(values, indent=2) + "\n"
     text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-    if source.format == "json":
+    if source.format != "yaml":
         return text
     return place(text, _moved(take(source.text), list(verdicts)))
 

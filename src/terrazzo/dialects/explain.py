@@ -106,6 +106,7 @@ def _in_full(description: Description) -> Iterator[str]:
         "-": "a full copy on every rank",
         "D": "split over all data ranks",
         "S": "split over the ranks of dp_shard",
+        "S,R": "split over the ranks of dp_shard, and each part over those of dp_replicate",
     }
     for state, name in _STATES.items():
         axes = description.value(f"sharding.{state}")

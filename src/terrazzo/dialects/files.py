@@ -1,18 +1,20 @@
 """Loading a stranger's file: plain data or `BadInput`, quickly, and nothing that a string names is run.
 
-Two formats, JSON and YAML. What is refused: more than 1 MiB, nesting deeper than 32, more than 20,000 values once
-aliases are expanded, cycles, keys given twice, NaN and infinities, numbers beyond 64 bits, other encodings than UTF-8,
-control characters, YAML tags for anything but plain values, several documents in one file, and what is no regular file.
+JSON, YAML and TOML. What is refused: more than 1 MiB, nesting deeper than 32, more than 20,000 values once aliases are
+expanded, cycles, keys given twice, NaN and infinities, numbers beyond 64 bits, other encodings than UTF-8, control
+characters, YAML tags for anything but plain values, several documents in one file, and what is no regular file.
 """
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import json
 import math
 import os
 import re
-import stat
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -20,6 +22,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.files import read_plain
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "Loaded", "load", "parse"]
 
@@ -29,7 +32,8 @@ MAX_VALUES = 20_000
 _MAX_NUMBER = 2**63
 _MAX_DIGITS = 100  # YAML's numbers in base 60 take quadratic time
 
-Format = Literal["json", "yaml"]
+Format = Literal["json", "yaml", "toml"]
+_FORMATS: dict[str, Format] = {".json": "json", ".toml": "toml"}
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it is there: 10 times faster
 
 
@@ -51,10 +55,10 @@ class Loaded:
 
 
 def load(path: str | Path) -> Loaded:
-    """Read a file: JSON if its name ends in `.json`, else YAML. Errors: `BadInput` for all that the module refuses."""
+    """Read a file: JSON or TOML if its name ends so, else YAML. Errors: `BadInput` for all that the module refuses."""
     path = Path(path)
     text = _decode(_read(path), str(path))
-    kind: Format = "json" if path.suffix.lower() == ".json" else "yaml"
+    kind = _FORMATS.get(path.suffix.lower(), "yaml")
     return Loaded(path, parse(text, kind, str(path)), text, kind, kind == "json" and _strict(text) != text)
 
 
@@ -64,15 +68,14 @@ def parse(text: str, kind: Format, origin: str = "the text") -> dict[str, Any]:
         line = text.count("\n", 0, bad.start()) + 1
         raise BadInput(f"'{origin}' holds the control character {bad.group()!r} in line {line}: remove it.")
     try:
-        document = _json(text, origin) if kind == "json" else _yaml(text, origin)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        name = "YAML" if kind == "yaml" else "JSON"
-        raise BadInput(f"'{origin}' is not valid {name}: {' '.join(str(error).split())[:300]}.") from None
+        document = _READERS[kind](text, origin)
+    except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadInput(f"'{origin}' is not valid {kind.upper()}: {' '.join(str(error).split())[:300]}.") from None
     except (RecursionError, ValueError, OverflowError) as error:
         if isinstance(error, BadInput):
             raise
         raise BadInput(f"'{origin}' holds a value that cannot be read: {str(error).partition(';')[0][:200]}.") from None
-    if document is None:
+    if document is None or (kind == "toml" and not document):
         raise BadInput(f"'{origin}' is empty: there is nothing to read.")
     if not isinstance(document, dict):
         raise BadInput(f"'{origin}' holds a {type(document).__name__}, expected keys with values.")
@@ -85,25 +88,10 @@ def parse(text: str, kind: Format, origin: str = "the text") -> dict[str, Any]:
 
 def _read(path: Path) -> bytes:
     try:
-        # A pipe would make open() wait for ever, and a device has no end.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise BadInput(f"'{path}' is {'a folder' if path.is_dir() else 'no regular file'}: name a file.")
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            data = (file.read(MAX_BYTES + 1) or b"") if size_bytes <= MAX_BYTES else b""  # None: nothing there yet
+        return read_plain(path, MAX_BYTES)
     except FileNotFoundError:
         near = did_you_mean(path.name, _neighbours(path.parent))
         raise BadInput(f"No configuration file at '{path}'.{near}") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
-        raise BadInput(f"'{path}' cannot be read: {error}.") from None
-    if size_bytes > MAX_BYTES or len(data) > MAX_BYTES:
-        raise BadInput(
-            f"'{path}' is {max(size_bytes, len(data)):,} bytes; no configuration is more than {MAX_BYTES:,}: is it "
-            "another file?"
-        )
-    return data
 
 
 def _neighbours(folder: Path) -> list[str]:
@@ -285,7 +273,40 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# -- both ----------------------------------------------------------------------------------------------------------
+# -- TOML ----------------------------------------------------------------------------------------------------------
+
+
+_QUOTED = re.compile(
+    r'"""(?:[^\\]|\\.)*?(?:"""|\Z)|' + r"\'\'\'.*?(?:\'\'\'|\Z)|" + r'"(?:[^"\\\n]|\\.)*"?|' + r"'[^'\n]*'?|#[^\n]*",
+    re.DOTALL,
+)
+"""Text in quotes, and comments."""
+_LONG_NAME = re.compile(rf"(?:^|[{{,])[^\S\n]*\[*(?:[^\n.,={{}}]*\.){{{MAX_DEPTH}}}", re.MULTILINE)
+"""A name that goes down as deep as nothing may: each key below it would cost as much."""
+
+
+def _toml(text: str, origin: str) -> Any:
+    bare = _QUOTED.sub('""', text)
+    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", bare))
+    too_deep = [MAX_DEPTH + 1] if _LONG_NAME.search(bare) else []
+    _check_depth(itertools.chain(too_deep, steps), origin)
+    if sum(map(bare.count, ",=[")) > MAX_VALUES:  # before the parser spends its time on them
+        raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
+    return _dates_as_text(tomllib.loads(text))
+
+
+def _dates_as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _dates_as_text(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_dates_as_text(inner) for inner in value]
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else value
+
+
+_READERS: dict[Format, Callable[[str, str], Any]] = {"json": _json, "yaml": _yaml, "toml": _toml}
+
+
+# -- all ------------------------------------------------------------------------------------------------------------
 
 
 def _check(document: dict[str, Any], origin: str) -> None:

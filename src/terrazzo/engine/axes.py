@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.collectives import Collectives, collectives_for
+from terrazzo.engine.collectives import TRAIL, Collectives, backend_of, collectives_for
+from terrazzo.engine.label import Label
 from terrazzo.engine.place import DATA_AXES
 from terrazzo.engine.transfer import Ledger, Traffic
+from terrazzo.errors import RanksApart
 
 __all__ = ["Axes"]
 
@@ -34,6 +37,13 @@ class Axes:
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger) for axis in self.names
         }
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where small numbers are exchanged that the host waits for: beside the device's work, if the group can."""
+        host = torch.device("cpu")
+        groups = [collectives.group for collectives in self._collectives.values()]
+        return host if all(backend_of(group, host) == "gloo" for group in groups) else self.device
 
     def along(self, axis: str) -> Collectives:
         return self._collectives[axis]
@@ -66,6 +76,24 @@ class Axes:
         for axis in self.live(self.names):
             rows = self.along(axis).gather_rows(rows).flatten(0, 1)
         return rows
+
+    def trail(self) -> int:
+        """A digest of what has been exchanged on transports whose messages carry no labels; equal on all ranks."""
+        digest = 0
+        for collectives in self._collectives.values():
+            digest = zlib.crc32(collectives.digest.to_bytes(4, "little"), digest)
+        return digest
+
+    def compare_trails(self, label: Label) -> None:
+        """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do."""
+        for collectives in self._collectives.values():
+            trail = [*collectives.trail][-TRAIL:]
+            own = torch.tensor([-1] * (TRAIL - len(trail)) + trail, device=self.device)
+            for theirs in self.rows(own).tolist():
+                for mine, other in zip(own.tolist(), theirs, strict=True):
+                    if mine != other and min(mine, other) >= 0:
+                        label.of_code(mine).check(other, "another rank")
+        raise RanksApart(f"The ranks have not run the same some time before {label}.")
 
     def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""

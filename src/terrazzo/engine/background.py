@@ -37,7 +37,7 @@ class Background:
         self._apart = [unit for unit in units if any(bucket.updated_apart for bucket in unit.buckets)]
         self._early: Twin | None = None
         self._begun: set[int] = set()
-        self._fresh = self._stepping = self._torn = False
+        self._torn = False
 
     @property
     def in_backward(self) -> bool:
@@ -45,7 +45,7 @@ class Background:
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
-        unit, self._fresh = self.units[index], True
+        unit = self.units[index]
         self._check_whole()
         if index in self._begun:
             raise Misuse(
@@ -63,11 +63,8 @@ class Background:
     def begin(self, optimizer: Optimizer) -> None:
         """`optimizer.step()`: start the updates that are not under way, in the order of forward."""
         self._check_whole()
-        if self._stepping and not self._fresh:
-            return  # the optimizer's own step calls that of its base class
         early, begun = self._early, set(self._begun)
         self.forget()
-        self._stepping = True
         if early is not None and (changed := early.changed_since(optimizer)):
             raise Misuse(
                 f"The optimizer's {', '.join(changed)} changed between backward and optimizer.step(), but with "
@@ -83,7 +80,6 @@ class Background:
 
     def end_step(self) -> None:
         """`optimizer.step()` returns."""
-        self._stepping = False
         if self.mode == "synchronous":
             self.settle()
 
@@ -94,7 +90,7 @@ class Background:
             abandoned: whether a backward raised: units that it had updated are half a step ahead of the others.
         """
         self._torn = self._torn or (abandoned and bool(self._begun))
-        self._early, self._fresh = None, False
+        self._early = None
         self._begun.clear()
 
     def mend(self) -> None:

@@ -15,8 +15,9 @@ cast would cross over in the wider of the two, and in files those of different a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +30,25 @@ from terrazzo.engine.parameter import Guard
 from terrazzo.engine.recipe import Recipe, Tiers
 from terrazzo.engine.store.store import Store
 from terrazzo.engine.transfer import Moves
+from terrazzo.errors import Misuse
 
 __all__ = ["Bucket", "Member"]
 
 
 @dataclass
 class Member:
-    """One parameter: every name it has, where it is registered, and the optimizer's param group (-1: none)."""
+    """One parameter: every name it has, where it is registered, and the optimizer's param group (-1: none).
+
+    Attributes:
+        holders: modules and attributes, until its values are there; they may hold the model itself.
+        registered: the dictionaries of parameters in which it stands from then on, by attribute.
+    """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     holders: tuple[tuple[nn.Module, str], ...]
     group: int = -1
+    registered: tuple[tuple[dict[str, Any], str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -61,6 +69,7 @@ class Bucket:
             gathered again at once).
         tiers: where its states rest.
         moments: what the optimizer keeps for each element away from the device, by its own names.
+        changes: counts those of the weights.
     """
 
     members: list[Member]
@@ -87,6 +96,8 @@ class Bucket:
         self.keeps_full = self.keep or (self.between_axes == () and not fetched_again)
         self.gradient = Gradient(self.space, self.recipe, self.optim_axes, self.tiers.grad)
         self.moments: dict[str, Resting] = {}
+        self.changes = 0
+        self._moment_homes: list[Resting] = []
 
     def _weight_serves_as_master(self, stored: torch.dtype) -> bool:
         master, tier = self.recipe.precision.master, self.tiers.weight
@@ -127,14 +138,29 @@ class Bucket:
         self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = view(self.full.data, slot)
+        self._versions = [member.parameter._version for member in self.members]
+        self._watched = [
+            (member, registered, attribute, slot.offset * self.compute_dtype.itemsize if slot.numel else 0)
+            for slot, member in zip(self.slots, self.members, strict=True)
+            for registered, attribute in member.registered
+        ]
         if not self.resident:
             self.recipe.axes.ledger.take(self.full.data.nbytes)
             self.release()
 
     def build_moments(self, store: Store, names: Iterable[str]) -> None:
-        """Allocate what the optimizer will keep for each element away from the device."""
-        dtype = self.recipe.precision.moments
-        self.moments = {name: store.state(self.space, self.optim_axes, dtype, self.tiers.optim) for name in names}
+        """Room for what the optimizer will keep for each element away from the device: what an earlier one has left
+        is used again.
+        """
+        wanted, homes, dtype = list(names), self._moment_homes, self.recipe.precision.moments
+        while len(homes) < len(wanted):
+            homes.append(store.state(self.space, self.optim_axes, dtype, self.tiers.optim))
+        self.moments = dict(zip(wanted, homes, strict=False))
+
+    @property
+    def moments_room(self) -> int:
+        """How many states for each element there is room for away from the device."""
+        return len(self._moment_homes)
 
     def states(self) -> list[Resting]:
         """The memories that hold the parameters' values: the weight, and the master where it is another one."""
@@ -142,6 +168,7 @@ class Bucket:
 
     def write(self, slot: Slot, value: Tensor) -> None:
         """Set one parameter from its full value: this rank keeps its own part of it."""
+        self.changes += 1
         flat = value.reshape(-1)
         for state in self.states():
             for part in state.cuts(slot.range):
@@ -154,10 +181,80 @@ class Bucket:
         A master weight is replaced only where the value it rounds to was changed, so that reading and writing back in a
         lower precision loses nothing.
         """
+        self.changes += 1
+        self.check_members()
+        self._written()
         if not self.resident:
             _adopt(self.weight, self.full)
         if self.has_own_master:
             _adopt(self.master, self.weight)
+
+    def check_members(self) -> None:
+        """Notice what the user has done to parameters since the model was sharded.
+
+        Other `data` of the same kind is taken over where weights are whole. Errors: `Misuse` for parameters that have
+        been frozen, unfrozen or replaced, and for other `data` in any other case.
+        """
+        trainable, start = self.trainable, self.full.data.data_ptr()
+        for member, registered, attribute, offset_bytes in self._watched:
+            parameter = member.parameter
+            if (
+                parameter.requires_grad is not trainable
+                or registered.get(attribute) is not parameter
+                or parameter.data_ptr() != start + offset_bytes
+            ):
+                self._check(member, registered, attribute)
+
+    def _check(self, member: Member, registered: Mapping[str, Any], attribute: str) -> None:
+        if member.parameter.requires_grad != self.trainable:
+            raise Misuse(
+                f"{member.name!r} had requires_grad={self.trainable} when the model was sharded and has "
+                f"{member.parameter.requires_grad} now. Freeze or unfreeze parameters before tz.shard."
+            )
+        if registered.get(attribute) is not member.parameter:
+            raise Misuse(
+                f"{member.name!r} has been replaced or removed since the model was sharded, and what stands there now "
+                "would not be trained. Write new values into the parameter itself, inside "
+                "'with tz.gathered(model, write=True):', and change modules before tz.shard."
+            )
+        if member.parameter.numel():
+            self._take_data(member)
+
+    def _take_data(self, member: Member) -> None:
+        """A parameter has been given other `data`: take over the values, and give it back its place."""
+        slot, flat, parameter = self.slots[self.members.index(member)], self.full.data, member.parameter
+        here, now = (flat.dtype, flat.device, slot.shape), (parameter.dtype, parameter.device, tuple(parameter.shape))
+        if here != now or not self._present:
+            raise Misuse(
+                f"{member.name!r} has been given other data, {_described(*now)}; sharded, it is a view of the engine's "
+                f"memory, {_described(*here)}. Write values of that kind into it inside "
+                "'with tz.gathered(model, write=True):', and convert modules before tz.shard."
+            )
+        with torch.no_grad():
+            place = view(flat, slot)
+            place.copy_(parameter.detach())
+            parameter.data = place
+        self._versions = []  # the same as written to in place
+
+    def adopt_edits(self) -> None:
+        """Take over what has been written into whole weights."""
+        if self.resident and self._present and self._written():
+            self.changes += 1
+            if self.has_own_master:
+                _adopt(self.master, self.weight)
+
+    def forget_edits(self) -> None:
+        """What has been written into gathered weights is to be lost."""
+        if not self.resident:
+            self._written()
+
+    def _written(self) -> list[str]:
+        """Names of the parameters that have been written to since this was last asked."""
+        before, self._versions = self._versions, [member.parameter._version for member in self.members]
+        if before == self._versions:
+            return []
+        changed = zip(self.members, before or [-1] * len(self.members), self._versions, strict=True)
+        return [member.name for member, then, now in changed if then != now]
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
@@ -174,9 +271,15 @@ class Bucket:
         """Whether modules can read the full weights now."""
         return self._present
 
-    def gather(self) -> Moves:
-        """Bring the full weights to this rank, from where they rest."""
-        source: Resting = self._held or self.weight
+    def gather(self, from_rest: bool = False) -> Moves:
+        """Bring the full weights to this rank.
+
+        Args:
+            from_rest: from where they rest, even if more of them is kept between forward and backward.
+        """
+        if not from_rest and self._present and self.between_axes != self.weight_axes and not self.keeps_full:
+            self._hold()  # as ranks that have put them down did
+        source: Resting = self.weight if from_rest or self._held is None else self._held
         storage = self.full.data.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.data.nbytes)
@@ -195,16 +298,28 @@ class Bucket:
         """From forward to backward: keep the part of the full weights that the plan's `between` names."""
         if self.resident or not self._present or self.keeps_full:
             return
-        if self.between_axes != self.weight_axes and self._held is None:
+        if self.between_axes != self.weight_axes:
+            self._hold()
+        self.release()
+
+    def _hold(self) -> None:
+        if self._held is None:
             kept = self.full.narrow(self.between_axes)
             self._held = Buffer(self.space, kept.axes, kept.data.clone())
             self.recipe.axes.ledger.take(kept.data.nbytes)
-        self.release()
 
     def release(self) -> None:
         """Give back the memory of the full weights."""
         if self.resident:
             return
+        if self._present and (written := self._written()):
+            self.release()
+            shown = ", ".join(map(repr, written[:3])) + f" and {len(written) - 3} others" * (len(written) > 3)
+            raise Misuse(
+                f"{shown} written to while the weights were gathered: this would be lost. Write inside "
+                "'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a plan that "
+                "keeps them whole, such as zero2."
+            )
         storage = self.full.data.untyped_storage()
         if storage.size():
             self.recipe.axes.ledger.give(storage.size())
@@ -235,6 +350,7 @@ class Bucket:
         Args:
             copied: whether this rank's own part of the weights has been brought in line already; see `own_weight`.
         """
+        self.changes += 1
         if isinstance(self.weight, Buffer) and not self.gathers_apart:
             if copied:
                 return (yield from self.weight.complete(self.optim_axes))
@@ -267,6 +383,10 @@ class Bucket:
         if isinstance(self.weight, Buffer):
             return self.weight.narrow(self.optim_axes)
         return self.weight if self.weight_axes == self.optim_axes and self.tiers.optim == "nvme" else None
+
+
+def _described(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {shape} on {device}"
 
 
 def _adopt(state: Resting, written: Resting) -> None:

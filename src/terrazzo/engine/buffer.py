@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.collectives import divide
 from terrazzo.engine.layout import Layout, Range, share
 from terrazzo.engine.pages import use_large_pages
+from terrazzo.engine.sums import divide
 from terrazzo.engine.transfer import Moves
 
 __all__ = ["Access", "Buffer", "Resting", "Space"]
@@ -34,10 +34,13 @@ class Space:
 
     layout: Layout
     axes: Axes
+    _ranges: dict[tuple[str, ...], Range] = field(default_factory=dict, repr=False, compare=False)
 
     def range(self, axes: tuple[str, ...]) -> Range:
         """This rank's part of the space when it is split over `axes`."""
-        return share(self.layout.whole, self.axes.cuts(axes))
+        if (known := self._ranges.get(axes)) is None:
+            known = self._ranges[axes] = share(self.layout.whole, self.axes.cuts(axes))
+        return known
 
     def empty(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
         """Uninitialised device memory for this rank's part."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.metadata import version
 from typing import TypeVar
 
 import torch
@@ -24,10 +27,12 @@ from terrazzo.errors import BadInput, Misuse
 __all__ = [
     "check_agreement",
     "check_device",
+    "check_dtypes",
     "check_mesh",
     "check_model",
     "check_offload",
     "check_precision",
+    "check_versions",
     "model_facts",
     "optimizer_facts",
     "together",
@@ -36,8 +41,20 @@ __all__ = [
 T = TypeVar("T")
 
 
+def _check_module(model: object) -> None:
+    """Errors: `BadInput` for what is no module, such as an optimizer that came first."""
+    if isinstance(model, Optimizer):
+        raise BadInput(
+            f"tz.shard was given a {type(model).__name__} in place of a model: the model comes first, as in "
+            "tz.shard(model, optimizer, plan=...)."
+        )
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"tz.shard was given a {type(model).__name__} in place of a model; pass a torch.nn.Module.")
+
+
 def check_model(model: nn.Module) -> None:
     """Errors: `Misuse` without a process group or for a sharded model, `BadInput` for what cannot be laid out flat."""
+    _check_module(model)
     if not dist.is_initialized():
         raise Misuse(
             "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first; "
@@ -57,6 +74,60 @@ def check_model(model: nn.Module) -> None:
             f"{', '.join(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
             "each by nn.Parameter(parameter.detach().contiguous())."
         )
+
+    _check_sparse(model)
+
+
+def _check_sparse(model: nn.Module) -> None:
+    """Errors: `BadInput` for embeddings whose gradients would be sparse tensors."""
+    embeddings = (
+        (name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+    )
+    found = [name for name, each in embeddings if each.sparse and each.weight.requires_grad]
+    if found:
+        raise BadInput(
+            f"{', '.join(map(repr, found))}: gradients of an embedding with sparse=True are sparse tensors, which have "
+            "no place in a flat gradient. Build it with sparse=False, or freeze its weight."
+        )
+
+
+def check_dtypes(model: nn.Module, precision: Precision) -> None:
+    """Whether a precision can stand for the dtypes that the parameters have.
+
+    16 and 32 bits stand for each other, as when a model that was loaded in bf16 is trained in fp32.
+
+    Errors: `BadInput` for float64 parameters that the precision would round. Warns of trainable parameters in several
+    dtypes, which all become one.
+    """
+    floating = [(name, each) for name, each in model.named_parameters() if each.is_floating_point()]
+    doubles = [name for name, each in floating if each.dtype == torch.float64]
+    if doubles and {precision.weight, precision.compute, precision.master} != {torch.float64}:
+        raise BadInput(
+            f"{_listed(doubles)}: float64, which the precision would round to {_short(precision.compute)} without a "
+            "word, and float64 inputs would then fail in the first product of matrices. Call model.float() first, or "
+            'keep it with precision=tz.Precision(*["fp64"] * 6).'
+        )
+    trained: dict[torch.dtype, list[str]] = {}
+    for name, each in floating:
+        if each.requires_grad:
+            trained.setdefault(each.dtype, []).append(name)
+    if len(trained) > 1 and dist.get_rank() == 0:
+        kinds = "; ".join(f"{_short(dtype)}: {_listed(names)}" for dtype, names in trained.items())
+        warnings.warn(
+            f"The trainable parameters are in several dtypes ({kinds}). All of them compute in "
+            f"{_short(precision.compute)} from now on: a forward that casts its input for one of them fails there. "
+            "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'.",
+            stacklevel=4,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
@@ -100,11 +171,25 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         ) from None
 
 
-def check_agreement(axes: Axes, facts: Mapping[str, object]) -> None:
+def check_versions(axes: Axes) -> None:
+    """Errors: `BadInput` on every rank where ranks run other versions; before anything else is exchanged."""
+    check_agreement(axes, versions(), "Install the same on every machine.")
+
+
+def versions() -> dict[str, object]:
+    """Of what the ranks must have alike."""
+    python = "{}.{}".format(*sys.version_info)
+    return {"terrazzo version": version("terrazzo"), "torch version": torch.__version__, "python version": python}
+
+
+def check_agreement(
+    axes: Axes, facts: Mapping[str, object], fix: str = "Give every rank the same model and arguments."
+) -> None:
     """Compare what each rank was told. Errors: `BadInput` on every rank, naming the facts that differ.
 
     Args:
         facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.
+        fix: what the message ends with.
     """
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts.items()}
     digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
@@ -114,7 +199,7 @@ def check_agreement(axes: Axes, facts: Mapping[str, object]) -> None:
         mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)
         raise BadInput(
             f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
-            "Give every rank the same model and arguments."
+            f"{fix}"
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bill import MemoryBill, PaperStep, memory_bill
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.checks import together
+from terrazzo.engine.ending import require_own
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.needs import Templates
@@ -48,9 +51,10 @@ class Engine:
         units: in registration order, root first.
         why_units: how the units were found.
         store: memory and files of what does not rest on the device.
-        templates: what the optimizer keeps for a parameter of each param group.
-        driver: of the optimizer, or None.
+        templates: what is kept for a parameter of each param group, those of all optimizers one after the other.
+        drivers: one for each optimizer.
         denominator: of finished gradient sums, where the user has set one.
+        process: that sharded the model.
     """
 
     plan: Plan
@@ -61,8 +65,9 @@ class Engine:
     hooks: Hooks
     store: Store
     templates: Templates = ()
-    driver: OptimizerDriver | None = None
+    drivers: list[OptimizerDriver] = field(default_factory=list)
     denominator: float | None = None
+    process: int = field(default_factory=os.getpid)
 
     @property
     def axes(self) -> Axes:
@@ -78,23 +83,29 @@ class Engine:
         return self.memory_bill()
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        """What steps the model, without those that nobody has any more."""
+        found = [driver.reference() for driver in self.drivers]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    @property
     def optimizer(self) -> Optimizer | None:
-        """What steps the model; None where nothing does, or nobody has it any more."""
-        return self.driver.reference() if self.driver is not None else None
+        """The first of its optimizers; None where nothing steps the model."""
+        return next(iter(self.optimizers), None)
 
     def release_optimizer(self) -> None:
-        """Let go of the optimizer, so that another can be attached; the old one cannot step again. Collective."""
+        """Let go of all optimizers, so that others can be attached; the old ones cannot step again. Collective."""
         self.settle()
-        if self.driver is not None:
-            self.driver.retire()
-        self.driver = self.hooks.scaler = None
+        for driver in self.drivers:
+            driver.retire()
+        self.drivers.clear()
+        self.hooks.scaler = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
-        if self.driver is not None:
-            self.driver.zero_grad(set_to_none)
-        else:
-            forget_gradients(self.trainable(), self.schedule, set_to_none)
+        for driver in self.drivers:
+            driver.leave_gradients(set_to_none)
+        forget_gradients(self.trainable(), self.schedule, set_to_none)
 
     def memory_bill(self, micro_batches: int = 1, local: bool | None = None) -> MemoryBill:
         """Promised memory of a step.
@@ -143,6 +154,8 @@ class Engine:
 
     def settle(self) -> None:
         """Return once every state is at rest: no update is under way, nothing is still to be written. Collective."""
+        require_own(self.process)
+        self.hooks.adopt_edits()
         self.schedule.rest()
         self.finish_updates()
         if self.axes.device.type == "cuda":
@@ -150,13 +163,17 @@ class Engine:
 
     def finish_updates(self) -> None:
         """Return once no update is under way; gathered weights stay. Collective."""
-        if self.driver is not None:
-            self.driver.settle()
+        for driver in self.drivers:
+            driver.settle()
 
-    def publish(self) -> None:
-        """Bring resting compute weights in line with the master weights; those that are being updated follow later."""
+    def publish(self, among: Collection[Bucket] | None = None) -> None:
+        """Bring resting compute weights in line with the master weights; those that are being updated follow later.
+
+        Args:
+            among: the buckets whose masters have changed; all if None.
+        """
         self.schedule.rest()
-        for transfer in [Transfer(unit.republish()) for unit in self.units if not unit.updating]:
+        for transfer in [Transfer(unit.republish(among), unit.updated) for unit in self.units if not unit.updating]:
             transfer.finish()
 
     def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
@@ -174,7 +191,12 @@ class Engine:
         self.settle()
         with self.schedule.gathered():
             members = [member for bucket in self.buckets() for member in bucket.members]
-            yield {name: member.parameter for member in members for name in member.names}
+            try:
+                yield {name: member.parameter for member in members for name in member.names}
+            except BaseException:
+                for bucket in self.buckets():
+                    bucket.forget_edits()
+                raise
             if write:
                 with torch.no_grad():
                     for bucket in self.buckets():
@@ -216,22 +238,29 @@ class Engine:
         """This rank's share of all state, by original names; over all ranks each element comes once. Collective."""
         self.settle()
         yield from model_pieces(self.buckets())
-        if self.driver is not None and with_optimizer:
-            yield from optimizer_pieces(self.driver)
+        for driver in self.drivers if with_optimizer else ():
+            if driver.reference() is not None:
+                yield from optimizer_pieces(driver)
 
     def restore(self, read: Read, with_optimizer: bool = True) -> None:
-        """Set the weights, and unless told otherwise the optimizer's state, from `read`.
+        """Set the weights, and unless told otherwise the optimizer's state, from `read`. Collective.
 
         Args:
             read: may come from any plan and number of ranks.
         """
+        together(self.axes, lambda: self.fill(read, with_optimizer))
+        self.publish()
+
+    def fill(self, read: Read, with_optimizer: bool = True) -> None:
+        """The part of `restore` that can fail: this rank's own ranges. `publish` has to follow, on all ranks."""
         self.settle()
         with torch.no_grad():
             restore_model(self.buckets(), read)
-            if self.driver is not None and self.driver.background is not None:
-                self.driver.background.mend()
-            if self.driver is not None and with_optimizer:
-                restore_optimizer(self.driver, self.templates, read)
+            for driver in self.drivers:
+                if driver.background is not None:
+                    driver.background.mend()
+                if with_optimizer and driver.reference() is not None:
+                    restore_optimizer(driver, self.templates, read)
 
     def describe(self) -> str:
         """The plan's places, the dtypes and the units, as text."""

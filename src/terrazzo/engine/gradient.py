@@ -6,7 +6,7 @@ once the last one has been summed over all ranks and divided. Finished and parti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -212,7 +212,7 @@ class Gradient:
         there = self.finished
         self.changes += 1
         if there is not None:
-            self._apply_factor()
+            self.apply_factor()
             for part in there.cuts(there.range):
                 with there.opened(part, "change") as kept:
                     kept.add_(data.part(part).to(kept.device))
@@ -233,7 +233,7 @@ class Gradient:
         if self._home is None and isinstance(finished, Buffer):
             finished.data.mul_(factor.to(finished.dtype))
             return
-        self._apply_factor()
+        self.apply_factor()
         self.factor = factor.to(device="cpu", dtype=finished.dtype)
 
     def whole(self) -> Tensor | None:
@@ -244,8 +244,9 @@ class Gradient:
         with finished.opened(finished.range) as data:
             return data if self.factor is None else data * self.factor
 
-    def _apply_factor(self) -> None:
-        """Multiply by what has been put off so far."""
+    def apply_factor(self) -> None:
+        """Multiply by what has been put off so far: the elements are about to change."""
+        self.changes += 1
         factor, self.factor = self.factor, None
         if factor is not None:
             self._apply(lambda part: part.mul_(factor))
@@ -279,6 +280,23 @@ class Gradient:
             self.seen = [False] * len(self.seen)
         else:
             self._apply(lambda part: part.zero_())
+
+    def forget(self, indices: Iterable[int], set_to_none: bool = True) -> None:
+        """As `zero`, for some of the parameters: the others keep theirs."""
+        self.changes += 1
+        slots = self.space.layout.slots
+        for index in indices:
+            if self._filled[index]:
+                self._filled[index] = False  # what is not filled counts as zero
+                self.filled_numel -= slots[index].numel
+            for state in (self._partial, self.finished):
+                for part in state.cuts(slots[index].range) if state is not None else ():
+                    with state.opened(part, "change") as data:  # type: ignore[union-attr]
+                        data.zero_()
+            if set_to_none:
+                self.seen[index] = False
+        if not any(self.seen) and not self.unfinished:
+            self.zero(set_to_none=True)
 
 
 def view(flat: Tensor, slot: Slot) -> Tensor:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+import zlib
+from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from terrazzo.engine import listeners
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.order import Order, merge
+from terrazzo.engine.order import Order, Visit, merge
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.saved import SavedWeights
 from terrazzo.engine.scaler import LossScaler, scale_backward
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
@@ -48,60 +53,83 @@ class Hooks:
         self.wanted: Callable[[], None] = _ignore
         self._late: set[int] = set()
         self._passes = 0
+        self._control = axes.control_device
+        self._surprised = False  # whether backward has come to a unit unannounced
+        storages = {
+            bucket.full.data.untyped_storage()._cdata: unit.index
+            for unit in units
+            for bucket in unit.buckets
+            if not bucket.resident
+        }
+        self._saved = SavedWeights(storages, listeners.on_use(weakref.ref(self)))
 
     def attach(self, model: nn.Module) -> None:
         """Register every hook on `model` and its units' modules and trainable parameters."""
         hooks = weakref.ref(self)
-        model.register_forward_pre_hook(_before_model(hooks), with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(listeners.before_model(hooks), with_kwargs=True, prepend=True)
         for unit in self.units:
             if unit.module is not model:
-                unit.module.register_forward_pre_hook(_before_unit(hooks, unit.index), prepend=True)
-                unit.module.register_forward_hook(_after_unit(hooks, unit.index))
+                unit.module.register_forward_pre_hook(listeners.before_unit(hooks, unit.index), prepend=True)
+                unit.module.register_forward_hook(listeners.after_unit(hooks, unit.index))
             for bucket in unit.trainable():
                 for index, member in enumerate(bucket.members):
-                    hook = _gradient(hooks, unit.index, weakref.ref(bucket), index)
-                    member.parameter.register_post_accumulate_grad_hook(hook)
-        model.register_forward_hook(_after_model(hooks), always_call=True)
+                    hook = listeners.on_gradient(hooks, unit.index, weakref.ref(bucket), index)
+                    listeners.take_last(member.parameter, hook)
+        model.register_forward_hook(listeners.after_model(hooks))
+        model.register_forward_hook(listeners.model_ended(hooks), always_call=True)
 
     # -- events ------------------------------------------------------------------------------------------------
 
     def before_model(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not _inside_backward():
-            with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would answer each question in Python
-                for unit in self.units:
-                    _check_flags(unit)
+            self.adopt_edits()
             abandoned = self.schedule.in_backward
+            unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
             if self.scaler is not None:
                 self.scaler.in_use = False
-            self.schedule.begin_forward()
+            self.schedule.begin_forward(torch.is_grad_enabled())
             if abandoned:
                 self._forget_gradients()
+            if torch.is_grad_enabled() and (self._surprised or unsettled):
+                self._saved.begin()
         if self.units[0].is_root:
             self.before_unit(self.units[0])
         if self.precision.compute in _HALF:
             return self._cast(args), self._cast(kwargs)
         return args, kwargs
 
+    def adopt_edits(self) -> None:
+        """Take over what the user has written into weights, or refuse it."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would answer each question in Python
+            for unit in self.units:
+                for bucket in unit.buckets:
+                    bucket.check_members()
+                    bucket.adopt_edits()
+
     def after_model(self, output: Any) -> Any:
         if _inside_backward():
-            return output
-        if output is None:  # torch calls this hook so when the forward raised
-            self.schedule.abandon_forward()
             return output
         if self.units[0].is_root:
             self.after_unit(self.units[0], output)
         training = torch.is_grad_enabled()
-        self.schedule.end_forward(training)
+        self.schedule.end_forward()
         if training and not self.schedule.order.agreed:
             self._agree_on_order()
         return scale_backward(output, self.scaler) if self.scaler else output
 
+    def model_ended(self) -> None:
+        """The model's own forward has returned, or raised."""
+        if not _inside_backward():
+            self._saved.end()
+            if self.schedule.in_forward:
+                self.schedule.abandon_forward()
+
     def before_unit(self, unit: Unit) -> None:
         if _inside_backward():  # activation checkpointing runs the forward again
             self.start_backward()
-            unit.wait()
+            self.schedule.recompute(unit)
         else:
-            self.schedule.enter_forward(unit, torch.is_grad_enabled())
+            self.schedule.enter_forward(unit)
 
     def after_unit(self, unit: Unit, output: Any) -> None:
         if _inside_backward():
@@ -109,16 +137,36 @@ class Hooks:
         training = torch.is_grad_enabled()
         announced, hidden = self._watch(unit, output) if training else (False, False)
         if hidden:
+            self._surprised = True  # what holds it ends with any backward, be it another forward's
             self.begun()  # nothing else may announce its backward
             self.schedule.hold_until_backward_ends(unit)
         else:
             self.schedule.leave_forward(unit, training, announced)
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: Unit, generation: int) -> None:
+        """Backward comes to a call of `unit`, which ran when its weights were those of `generation`."""
+        if unit.generation != generation:
+            raise Misuse(
+                f"Backward came to {_called(unit)}, whose weights have been changed since its forward, by "
+                "optimizer.step() or by writing into them. Run the forward again, or step after its backward."
+            )
+        if torch.is_grad_enabled() and unit.transient:
+            raise Misuse(
+                f"Backward with create_graph=True came to {_called(unit)}, whose weights are not kept for a second "
+                "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
+            )
         self.schedule.enter_backward(unit)
+
+    def use_saved(self, unit: Unit) -> None:
+        """A part of backward is about to read the weights of `unit`."""
+        if not unit.present:
+            self._surprised = True
+            self.start_backward()
+            self.schedule.enter_backward(unit)
 
     def take_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
         self.start_backward()
+        self._check_arrival(unit, bucket, index)
         if self.scaler is not None and not self.scaler.in_use:
             raise Misuse(
                 f"A gradient reached {bucket.members[index].name!r} without passing through the model's output, so "
@@ -131,6 +179,21 @@ class Hooks:
             self.schedule.halfway()
         if unit.index in self.schedule.closed:
             self._late.add(unit.index)
+
+    def _check_arrival(self, unit: Unit, bucket: Bucket, index: int) -> None:
+        if not bucket.present:
+            self._surprised = True
+            raise Misuse(
+                f"A gradient came for {bucket.members[index].name!r} while the weights of {_called(unit)} were not "
+                "here: its backward was reached past the outputs of its forward, which nothing had told. Return every "
+                "tensor that the loss is computed from out of that module's forward, in tuples, lists or dicts; or run "
+                "the step again, which is watched more closely from now on."
+            )
+        if torch.is_grad_enabled():
+            raise Misuse(
+                f"backward(create_graph=True) reached {bucket.members[index].name!r}, whose gradient goes into flat "
+                "memory and keeps no graph. Take torch.autograd.grad(..., create_graph=True) of inputs instead."
+            )
 
     def end_backward(self) -> None:
         if self.schedule.in_backward:
@@ -150,7 +213,7 @@ class Hooks:
             self._late.clear()
             self._passes += 1
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(_end(weakref.ref(self)))  # type: ignore[no-untyped-call, unused-ignore]
+            engine.queue_callback(listeners.end_of_backward(weakref.ref(self)))  # type: ignore[no-untyped-call, unused-ignore]
         return self._passes
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
@@ -158,15 +221,17 @@ class Hooks:
 
         These are its outputs, and what its modules have put aside in attributes, such as an auxiliary loss.
 
-        Returns whether it will be announced, and whether an object of unknown kind may hide a further tensor.
+        Returns whether it will be announced, and whether something else may: an object of unknown kind can hide a
+        tensor, and a unit that returns none has put its result where nobody can see it.
         """
         leaves = _leaves(output)
         hidden = any(not isinstance(leaf, _PLAIN) for leaf in leaves)
+        hidden = hidden or not any(isinstance(leaf, Tensor) for leaf in leaves)
         differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         differentiable += _put_aside([unit.module, *self._inside[unit.index]])
-        hook = _backward(weakref.ref(self), unit.index)
+        hook = listeners.on_backward(weakref.ref(self), unit.index, unit.generation)
         for leaf in differentiable:
-            leaf.register_hook(hook)
+            listeners.before_gradient(leaf, hook)
         return bool(differentiable), hidden
 
     def _cast(self, inputs: Any) -> Any:
@@ -187,14 +252,21 @@ class Hooks:
         """Compare what the ranks ran, and make it the program; see `Order`."""
         axes = self.axes
         visits = [number for visit in self.schedule.visits for number in visit]
-        longest = int(axes.maximum(torch.tensor([len(visits)], device=axes.device)).item())
-        own = torch.tensor(visits + [-1] * (longest - len(visits)), dtype=torch.int64, device=axes.device)
-        rows = axes.rows(own).tolist()
-        ranks = [[(row[i], row[i + 1]) for i in range(0, longest, 2) if row[i] >= 0] for row in rows]
-        merged = merge(ranks)
+        digest = zlib.crc32(array("q", visits).tobytes())
+        if all(axes.equal(torch.tensor([len(visits), digest], device=self._control))):
+            merged: list[Visit] | None = self.schedule.visits
+        else:
+            merged = merge(self._visits_of_ranks(visits))
         if merged is not None:
-            self.schedule.order = Order.of_visits(merged, len(self.units), agreed=True)
+            self.schedule.order = Order.of_visits(merged, self.units, agreed=True)
         self.schedule.strayed = False
+
+    def _visits_of_ranks(self, visits: Sequence[int]) -> list[list[Visit]]:
+        axes = self.axes
+        longest = int(axes.maximum(torch.tensor([len(visits)], device=self._control)).item())
+        own = torch.tensor([*visits, *[-1] * (longest - len(visits))], dtype=torch.int64, device=self._control)
+        rows = axes.rows(own).tolist()
+        return [[(row[i], row[i + 1]) for i in range(0, longest, 2) if row[i] >= 0] for row in rows]
 
     def _agree(self) -> None:
         """One small reduction: which parameters got a gradient, which units got one too late, who left the order."""
@@ -202,12 +274,11 @@ class Hooks:
         buckets = [bucket for unit in self.units for bucket in unit.trainable()]
         late = [int(unit.index in self._late) for unit in self.units]
         seen = [int(flag) for bucket in buckets for flag in bucket.gradient.seen]
-        values = torch.tensor([int(schedule.strayed), *late, *seen], dtype=torch.int64, device=self.axes.device)
+        values = torch.tensor([int(schedule.strayed), *late, *seen], dtype=torch.int64, device=self._control)
         flags: list[int] = self.axes.maximum(values).tolist()
-        late, seen = flags[1 : 1 + len(late)], flags[1 + len(late) :]
+        late, found = flags[1 : 1 + len(late)], iter(flags[1 + len(late) :])
         for bucket in buckets:
-            count = len(bucket.members)
-            bucket.gradient.seen, seen = [bool(flag) for flag in seen[:count]], seen[count:]
+            bucket.gradient.seen = [bool(flag) for flag in islice(found, len(bucket.members))]
         for unit in (unit for unit in self.units if late[unit.index]):
             schedule.start_reducing(unit)
         if flags[0]:
@@ -238,6 +309,10 @@ def _put_aside(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 
+def _called(unit: Unit) -> str:
+    return f"unit {unit.name!r}" if unit.name else "the root unit"
+
+
 def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
     """The modules inside `module`, without those inside one of `others`."""
     found = []
@@ -249,86 +324,3 @@ def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn
 
 def _inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _check_flags(unit: Unit) -> None:
-    for bucket in unit.buckets:
-        for member in bucket.members:
-            if member.parameter.requires_grad != bucket.trainable:
-                raise Misuse(
-                    f"{member.name!r} had requires_grad={bucket.trainable} when the model was sharded and has "
-                    f"{member.parameter.requires_grad} now. Freeze or unfreeze parameters before tz.shard."
-                )
-
-
-# Hook functions. Each reaches its `Hooks` through a weak reference, and stays out of compiled graphs.
-
-HooksRef = weakref.ref[Hooks]
-
-
-def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    disabled: Callable[..., Any] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
-    return disabled
-
-
-def _before_model(hooks: HooksRef) -> Callable[..., Any]:
-    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        live = hooks()
-        return live.before_model(args, kwargs) if live is not None else (args, kwargs)
-
-    return _eager(before)
-
-
-def _after_model(hooks: HooksRef) -> Callable[..., Any]:
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        live = hooks()
-        return live.after_model(output) if live is not None else output
-
-    return _eager(after)
-
-
-def _before_unit(hooks: HooksRef, index: int) -> Callable[..., None]:
-    def before(module: nn.Module, args: Any) -> None:
-        if (live := hooks()) is not None:
-            live.before_unit(live.units[index])
-
-    return _eager(before)
-
-
-def _after_unit(hooks: HooksRef, index: int) -> Callable[..., None]:
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if (live := hooks()) is not None:
-            live.after_unit(live.units[index], output)
-
-    return _eager(after)
-
-
-def _gradient(hooks: HooksRef, unit: int, bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None]:
-    def gradient(parameter: Tensor) -> None:
-        live, owner = hooks(), bucket()
-        if live is not None and owner is not None:
-            live.take_gradient(live.units[unit], owner, index)
-
-    return gradient
-
-
-def _backward(hooks: HooksRef, index: int) -> Callable[[Tensor], None]:
-    """Tells once per backward pass that it has reached one call of a unit, whichever of its outputs comes first."""
-    told = 0
-
-    def backward(grad: Tensor) -> None:
-        nonlocal told
-        live = hooks()
-        if live is not None and told != live.start_backward():
-            told = live.start_backward()
-            live.before_backward(live.units[index])
-
-    return backward
-
-
-def _end(hooks: HooksRef) -> Callable[[], None]:
-    def end() -> None:
-        if (live := hooks()) is not None:
-            live.end_backward()
-
-    return end

@@ -84,7 +84,7 @@ class Layout:
         slots, offset = [], 0
         for names, shape in parameters:
             slots.append(Slot(names, tuple(shape), offset))
-            offset = slots[-1].padded.stop
+            offset += round_up(math.prod(shape), ALIGN)
         self.slots = tuple(slots)
         self.numel = round_up(offset, ALIGN * shards)
 

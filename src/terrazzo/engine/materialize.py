@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,16 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Member
 from terrazzo.errors import BadInput
 
-__all__ = ["Initializer", "check_initializable", "initializer_of", "materialize", "move_buffers", "synchronize"]
+__all__ = [
+    "Initializer",
+    "check_initializable",
+    "digest",
+    "initializer_of",
+    "materialize",
+    "materialize_buffers",
+    "move_buffers",
+    "synchronize",
+]
 
 Initializer = Callable[[nn.Module], None]
 """Sets the parameters and buffers that a module itself owns, not those of its children."""
@@ -55,11 +64,15 @@ def _no_initializer(module: nn.Module) -> BadInput:
 
 
 def materialize(members: Iterable[Member], initialize: Initializer, device: torch.device) -> None:
-    """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them."""
+    """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them.
+
+    Their buffers are real by then: see `materialize_buffers`.
+    """
     touched = {}
     for member in members:
         meta, holders = member.parameter, member.holders
         member.holders = ()  # they may hold the model itself, which holds the members
+        member.registered = tuple((module._parameters, attribute) for module, attribute in holders)
         if not meta.is_meta:
             continue
         member.parameter = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
@@ -67,26 +80,39 @@ def materialize(members: Iterable[Member], initialize: Initializer, device: torc
             module._parameters[attribute] = member.parameter
             touched[id(module)] = module
     for module in touched.values():
-        _materialize_buffers(module, device)
         initialize(module)
 
 
-def _materialize_buffers(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.zeros_like(buffer, device=device)
+def materialize_buffers(model: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Replace meta buffers by real ones of zeros, those that modules share together.
+
+    Returns:
+        The modules that had any and that no parameter will have initialised.
+    """
+    bare = [module for module in model.modules() if _on_meta(module._buffers) and not _on_meta(module._parameters)]
+    _replace_buffers(model, lambda buffer: torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer)
+    return bare
 
 
-def move_buffers(model: nn.Module, initialize: Initializer, axes: Axes) -> None:
-    """Bring every buffer to the device; modules without parameters whose buffers are still meta are initialised."""
-    for module in model.modules():
-        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-            _materialize_buffers(module, axes.device)
-            initialize(module)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != axes.device:
-                module._buffers[name] = buffer.to(axes.device)
+def move_buffers(model: nn.Module, axes: Axes) -> None:
+    """Bring every buffer to the device, those that modules share together, with the first rank's values."""
+    _replace_buffers(model, lambda buffer: buffer.to(axes.device))
     synchronize(list(model.buffers()), axes)
+
+
+def _on_meta(tensors: Mapping[str, Tensor | None]) -> bool:
+    return any(tensor is not None and tensor.is_meta for tensor in tensors.values())
+
+
+def _replace_buffers(model: nn.Module, replaced: Callable[[Tensor], Tensor]) -> None:
+    """Put `replaced(buffer)` in the place of each buffer, one for all modules that hold it."""
+    made: dict[Tensor, Tensor] = {}  # by identity
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer not in made:
+                    made[buffer] = replaced(buffer)
+                module._buffers[name] = made[buffer]
 
 
 _DIGEST_PIECE = 1 << 22
@@ -97,7 +123,7 @@ def synchronize(tensors: list[Tensor], axes: Axes) -> None:
     """Make `tensors` equal on all data ranks: those that differ take the first rank's values, as in DDP."""
     if not axes.live(axes.names) or not tensors:
         return
-    digests = torch.stack([_digest(tensor) for tensor in tensors]).to(axes.device)
+    digests = torch.stack([digest(tensor) for tensor in tensors]).to(axes.device)
     for tensor, same in zip(tensors, axes.equal(digests), strict=True):
         if not same:
             value = tensor.detach().to(axes.device).contiguous()
@@ -106,7 +132,7 @@ def synchronize(tensors: list[Tensor], axes: Axes) -> None:
                 tensor.copy_(value)
 
 
-def _digest(tensor: Tensor) -> Tensor:
+def digest(tensor: Tensor) -> Tensor:
     """A checksum of a tensor's bytes in their order; equal tensors have equal ones on every rank."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.device.type == "cpu":

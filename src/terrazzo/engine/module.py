@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.engine import Engine
+from terrazzo.engine.names import persistent_buffers
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["ShardedModule", "adopt_model"]
@@ -45,18 +46,22 @@ class ShardedModule(nn.Module):
         self._terrazzo.denominator = denominator
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy."""
-        engine, buffers = self._terrazzo, _persistent_buffers(self)
-        known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names} | set(buffers)
-        missing = sorted(engine.missing(state_dict) | {name for name in buffers if name not in state_dict})
+        """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy.
+
+        A tensor that the model has under several names may come under any of them.
+        """
+        engine, buffers = self._terrazzo, persistent_buffers(self)
+        known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
+        known |= {name for buffer in buffers for name in buffer.names}
+        given = {buffer.name: [name for name in buffer.names if name in state_dict] for buffer in buffers}
+        missing = sorted(engine.missing(state_dict) | {name for name, found in given.items() if not found})
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             raise BadInput(
                 f"load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. Pass "
                 "strict=False to load what matches."
             )
-        found = {name: buffer for name, buffer in buffers.items() if name in state_dict}
-        engine.load(state_dict, found)
+        engine.load(state_dict, {names[0]: buffer.tensor for buffer in buffers if (names := given[buffer.name])})
         return _Loaded(missing, unexpected)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -72,20 +77,17 @@ class ShardedModule(nn.Module):
                 )
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be pickled, and so not saved with torch.save: this rank has a "
+            "part of its weights alone. Save with tz.checkpoint.save(path, model, optimizer)."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse(
             f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy "
             "the model before tz.shard, or load its weights into a second model."
         )
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    buffers = {}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers[f"{path}.{name}" if path else name] = buffer
-    return buffers
 
 
 def adopt_model(model: nn.Module, engine: Engine) -> None:

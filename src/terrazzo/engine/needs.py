@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.checks import together
-from terrazzo.engine.optimizer import StateSpec
+from terrazzo.engine.stock import StateSpec
 from terrazzo.engine.store.drive import cell_numel, padded_bytes
 from terrazzo.engine.store.settings import Offload
 from terrazzo.engine.store.store import Need, Store
 from terrazzo.engine.unit import Unit
 
-__all__ = ["Templates", "moment_bytes", "moment_names", "need_of", "open_store"]
+__all__ = ["Templates", "further_moment_bytes", "moment_names", "need_of", "open_store"]
 
 Templates = Sequence[Mapping[str, StateSpec]]
 """What the optimizer keeps for a parameter of each param group."""
@@ -35,12 +35,15 @@ def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> list[int]:
-    """What the optimizer keeps for each element away from the device, one entry for each state of a bucket."""
+def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> list[int]:
+    """What the optimizer keeps for each element away from the device, beyond what earlier ones have left room for.
+
+    One entry for each state of a bucket.
+    """
     return [
         _numel(bucket, bucket.optim_axes) * bucket.recipe.precision.moments.itemsize
         for bucket in buckets
-        for _ in (moment_names(bucket, templates) if bucket.updated_apart else ())
+        for _ in (moment_names(bucket, templates)[bucket.moments_room :] if bucket.updated_apart else ())
     ]
 
 

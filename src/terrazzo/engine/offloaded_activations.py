@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from terrazzo.engine.saved import others_watch
 from terrazzo.engine.store.host import HostPool
 from terrazzo.errors import Misuse
 
@@ -70,7 +71,7 @@ class OffloadedActivations:
         return wrapped
 
     def _run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        inputs = _computed((*args, *kwargs.values())) if torch.is_grad_enabled() and not _watched() else frozenset()
+        inputs = _computed((*args, *kwargs.values())) if torch.is_grad_enabled() and not others_watch() else frozenset()
         if not inputs:
             return forward(*args, **kwargs)
         with saved_tensors_hooks(functools.partial(self._keep, self._begin_call(), inputs), _give):
@@ -243,11 +244,6 @@ class Left:
 
 def _give(kept: Kept | Left) -> Tensor:
     return kept.get()
-
-
-def _watched() -> bool:
-    """Whether others decide what becomes of tensors that are kept here."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _computed(inputs: Iterable[Any]) -> frozenset[int]:

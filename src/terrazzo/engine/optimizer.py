@@ -1,18 +1,17 @@
-"""Drives a stock `torch.optim` optimizer over flat shards of master weights, and clips by the global norm.
+"""Drives stock `torch.optim` optimizers over flat shards of master weights.
 
-The user's optimizer object stays the same one, with its param groups, hyper-parameters and schedulers: only the tensors
+A user's optimizer object stays the same one, with its param groups, hyper-parameters and schedulers: only the tensors
 in its groups are replaced. Before its own step, gradients are handed to those tensors; after it, the updated master
-weights are published to the compute weights. A step that must not happen simply finds no gradients.
+weights are published to the compute weights. A step that must not happen simply finds no gradients. Of several
+optimizers of one model, each has its own parameters, and leaves those of the others alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import sys
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.background import Background
-from terrazzo.engine.bucket import Bucket, Member
-from terrazzo.engine.gradient import Finished, Gradient
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.gradient import Finished
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
@@ -29,126 +28,14 @@ from terrazzo.engine.segment import Segment, segments_of
 from terrazzo.engine.store.settings import StepMode
 from terrazzo.engine.unit import Unit
 from terrazzo.engine.update import Updater, unhooked_step
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import Misuse
 
 __all__ = [
-    "ELEMENTWISE",
     "OptimizerDriver",
     "ShardedOptimizer",
-    "StateSpec",
     "adopt",
-    "assign_groups",
-    "check_optimizer",
-    "choose_kernel",
-    "clip_grad_norm",
     "forget_gradients",
-    "state_of",
 ]
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
-)
-"""Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Errors: `BadInput` for an optimizer that is not known to be elementwise."""
-    name = type(optimizer).__name__
-    if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
-        raise BadInput(
-            f"{name} cannot run on flat shards: it is not known to update each element from that element's values "
-            "alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
-            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
-            "optimizer class if its update is elementwise."
-        )
-
-
-def assign_groups(optimizer: Optimizer, members: Sequence[Member]) -> None:
-    """Note on each member which param group owns it. Errors: `BadInput` for parameters that are not the model's."""
-    by_parameter = {member.parameter: member for member in members}
-    foreign = 0
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter in by_parameter:
-                by_parameter[parameter].group = index
-            else:
-                foreign += 1
-    if foreign:
-        total = sum(len(group["params"]) for group in optimizer.param_groups)
-        raise BadInput(
-            f"{foreign} of the optimizer's {total} parameters are not parameters of this model. Build the optimizer "
-            "over model.parameters() of the model you shard, after any step that replaces parameters."
-        )
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """What an optimizer keeps for a parameter under one key.
-
-    Attributes:
-        per_element: one value per element of the parameter, in the dtype of moments; else of the shape that follows.
-        kind: Tensor, or the Python type of a plain number.
-    """
-
-    per_element: bool
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-    device: torch.device | None = None
-    kind: type = Tensor
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Memory of a state that is not per element."""
-        return math.prod(self.shape) * self.dtype.itemsize if self.kind is Tensor and not self.per_element else 0
-
-    def restored(self, flat: Tensor, device: torch.device | None) -> Any:
-        """`flat` as the optimizer expects it for a parameter on `device`."""
-        if self.kind is not Tensor:
-            return self.kind(flat.item())
-        on_cpu = self.device is None or self.device.type == "cpu"
-        return flat.to(device=self.device if on_cpu else device, dtype=self.dtype).reshape(self.shape).clone()
-
-
-def choose_kernel(optimizer: Optimizer) -> None:
-    """Take the fused kernel where the user has not chosen: on a CPU it is many times as fast as torch's default, and
-    one kernel on every tier makes one result.
-    """
-    for group in optimizer.param_groups:
-        if type(optimizer) in _FUSED and group.get("fused") is None and not group.get("foreach"):
-            group["fused"] = True
-
-
-_FUSED = (torch.optim.Adam, torch.optim.AdamW)
-
-
-def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, StateSpec]:
-    """What this optimizer keeps for each parameter of `group`.
-
-    Taken from a parameter that has state already, else found by stepping a tensor of two elements on a zero gradient.
-    """
-    for parameter in group["params"]:
-        if parameter.dim() and (state := optimizer.state.get(parameter)):
-            return _specs(state, parameter.shape)
-    on_cuda = next((parameter.device for parameter in group["params"] if parameter.is_cuda), None)
-    tensor = nn.Parameter(torch.zeros(2, device=on_cuda))  # where a state lives may follow the parameter
-    tensor.grad = torch.zeros_like(tensor)
-    probe = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
-    probe.__dict__.update(optimizer.__dict__)
-    probe.state = defaultdict(dict)
-    probe.param_groups = [{**group, "params": [tensor]}]
-    unhooked_step(probe)
-    return _specs(probe.state[tensor], tensor.shape)
-
-
-def _specs(state: Mapping[str, Any], shape: torch.Size) -> dict[str, StateSpec]:
-    specs = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            specs[key] = StateSpec(per_element=False, kind=type(value))
-        else:
-            specs[key] = StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
-    return specs
 
 
 class OptimizerDriver:
@@ -158,9 +45,12 @@ class OptimizerDriver:
         optimizer: its groups' tensors are replaced by segments.
         units: of the model, built.
         schedule: of the model.
-        publish: brings compute weights in line with updated master weights.
+        publish: brings compute weights of some buckets in line with updated master weights.
+        first: number of its first param group among those of all the model's optimizers.
 
     Attributes:
+        groups: numbers of its param groups.
+        buckets: those with parameters of its own.
         segments: what the optimizer steps.
         background: updates away from the device; None where there are none.
         reference: to the optimizer, weak.
@@ -172,12 +62,15 @@ class OptimizerDriver:
         units: Sequence[Unit],
         recipe: Recipe,
         schedule: Schedule,
-        publish: Callable[[], None],
+        publish: Callable[[Collection[Bucket]], None],
+        first: int = 0,
     ) -> None:
-        self.buckets = [bucket for unit in units for bucket in unit.trainable()]
+        self.groups = range(first, first + len(optimizer.param_groups))
         self.units, self.recipe, self.schedule = units, recipe, schedule
+        self._owned = _owned([bucket for unit in units for bucket in unit.trainable()], self.groups)
+        self.buckets = list(self._owned)
         self._publish = weakref.WeakMethod(publish)  # its owner owns this driver
-        self.segments = [segment for segment in segments_of(self.buckets) if segment.group >= 0]
+        self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
         self.background: Background | None = None
         scaling = recipe.precision.loss_scaling
         self.scaler = LossScaler(scaling) if scaling else None
@@ -188,7 +81,7 @@ class OptimizerDriver:
         optimizer.register_step_post_hook(self._after_step)
 
     def _fill_groups(self, optimizer: Optimizer) -> None:
-        for index, group in enumerate(optimizer.param_groups):
+        for index, group in zip(self.groups, optimizer.param_groups, strict=True):
             segments = [segment for segment in self.segments if segment.group == index]
             group["params"] = [segment.parameter for segment in segments]
             if "param_names" in group:
@@ -221,12 +114,15 @@ class OptimizerDriver:
             self.background.settle()
 
     def retire(self) -> None:
-        """Drive no longer; nothing may be under way."""
-        self.buckets, self.segments, self._retired = [], [], True
+        """Drive no longer, and let go of the model; nothing may be under way."""
+        self.buckets, self.segments, self.units, self._retired = [], [], (), True
+        self._owned, self.background = {}, None
 
     # -- the step ----------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _inside_another(optimizer):
+            return
         if (args[1:] and args[1] is not None) or kwargs.get("closure") is not None:
             raise Misuse("optimizer.step(closure) is not supported on sharded weights: run forward and backward first.")
         if self._retired:
@@ -236,6 +132,7 @@ class OptimizerDriver:
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
+        self.drop_segment_gradients()
         if self.scaler is not None:
             overflow = self._overflowed()
             self.scaler.update(overflow)
@@ -253,12 +150,18 @@ class OptimizerDriver:
                 segment.parameter.grad = segment.gradient(finished[segment.bucket])
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for segment in self.segments:
-            segment.parameter.grad = None
+        if _inside_another(optimizer):
+            return
+        self.drop_segment_gradients()
         if (publish := self._publish()) is not None:
-            publish()
+            publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
+
+    def drop_segment_gradients(self) -> None:
+        """Segments have gradients inside a step alone."""
+        for segment in self.segments:
+            segment.parameter.grad = None
 
     def _cut_segments(self, optimizer: Optimizer) -> None:
         self.recut(optimizer, [segment.cut(segment.seen, optimizer) for segment in self.segments])
@@ -278,7 +181,7 @@ class OptimizerDriver:
         for segment in segments:
             segment.parameter.grad = segment.gradient(finished[segment.bucket])
             _cast_moments(optimizer, segment.parameter, precision.master)
-            with _only(optimizer, segment):
+            with _only(optimizer, segment, segment.group - self.groups.start):
                 unhooked_step(optimizer)
             _cast_moments(optimizer, segment.parameter, precision.moments)
             segment.parameter.grad = None
@@ -290,12 +193,54 @@ class OptimizerDriver:
         flag = torch.tensor([int(not finite)], dtype=torch.int64, device=self.recipe.axes.device)
         return bool(self.recipe.axes.maximum(flag).item())
 
-    def zero_grad(self, set_to_none: bool) -> None:
+    def leave_gradients(self, set_to_none: bool) -> None:
+        """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""
         if not set_to_none:
             self.settle()  # an update may still read what is going to be zero
         if self.background is not None:
             self.background.forget(abandoned=self.schedule.in_backward)
-        forget_gradients(self.buckets, self.schedule, set_to_none)
+        self.drop_segment_gradients()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget the gradients of its own parameters, or set finished ones to zero."""
+        self.leave_gradients(set_to_none)
+        if self.schedule.in_backward:  # a backward raised: gradients of all optimizers hold a part of it, or not
+            forget_gradients([b for unit in self.units for b in unit.trainable()], self.schedule, set_to_none)
+            return
+        for bucket, own in self._owned.items():
+            if len(own) == len(bucket.members):
+                bucket.zero_grad(set_to_none)
+            else:
+                self._zero_some(bucket, own, set_to_none)
+
+    def _zero_some(self, bucket: Bucket, own: Sequence[int], set_to_none: bool) -> None:
+        """What other optimizers have of a bucket, or none has, stays."""
+        self.settle()
+        bucket.gradient.forget(own, set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in own if set_to_none else ():
+                bucket.members[index].parameter.grad = None
+
+
+def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, list[int]]:
+    """By bucket the members that belong to one of `groups`, where there are any."""
+    found = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
+    return {bucket: own for bucket, own in found.items() if own}
+
+
+def _inside_another(optimizer: Optimizer) -> bool:
+    """Whether the step whose hooks run now is one that the optimizer's own step calls of its base class.
+
+    Both have hooks once a plain optimizer of the base class has been built in this process. The stack alone tells: a
+    count of steps under way would be wrong after one that raised.
+    """
+    hooked = sys._getframe(2)  # torch's function around a step
+    frame = hooked.f_back
+    while frame is not None:
+        if frame.f_code is hooked.f_code and frame.f_locals["args"][0] is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def forget_gradients(buckets: Iterable[Bucket], schedule: Schedule, set_to_none: bool) -> None:
@@ -347,37 +292,18 @@ class ShardedOptimizer(Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse("A sharded optimizer cannot be deep-copied: its tensors are views of the model's master weights.")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be pickled, and so not saved with torch.save: it has this rank's "
+            "flat shards alone. Save with tz.checkpoint.save(path, model, optimizer)."
+        )
+
 
 def adopt(optimizer: Optimizer, driver: OptimizerDriver) -> None:
     """Turn `optimizer` into a `ShardedOptimizer` of its own class, in place."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__})
     optimizer._driver = driver  # type: ignore[attr-defined]
-
-
-def clip_grad_norm(buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, norm_type: float) -> Tensor:
-    """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
-    axes, split = recipe.axes, recipe.plan.optim.axes
-    gradients = [bucket.gradient for bucket in buckets if bucket.gradient.is_finished]
-    local = [_norm(gradient, norm_type).to(axes.device) for gradient in gradients]
-    norms = torch.stack(local) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
-    if norm_type == float("inf"):
-        total = axes.total(norms.max(), split, reduce=torch.amax)
-    else:
-        total = axes.total((norms**norm_type).sum(), split) ** (1 / norm_type)
-    if max_norm != float("inf"):
-        coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.scale(coefficient)
-    return total.float()
-
-
-def _norm(gradient: Gradient, norm_type: float) -> Tensor:
-    grad = gradient.whole()
-    assert grad is not None
-    dtype = torch.promote_types(grad.dtype, torch.float32)  # 16 bits can neither hold nor sum the squares of gradients
-    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double()
-    return norm
 
 
 def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -388,10 +314,10 @@ def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dt
 
 
 @contextlib.contextmanager
-def _only(optimizer: Optimizer, segment: Segment) -> Iterator[None]:
-    """The optimizer with this segment as its only parameter."""
+def _only(optimizer: Optimizer, segment: Segment, index: int) -> Iterator[None]:
+    """The optimizer with this segment, of its param group `index`, as its only parameter."""
     groups = optimizer.param_groups
-    group = groups[segment.group]
+    group = groups[index]
     params = group["params"]
     optimizer.param_groups, group["params"] = [group], [segment.parameter]
     try:

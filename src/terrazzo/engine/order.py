@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from terrazzo.engine.unit import Unit
 
@@ -36,7 +36,9 @@ class Order:
             runs ready nodes latest-created first, so once the backward of one unit begins, that of every unit whose
             forward began later, and whose own visits are over, has ended.
         remaining: the units that end only with the backward pass itself.
-        agreed: whether the ranks have compared notes; until then units may still come in another order.
+        agreed: whether the ranks have compared notes.
+        left: for each position of `forward`, the units whose forward ends between the position before and this one; one
+            entry more for those that end after the last.
     """
 
     forward: tuple[int, ...]
@@ -44,47 +46,107 @@ class Order:
     closes: tuple[tuple[int, ...], ...] = field(repr=False)
     remaining: tuple[int, ...] = field(repr=False)
     agreed: bool = False
+    left: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     @classmethod
-    def of_visits(cls, visits: Iterable[Visit], units: int, agreed: bool) -> Order:
-        """The program of one forward's visits. Units that it lacks come last, so that no rank can meet one unexpected.
+    def of_visits(cls, visits: Iterable[Visit], units: Sequence[Unit], agreed: bool) -> Order:
+        """The program of one forward's visits. Units that it lacks keep their place of registration: who runs one later
+        finds it there.
 
         Args:
-            units: how many units there are.
+            units: all of them, in registration order.
         """
-        visits = list(visits)
-        present = {unit for unit, _ in visits}
-        missing = [unit for unit in range(units) if unit not in present]
-        visits += [(unit, event) for unit in missing for event in (ENTER, LEAVE)]
+        visits = _with_missing(list(visits), units)
         forward = [unit for unit, event in visits if event == ENTER]
-        return cls._of(forward, [unit for unit, event in reversed(visits) if event == LEAVE], agreed)
+        order = cls._of(forward, [unit for unit, event in reversed(visits) if event == LEAVE], agreed)
+        return replace(order, left=_departures(visits))
 
     @classmethod
     def of_registration(cls, units: Sequence[Unit]) -> Order:
         """The program to expect before anything has run: units as registered, each around its inner units."""
-        visits: list[Visit] = []
-        inside: list[Unit] = []
-        for unit in units:
-            while inside and not contains(inside[-1], unit):
-                visits.append((inside.pop().index, LEAVE))
-            visits.append((unit.index, ENTER))
-            inside.append(unit)
-        visits += [(unit.index, LEAVE) for unit in reversed(inside)]
-        return cls.of_visits(visits, len(units), agreed=False)
+        return cls.of_visits([], units, agreed=False)
 
     @classmethod
     def _of(cls, forward: Sequence[int], backward: Sequence[int], agreed: bool) -> Order:
         first = {unit: position for position, unit in reversed(list(enumerate(forward)))}
+        begun = {unit: place for place, unit in enumerate(dict.fromkeys(backward))}
         last_visit = {unit: position for position, unit in enumerate(backward)}
         closes: list[tuple[int, ...]] = []
-        closed: set[int] = set()
+        over: list[tuple[int, int]] = []  # a heap of units whose visits are over, latest forward first
         for position, unit in enumerate(backward):
-            begun = dict.fromkeys(backward[:position])
-            ended = [u for u in begun if u not in closed and last_visit[u] < position and first[u] > first[unit]]
-            closed.update(ended)
-            closes.append(tuple(ended))
+            ended = []
+            while over and -over[0][0] > first[unit]:
+                ended.append(heapq.heappop(over)[1])
+            closes.append(tuple(sorted(ended, key=begun.__getitem__)))
+            if last_visit[unit] == position:
+                heapq.heappush(over, (-first[unit], unit))
+        closed = {unit for ended in closes for unit in ended}
         remaining = [unit for unit in dict.fromkeys([*backward, *reversed(forward)]) if unit not in closed]
         return cls(tuple(forward), tuple(backward), tuple(closes), tuple(remaining), agreed)
+
+
+def _with_missing(visits: list[Visit], units: Sequence[Unit]) -> list[Visit]:
+    """`visits` with every unit in it: a missing one comes before the next unit beside it that is there, or else as the
+    last thing inside the unit around it.
+    """
+    present = {unit for unit, _ in visits}
+    if len(present) == len(units):
+        return visits
+    inside = _children(units)
+    before: dict[int, deque[int]] = defaultdict(deque)  # missing units to come before the first begin of a unit
+    within: dict[int, deque[int]] = defaultdict(deque)  # and before the last end of one; -1: at the very end
+    for outer, children in inside.items():
+        following: int | None = None
+        for child in reversed(children):
+            if child in present:
+                following = child
+            else:
+                (within[outer] if following is None else before[following]).appendleft(child)
+
+    def whole(unit: int) -> list[Visit]:
+        inner = [visit for child in within.pop(unit, ()) for visit in whole(child)]
+        return [(unit, ENTER), *inner, (unit, LEAVE)]
+
+    last_end = {unit: position for position, (unit, event) in enumerate(visits) if event != ENTER}
+    complete: list[Visit] = []
+    for position, (unit, event) in enumerate(visits):
+        if event == ENTER:
+            missing = before.pop(unit, ())
+        else:
+            missing = within.pop(unit, ()) if last_end[unit] == position else ()
+        complete += [visit for child in missing for visit in whole(child)]
+        complete.append((unit, event))
+    rest = [child for outer, missing in within.items() if outer in present or outer == -1 for child in missing]
+    return complete + [visit for child in rest for visit in whole(child)]
+
+
+def _children(units: Sequence[Unit]) -> dict[int, list[int]]:
+    """For each unit, and for none (-1), those directly inside it, in registration order."""
+    inside: dict[int, list[int]] = defaultdict(list)
+    around: list[Unit] = []
+    for unit in units:
+        while around and not contains(around[-1], unit):
+            around.pop()
+        inside[around[-1].index if around else -1].append(unit.index)
+        around.append(unit)
+    return inside
+
+
+def _departures(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
+    """`left` of an `Order`."""
+    left: list[tuple[int, ...]] = []
+    running: Counter[int] = Counter()
+    since: list[int] = []
+    for unit, event in visits:
+        if event == ENTER:
+            left.append(tuple(since))
+            since = []
+            running[unit] += 1
+        else:
+            running[unit] -= 1
+            if running[unit] <= 0:
+                since.append(unit)
+    return (*left, tuple(since))
 
 
 def contains(outer: Unit, inner: Unit) -> bool:
@@ -98,7 +160,11 @@ def merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:
     The n-th begin and the n-th end of a unit count as the same on every rank that has them; a backward will come if any
     rank expects one.
     """
-    chains = [_steps(visits) for visits in ranks]
+    last_with = {tuple(visits): rank for rank, visits in enumerate(ranks)}  # most ranks run the same
+    distinct = sorted(last_with, key=last_with.__getitem__)
+    if len(distinct) == 1:
+        return list(distinct[0])
+    chains = [_steps(visits) for visits in distinct]
     followers: dict[_Step, set[_Step]] = defaultdict(set)
     for chain in chains:
         for before, after in itertools.pairwise(chain):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 
-__all__ = ["AtRest", "Guard"]
+__all__ = ["AtRest", "Guard", "sharded_name"]
 
 _T = Tensor
 _PROPERTIES = (
@@ -56,20 +56,23 @@ class AtRest(nn.Parameter):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, AtRest)), None)
+        touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
+        raise Misuse(f"{getattr(func, '__name__', func)!s} was called on {cls._refusal(touched)}")
+
+    @classmethod
+    def _refusal(cls, touched: AtRest | None) -> str:
+        """What was touched, why that cannot be, and what to do."""
         name = touched.terrazzo_name if touched is not None else "a parameter"
         if touched is not None and not touched.terrazzo_split:
-            raise Misuse(
-                f"{getattr(func, '__name__', func)!s} was called on {name!r}, which is being updated in the background "
-                "until its unit's next forward. Read or write it inside 'with tz.gathered(model):', or use "
-                "tz.Offload(step='synchronous')."
+            return (
+                f"{name!r}, which is being updated in the background until its unit's next forward. Read or write it "
+                "inside 'with tz.gathered(model):', or use tz.Offload(step='synchronous')."
             )
-        raise Misuse(
-            f"{getattr(func, '__name__', func)!s} was called on {name!r}, whose values are sharded over ranks: outside "
-            "its unit's forward and backward they are not on this rank. Read or write them inside "
-            "'with tz.gathered(model):', or use the module's own forward."
+        return (
+            f"{name!r}, whose values are sharded over ranks: outside its unit's forward and backward they are not on "
+            "this rank. Read or write them inside 'with tz.gathered(model):', or use the module's own forward."
         )
 
 
@@ -78,6 +81,12 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]
     for arg in [*args, *(kwargs or {}).values()]:
         flat += arg if isinstance(arg, list | tuple) else [arg]
     return flat
+
+
+def sharded_name(parameter: Tensor) -> str | None:
+    """What a trainable parameter of a sharded model is called; None for any other tensor."""
+    name: str | None = vars(parameter).get("terrazzo_name") if parameter.requires_grad else None
+    return name
 
 
 class Guard:

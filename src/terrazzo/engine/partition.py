@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -63,9 +64,10 @@ def _no_split_modules(model: nn.Module) -> set[str]:
 
 def _asked_for(model: nn.Module, units: Units) -> list[str]:
     children = [(name, module) for name, module in _children(model) if not isinstance(module, _CONTAINERS)]
+    finds = _finder(children)
     chosen: set[str] = set()
     for unit in units:
-        found = {name for name, module in children if _matches(unit, name, module)}
+        found = finds(unit)
         if not found:
             label = unit if isinstance(unit, str) else unit.__name__
             classes = sorted({type(module).__name__ for _, module in children})
@@ -73,14 +75,33 @@ def _asked_for(model: nn.Module, units: Units) -> list[str]:
                 f"units: {label!r} matches no module of {type(model).__name__}.{did_you_mean(label, classes)} Give a "
                 f"module class, or a glob over module names such as 'layers.*'. Classes here: {', '.join(classes)}."
             )
-        chosen |= found
+        chosen.update(found)
     return [name for name, module in children if name in chosen and _has_parameters(module)]
 
 
-def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
-    if isinstance(unit, str):
-        return type(module).__name__ == unit or (fnmatch.fnmatchcase(name, unit) and name.count(".") == unit.count("."))
-    return isinstance(module, unit)
+def _finder(children: Sequence[tuple[str, nn.Module]]) -> Callable[[type[nn.Module] | str], list[str]]:
+    """Names of the children that one unit asks for. A long list of names may be asked for one by one."""
+    names = {name for name, _ in children}
+    by_class: dict[str, list[str]] = {}
+    for name, module in children:
+        by_class.setdefault(type(module).__name__, []).append(name)
+
+    def find(unit: type[nn.Module] | str) -> list[str]:
+        if not isinstance(unit, str):
+            return [name for name, module in children if isinstance(module, unit)]
+        found = by_class.get(unit, [])
+        plain = _UNESCAPED.sub(r"\1", unit)
+        if not _SPECIAL.search(_UNESCAPED.sub("", unit)):
+            return [*found, plain] if plain in names else found
+        dots = unit.count(".")
+        return [*found, *(n for n in names if n.count(".") == dots and fnmatch.fnmatchcase(n, unit))]
+
+    return find
+
+
+_SPECIAL = re.compile(r"[*?[]")
+_UNESCAPED = re.compile(r"\[([*?[])\]")
+"""What `glob.escape` makes of a character that means something in a glob."""
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -114,23 +135,23 @@ def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
     modules = dict(model.named_modules(remove_duplicate=False))
     specs = {name: UnitSpec(name, modules[name], []) for name in ["", *unit_names]}
     for member in _members(model, modules):
-        specs[_owner([name.rpartition(".")[0] for name in member.names], set(unit_names))].members.append(member)
+        specs[_owner([name.rpartition(".")[0] for name in member.names], specs)].members.append(member)
     return [spec for spec in specs.values() if spec.members]
 
 
 def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
-    names: dict[nn.Parameter, list[str]] = {}
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        found.setdefault(id(parameter), (parameter, []))[1].append(name)
     members = []
-    for parameter, aliases in names.items():
+    for parameter, aliases in found.values():
         paths = [name.rpartition(".") for name in aliases]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
         members.append(Member(tuple(aliases), parameter, holders))
     return members
 
 
-def _owner(holders: list[str], units: set[str]) -> str:
+def _owner(holders: list[str], units: Container[str]) -> str:
     common = holders[0].split(".") if holders[0] else []
     for holder in holders[1:]:
         parts = holder.split(".") if holder else []

@@ -2,25 +2,33 @@
 
 The kernel copies between two processes of one user at the speed of memory (process_vm_readv, "cross-memory attach"),
 several times that of a loopback socket (docs/decisions.md). A Unix socket to each such rank carries only addresses, and
-the word that all has been read. Whether it works is found out once, by trying; ranks in other containers or network
-namespaces count as other machines. TERRAZZO_PEER_MEMORY=0 switches it off.
+the word that all has been read; `meeting` connects them. Whether it works is found out once, by trying; ranks in other
+containers or network namespaces count as other machines. TERRAZZO_PEER_MEMORY=0 switches it off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
 import os
 import socket
 import struct
 import sys
+import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from terrazzo.engine.ending import Ending, leaves_to_parent
+from terrazzo.engine.label import Label
+from terrazzo.engine.meeting import Address, Door, Met, meet
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 
@@ -39,10 +47,10 @@ class _Span(ctypes.Structure):
 
 
 class Memory:
-    """Memory of another process, from `address` on."""
+    """Memory of another process, from `address` on; `owner` is what errors call that process."""
 
-    def __init__(self, pid: int, address: int) -> None:
-        self.pid, self.address = pid, address
+    def __init__(self, pid: int, address: int, owner: str = "another process") -> None:
+        self.pid, self.address, self.owner = pid, address, owner
 
     def read(self, start_bytes: int, into: Tensor) -> Tensor:
         """Fill the contiguous tensor `into` with what lies `start_bytes` behind the address; returns it."""
@@ -53,7 +61,8 @@ class Memory:
             count = _read_from(self.pid, ctypes.byref(here), _ONE, ctypes.byref(there), _ONE, _NO_FLAGS)
             if count <= 0:
                 error = ctypes.get_errno()
-                raise ConnectionError(f"Cannot read the memory of the rank with pid {self.pid}: {os.strerror(error)}.")
+                ended = ", it has ended" if error == errno.ESRCH else ""
+                raise ConnectionError(f"The memory of {self.owner} cannot be read: {os.strerror(error)}{ended}.")
             done += count
         return into
 
@@ -62,30 +71,37 @@ class Neighbour:
     """A rank on this machine, and a socket to it for each kind of exchange.
 
     In an exchange each of the two sends the address of what it offers, reads what the other one offers, and says so.
+
+    Attributes:
+        name: what errors call it, such as `rank 3`.
     """
 
-    def __init__(self, pid: int, lines: Mapping[str, socket.socket]) -> None:
-        self.pid, self._lines = pid, lines
+    def __init__(self, name: str, pid: int, lines: Mapping[str, socket.socket]) -> None:
+        self.name, self.pid, self._lines = name, pid, lines
         self._count = dict.fromkeys(lines, 0)
+        self._ending = Ending(self, functools.partial(_close, list(lines.values())))
+        leaves_to_parent(self)
+        _neighbours.add(self)
 
-    def __del__(self) -> None:
-        for line in self._lines.values():
-            line.close()
+    def leave_to_parent(self) -> None:
+        """In a forked child: the other rank is to hear at once when this child's parent ends."""
+        _close(list(self._lines.values()))
 
-    def offer(self, kind: str, tensor: Tensor) -> None:
+    def offer(self, kind: str, tensor: Tensor, label: Label) -> None:
         """Let it read `tensor`, which must not change until `await_taken` has returned."""
         self._count[kind] += 1
-        self._send(kind, _OFFER.pack(self._count[kind], tensor.nbytes, tensor.data_ptr()))
+        self._send(kind, _OFFER.pack(label.code, self._count[kind], tensor.nbytes, tensor.data_ptr()))
 
-    def offered(self, kind: str, size_bytes: int) -> Memory:
-        """What it offers; waits for it. Errors: `ConnectionError` if that is not what this rank expects."""
-        count, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
+    def offered(self, kind: str, size_bytes: int, label: Label) -> Memory:
+        """What it offers; waits for it. Errors: `RanksApart` if that is not what this rank expects."""
+        code, count, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
+        label.check(code, self.name)
         if (count, offered_bytes) != (self._count[kind], size_bytes):
             raise ConnectionError(
-                f"The rank with pid {self.pid} offers {offered_bytes} bytes in its {kind} number {count}, and this "
-                f"rank expects {size_bytes} in number {self._count[kind]}: the ranks have not run the same."
+                f"{self._subject} offers {offered_bytes} bytes in its {kind} number {count}, and this rank "
+                f"expects {size_bytes} in number {self._count[kind]}: the ranks have not run the same."
             )
-        return Memory(self.pid, address)
+        return Memory(self.pid, address, self.name)
 
     def say_taken(self, kind: str) -> None:
         """Tell it that what it offered has been read."""
@@ -94,7 +110,7 @@ class Neighbour:
     def await_taken(self, kind: str) -> None:
         """Wait until it has read what was offered to it."""
         if self._receive(kind, len(_TAKEN)) != _TAKEN:
-            raise ConnectionError(f"The rank with pid {self.pid} has not run the same as this one.")
+            raise ConnectionError(f"{self._subject} has not run the same as this one.")
 
     def hang_up(self) -> None:
         """Something has failed here: whatever it waits for will not come, and nothing further may be exchanged."""
@@ -102,96 +118,115 @@ class Neighbour:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def _subject(self) -> str:
+        return self.name[0].upper() + self.name[1:]
+
     def _send(self, kind: str, message: bytes) -> None:
         try:
             self._lines[kind].send(message)
         except OSError as error:
-            raise ConnectionError(f"The rank with pid {self.pid} has ended or failed.") from error
+            raise ConnectionError(f"{self._subject} has ended or failed.") from error
 
     def _receive(self, kind: str, size_bytes: int) -> bytes:
         try:
             message = self._lines[kind].recv(size_bytes)
         except TimeoutError as error:
-            raise ConnectionError(f"The rank with pid {self.pid} has not come to this {kind} in time.") from error
+            raise ConnectionError(
+                f"{self._subject} has not come to this {kind} in time: it may have ended, or run something else."
+            ) from error
         except OSError:
             message = b""
         if len(message) != size_bytes:
-            raise ConnectionError(f"The rank with pid {self.pid} has ended or failed.")
+            raise ConnectionError(f"{self._subject} has ended or failed.")
         return message
 
 
-_OFFER, _TAKEN = struct.Struct("<QQQ"), b"taken"
+def _close(lines: Sequence[socket.socket]) -> None:
+    for line in lines:
+        line.close()
+
+
+_OFFER, _TAKEN = struct.Struct("<QQQQ"), b"taken"
+
+
+_neighbours: weakref.WeakSet[Neighbour] = weakref.WeakSet()
 
 
 def find_neighbours(
-    rank: int, all_gather: Callable[[Tensor], Tensor], kinds: Sequence[str], timeout_s: float
+    rank: int,
+    all_gather: Callable[[Tensor], Tensor],
+    kinds: Sequence[str],
+    timeout_s: float,
+    names: Sequence[str] | None = None,
 ) -> dict[int, Neighbour]:
-    """Those ranks of a group that can read this one's memory and whose memory it can read.
+    """Those ranks of a group that can read this one's memory and whose memory it can read; collective.
+
+    All ranks are told machines and doors, three numbers each. The rest passes between ranks of one machine, but for a
+    last word about who can read whom there. Two ranks that do not get connected, for whatever reason, use sockets.
 
     Args:
         rank: of this process in the group.
         all_gather: every rank's 1-D int64 tensor, as rows; blocks.
         kinds: of exchanges that may go on at the same time.
-        timeout_s: longest wait for a message.
+        timeout_s: longest wait for a message. Getting connected may take a quarter of it, and half a minute at most.
+        names: what errors call each rank; "rank 0" and so on by default.
     """
-    secret = torch.tensor([int.from_bytes(os.urandom(7), "little")])
-    machine, door = _machine(), None
-    if machine:
-        _permit_siblings()
-        door = _listen(int(secret), timeout_s)
-    rows = all_gather(torch.tensor([machine if door else 0, os.getpid(), secret.data_ptr(), int(secret)])).tolist()
-    near = [
-        other != rank and bool(there) and there == rows[rank][0] and _reads(Memory(pid, address), expected)
-        for other, (there, pid, address, expected) in enumerate(rows)
-    ]
-    mutual = all_gather(torch.tensor(near, dtype=torch.int64)).tolist()
-    pids = {other: rows[other][1] for other, reads in enumerate(near) if reads and mutual[other][rank]}
-    lines: dict[int, dict[str, socket.socket]] = {other: {} for other in pids}
-    for other in pids:
-        if other > rank:
-            lines[other] |= {kind: _call(rows[other][3], number, timeout_s) for number, kind in enumerate(kinds)}
+    machine = _machine()
+    door = _open_door() if machine else None
     if door is not None:
-        with contextlib.closing(door):
-            _answer(door, {pid: lines[other] for other, pid in pids.items() if other < rank}, kinds)
-    return {other: Neighbour(pid, lines[other]) for other, pid in pids.items()}
+        _permit_siblings(True)
+    address = door.address if door is not None else (0, 0)
+    rows = all_gather(torch.tensor([machine if door else 0, *address])).tolist()
+    here = [other for other, row in enumerate(rows) if row[0] and row[0] == rows[rank][0]]
+    met: dict[int, Met] = {}
+    secret = torch.tensor([int.from_bytes(os.urandom(7), "little")])
+    if door is not None:
+        others = {other: Address(*rows[other][1:]) for other in here if other != rank}
+        probe = secret.data_ptr(), int(secret)
+        met = meet(rank, door, others, kinds, probe, min(timeout_s / 4, _PATIENCE_S))
+    reads = {other for other, there in met.items() if _reads(Memory(there.pid, there.probe.address), there.probe.value)}
+    agreed = reads & _readers(rank, all_gather, [row[0] for row in rows], reads)
+    neighbours = {}
+    for other, there in met.items():
+        if other not in agreed:
+            there.hang_up()
+            continue
+        for line in there.lines.values():
+            line.settimeout(timeout_s)
+        neighbours[other] = Neighbour(names[other] if names else f"rank {other}", there.pid, there.lines)
+    if door is not None and not _neighbours:
+        _permit_siblings(False)
+    return neighbours
 
 
-def _listen(secret: int, timeout_s: float) -> socket.socket | None:
-    """A socket that neighbours can call; None where the system does not allow it."""
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+_PATIENCE_S = 30.0
+_WORD_BITS = 62
+
+
+def _readers(
+    rank: int, all_gather: Callable[[Tensor], Tensor], machines: Sequence[int], reads: Collection[int]
+) -> set[int]:
+    """The ranks of this machine that can read this one, where `reads` are those that it can: one bit each."""
+    on_machine: dict[int, list[int]] = defaultdict(list)
+    for other, machine in enumerate(machines):
+        on_machine[machine].append(other)
+    on_machine.pop(0, None)  # those that read nobody
+    longest = max(map(len, on_machine.values()), default=1)
+    here = on_machine.get(machines[rank], [])
+    words = [0] * -(-longest // _WORD_BITS)
+    for place, other in enumerate(here):
+        words[place // _WORD_BITS] |= (other in reads) << place % _WORD_BITS
+    told = all_gather(torch.tensor(words)).tolist()
+    word, bit = divmod(here.index(rank), _WORD_BITS) if here else (0, 0)
+    return {other for other in here if told[other][word] >> bit & 1}
+
+
+def _open_door() -> Door | None:
     try:
-        door.bind(_name(secret))
-        door.listen(1024)
+        return Door()
     except OSError:
-        door.close()
         return None
-    door.settimeout(timeout_s)
-    return door
-
-
-def _call(secret: int, number: int, timeout_s: float) -> socket.socket:
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line.settimeout(timeout_s)
-    line.connect(_name(secret))
-    line.send(bytes([number]))
-    return line
-
-
-def _answer(door: socket.socket, lines: Mapping[int, dict[str, socket.socket]], kinds: Sequence[str]) -> None:
-    """Take one call of each kind from every caller, by pid; hang up on strangers."""
-    while any(len(found) < len(kinds) for found in lines.values()):
-        line = door.accept()[0]
-        line.settimeout(door.gettimeout())
-        pid = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        if pid in lines:
-            lines[pid][kinds[line.recv(1)[0]]] = line
-        else:
-            line.close()
-
-
-def _name(secret: int) -> str:
-    """In Linux's abstract namespace: no file, and gone with the socket."""
-    return f"\0terrazzo-{secret:x}"
 
 
 def _reads(memory: Memory, expected: int) -> bool:
@@ -213,7 +248,11 @@ def _machine() -> int:
     return zlib.crc32(f"{boot} {spaces}".encode()) + 1
 
 
-def _permit_siblings() -> None:
-    """Where the Yama security module guards processes, let those that this one's parent started read its memory."""
+def _permit_siblings(permitted: bool) -> None:
+    """Where the Yama security module guards processes, let those that this one's parent started read its memory.
+
+    That is: this one's parent and all its descendants, of the same user, may attach to this process as a debugger does,
+    until it is withdrawn. Every read needs it, so it stays while there is a neighbour.
+    """
     if _libc is not None and os.getppid() > 1:
-        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid() if permitted else 0), 0, 0, 0)

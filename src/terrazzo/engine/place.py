@@ -13,6 +13,7 @@ has, `-` none. One rule makes every move a contiguous collective: each state's a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,19 +61,7 @@ class Place:
     @property
     def shares(self) -> dict[str, float]:
         """Tier to its share of the units; device first, nvme last. Errors: `BadInput` for what is no tier or share."""
-        given: dict[str, float] = {}
-        for part in self.tier.split(","):
-            name, colon, share = part.strip().partition(":")
-            if name not in TIERS or name in given:
-                raise BadInput(
-                    f"{self.tier!r} names the tier {name!r}{' twice' if name in given else ''}; {_TIER_FORM}"
-                )
-            given[name] = _share(share, self.tier) if colon else 1.0
-        total = sum(given.values())
-        if total > 1 + 1e-9:
-            raise BadInput(f"{self.tier!r} gives away {total:g} of the units, more than all; {_TIER_FORM}")
-        given["device"] = given.get("device", 0.0) + 1 - total
-        return {tier: given[tier] for tier in TIERS if given.get(tier, 0) > 1e-9}
+        return dict(_shares(self.tier))
 
     def tier_of(self, index: int, units: int) -> str:
         """The tier of one unit.
@@ -85,7 +74,7 @@ class Place:
             units: how many there are.
         """
         reached = 0.0
-        for tier, share in self.shares.items():
+        for tier, share in _shares(self.tier).items():
             reached += share
             if index + 0.5 <= reached * units + 1e-9:
                 return tier
@@ -113,6 +102,22 @@ class Place:
 _TIER_FORM = 'write one of device, cpu, nvme, or shares of the units such as "cpu:0.7" or "nvme:0.5,cpu:0.3".'
 
 
+@functools.cache
+def _shares(tier: str) -> dict[str, float]:
+    """Once for all units: see `Place.shares`."""
+    given: dict[str, float] = {}
+    for part in tier.split(","):
+        name, colon, share = part.strip().partition(":")
+        if name not in TIERS or name in given:
+            raise BadInput(f"{tier!r} names the tier {name!r}{' twice' if name in given else ''}; {_TIER_FORM}")
+        given[name] = _share(share, tier) if colon else 1.0
+    total = sum(given.values())
+    if total > 1 + 1e-9:
+        raise BadInput(f"{tier!r} gives away {total:g} of the units, more than all; {_TIER_FORM}")
+    given["device"] = given.get("device", 0.0) + 1 - total
+    return {known: given[known] for known in TIERS if given.get(known, 0) > 1e-9}
+
+
 def _share(text: str, tier: str) -> float:
     try:
         share = float(text)
@@ -133,9 +138,14 @@ _TABLE = {
     "hybrid_shard":       ("S",    "S",    "S",   "S"),
     "hybrid_shard_zero2": ("S",    "-",    "S",   "S"),
     "hfsdp":              ("S",    "S",    "S",   "S,R"),
-    "hpz":                ("S,R",  "S",    "S",   "S,R"),
+    "hpz":                ("S,R",  "S",    "S,R", "S,R"),
 }  # fmt: skip
 _ALIASES = {"ddp": "zero0", "no_shard": "zero0", "full_shard": "zero3"}
+_ELSEWHERE = {
+    "fsdp": "zero3", "fsdp1": "zero3", "fsdp2": "zero3", "deepspeed": "zero3", "dp": "ddp",
+    "hsdp": "hybrid_shard", "mics": "hybrid_shard", "zero++": "hpz",
+}  # fmt: skip
+"""What other libraries call them: too loosely to be taken, and close in letters to something else."""
 _NEED_TWO_AXES = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
 
 PLANS = (*_TABLE, *_ALIASES)
@@ -184,7 +194,8 @@ class Plan:
         key, offload = base.replace("-", "_"), offload.replace("_", "-")
         row = _TABLE.get(_ALIASES.get(key, key))
         if row is None:
-            raise BadInput(f"There is no plan {name!r}.{did_you_mean(key, PLANS)} Plans are {', '.join(PLANS)}.")
+            near = f" Did you mean '{_ELSEWHERE[key]}'?" if key in _ELSEWHERE else did_you_mean(key, PLANS)
+            raise BadInput(f"There is no plan {name!r}.{near} Plans are {', '.join(PLANS)}.")
         if at and offload not in OFFLOADS:
             raise BadInput(
                 f"There is no offload {offload!r} in plan {name!r}.{did_you_mean(offload, OFFLOADS)} "
@@ -203,6 +214,12 @@ class Plan:
 
     def places(self) -> dict[str, Place]:
         return {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
+
+    @property
+    def needs_replicas(self) -> bool:
+        """Whether it only means something on a mesh that has `dp_replicate` too."""
+        axes = {axis for place in self.places().values() for axis in place.axes}
+        return self.name.partition("@")[0] in _NEED_TWO_AXES or bool(axes & {"R", "dp_replicate"})
 
     def resolve(self, mesh_axes: Sequence[str]) -> Plan:
         """This plan in the data axes of a mesh, checked against the prefix rule.

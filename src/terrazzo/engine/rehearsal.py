@@ -12,7 +12,10 @@ import torch
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.label import Label
 from terrazzo.engine.order import Order, contains
+from terrazzo.engine.pass_end import MEETING_NUMEL, meets
+from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.transfer import Handle, Ledger, Moves, Traffic
 from terrazzo.engine.unit import Unit
@@ -31,6 +34,9 @@ def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sum
     ledger, traffic = Ledger(), Traffic()
     paper = [PaperUnit(unit, ledger, traffic) for unit in units]
     schedule = Schedule(paper, Order.of_registration(units), prefetch)
+    recipe = units[0].buckets[0].recipe
+    if meets(recipe):
+        schedule.meet = lambda label, wanted: _meet(recipe, traffic)
     for index in range(micro_batches):
         schedule.accumulating, schedule.reduce_each = index < micro_batches - 1, not local_sums
         _forward(schedule, units, paper)
@@ -43,15 +49,15 @@ def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sum
 
 def _forward(schedule: Schedule, units: Sequence[Unit], paper: Sequence[PaperUnit]) -> None:
     inside: list[Unit] = []
-    schedule.begin_forward()
+    schedule.begin_forward(training=True)
     for unit in units:
         while inside and not contains(inside[-1], unit):
             schedule.leave_forward(paper[inside.pop().index], training=True)
-        schedule.enter_forward(paper[unit.index], training=True)
+        schedule.enter_forward(paper[unit.index])
         inside.append(unit)
     for unit in reversed(inside):
         schedule.leave_forward(paper[unit.index], training=True)
-    schedule.end_forward(training=True)
+    schedule.end_forward()
 
 
 def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
@@ -64,22 +70,31 @@ def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
     schedule.finish()
 
 
+def _meet(recipe: Recipe, traffic: Traffic) -> int:
+    _record_control(recipe, traffic, MEETING_NUMEL)
+    return 0
+
+
+def _record_control(recipe: Recipe, traffic: Traffic, numel: int) -> None:
+    for _ in recipe.axes.live(recipe.axes.names):
+        traffic.record("control", numel * torch.int64.itemsize)
+
+
 def _agree(units: Sequence[Unit], traffic: Traffic) -> None:
     """The small reductions at the end of a step: flags of units and parameters, and of overflow."""
     recipe = units[0].buckets[0].recipe
     flags = [1 + len(units) + sum(len(bucket.members) for unit in units for bucket in unit.trainable())]
     if recipe.precision.loss_scaling:
         flags.append(1)
-    for _ in recipe.axes.live(recipe.axes.names):
-        for count in flags:
-            traffic.record("control", count * torch.int64.itemsize)
+    for numel in flags:
+        _record_control(recipe, traffic, numel)
 
 
 class PaperUnit:
     """Stands for a unit before `Schedule`, which cannot tell the difference."""
 
     def __init__(self, unit: Unit, ledger: Ledger, traffic: Traffic) -> None:
-        self._unit, self.index, self.has_gradients = unit, unit.index, unit.has_gradients
+        self._unit, self.index, self.name, self.has_gradients = unit, unit.index, unit.name, unit.has_gradients
         self._buckets = [_PaperBucket(bucket, ledger, traffic) for bucket in unit.buckets]
 
     @property
@@ -90,12 +105,18 @@ class PaperUnit:
     def fills_gradually(self) -> bool:
         return self._unit.fills_gradually
 
-    def fetch(self) -> None:
+    @property
+    def at_hand(self) -> bool:
+        return all(bucket.present for bucket in self._buckets)
+
+    def gather(self, label: Label, from_rest: bool = False) -> None:
         for bucket in self._buckets:
             bucket.gather()
 
+    def further(self) -> None:
+        """Nothing is under way on paper."""
+
     def wait(self) -> None:
-        self.fetch()
         for bucket in self._buckets:
             bucket.drop_held()
 
@@ -124,7 +145,7 @@ class PaperUnit:
 
     def publish(self) -> None:
         for bucket in self._buckets:
-            if bucket.real.trainable:
+            if any(member.group >= 0 for member in bucket.real.members):
                 bucket.publish()
 
 
@@ -135,7 +156,7 @@ class _PaperBucket:
         self.real, self._ledger, self._traffic = bucket, ledger, traffic
         self._full_bytes = bucket.space.layout.numel * bucket.compute_dtype.itemsize
         self._wire_bytes = bucket.recipe.precision.reduce.itemsize
-        self._present = bucket.resident
+        self.present = bucket.resident
         self._held_bytes = self._pending_bytes = self._partial_bytes = 0
 
     @property
@@ -146,8 +167,8 @@ class _PaperBucket:
         return self.real.space.range(axes).numel
 
     def gather(self) -> None:
-        if not self._present:
-            self._present = True
+        if not self.present:
+            self.present = True
             self._ledger.take(self._full_bytes)
             source = self.real.between_axes if self._held_bytes else self.real.weight_axes
             self._all_gather(source, (), self.real.compute_dtype.itemsize)
@@ -168,8 +189,8 @@ class _PaperBucket:
         self.release()
 
     def release(self) -> None:
-        if self._present and not self.real.resident:
-            self._present = False
+        if self.present and not self.real.resident:
+            self.present = False
             self._ledger.give(self._full_bytes)
 
     def drop_held(self) -> None:

@@ -46,7 +46,7 @@ class LossScaler:
             return
         self.skipped_steps += 1
         self._good_steps = 0
-        self._patience -= 1
+        self._patience = max(0, self._patience - 1)
         if self._patience > 0:
             return
         if self.scale <= settings.minimum:
@@ -68,7 +68,8 @@ class LossScaler:
     def load_state(self, state: dict[str, float]) -> None:
         self.scale = float(state["scale"])
         self.skipped_steps = int(state["skipped_steps"])
-        self._good_steps, self._patience = int(state["good_steps"]), int(state["patience"])
+        self._good_steps = int(state["good_steps"])
+        self._patience = max(0, int(state["patience"]))  # releases that counted on below zero have saved that
 
 
 class _ScaleBackward(torch.autograd.Function):

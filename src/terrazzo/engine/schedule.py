@@ -8,38 +8,25 @@ In backward three units' worth of memory is in use: the weights and the gradient
 gradient that is being reduced or the weights that come next. So while a gradient is being reduced, the next gather is
 held back until half of the running unit's gradient is there.
 
+Whether a unit is gathered at a position of the program follows from the program alone, never from what is in this
+rank's memory: only so do all ranks issue the same. A rank that needs a unit which the program does not have there
+strays. It takes part in the rest of the program, and then asks; the others, at the end of their own pass, hear it.
+
 `hooks` connects these events to a model; `bill` runs the same code on units that only count bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
+from terrazzo.engine.label import Label, Purpose
 from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit
-from terrazzo.engine.transfer import Moves, Transfer
+from terrazzo.engine.runnable import Runnable
+from terrazzo.engine.transfer import Transfer
 
-__all__ = ["Runnable", "Schedule"]
-
-
-class Runnable(Protocol):
-    """What the schedule asks of a unit; see `Unit`."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def has_gradients(self) -> bool: ...
-    @property
-    def regathered(self) -> bool: ...
-    @property
-    def fills_gradually(self) -> bool: ...
-    def fetch(self) -> None: ...
-    def wait(self) -> None: ...
-    def rest_between(self) -> None: ...
-    def release(self) -> None: ...
-    def rest(self) -> None: ...
-    def reduce(self, denominator: float | None) -> Moves: ...
+__all__ = ["Schedule"]
 
 
 class Schedule:
@@ -53,6 +40,8 @@ class Schedule:
     Attributes:
         denominator: divides finished gradient sums.
         reduced: told of each unit whose gradients are finished.
+        meet: the highest of the numbers that the ranks bring to the end of a pass; None where no rank needs another's
+            weights.
         visits: what the last forward of the model ran.
         strayed: whether a unit has come elsewhere than in the order, since the last agreement.
         closed: units whose gradients are being reduced, or are complete, in this backward.
@@ -64,114 +53,211 @@ class Schedule:
         self.units, self.order, self.prefetch = units, order, prefetch
         self.denominator: Callable[[], float] = lambda: 1.0
         self.reduced: Callable[[int], None] = lambda unit: None
-        self.accumulating = False
-        self.reduce_each = True
+        self.meet: Callable[[Label, int], int] | None = None
+        self.accumulating, self.reduce_each, self.strayed = False, True, False
         self.visits: list[Visit] = []
-        self.strayed = False
         self.closed: set[int] = set()
-        self.in_forward = self.in_backward = False
+        self.in_forward = self.in_backward = self._training = False
+        self._names = tuple(unit.name for unit in units)
+        self._here: set[int] = set()  # gathered, and not put down yet, by the program: the same on every rank
+        self._running: Counter[int] = Counter()
+        self._begun: dict[int, int] = {}  # in this forward, on this rank: unit to its place among those that began
         self._awaited: set[int] = set()
+        self._held: set[int] = set()  # of these, whose weights stay until backward ends
         self._reducing: list[tuple[int, Transfer]] = []
         self._held_back: Sequence[int] = ()
-        self._forward_cursor = self._backward_cursor = 0
+        self._forward_cursor = self._backward_cursor = self._forwards = self._backwards = 0
+        self._announced = -1  # the unit whose backward is running
 
     # -- forward -----------------------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """The model's own forward begins."""
+    def begin_forward(self, training: bool) -> None:
+        """The model's own forward begins; `training` if it is differentiated, whatever parts of it are not."""
         if self.in_backward:
             self.abandon_backward()  # an earlier backward raised: its end never came
-        self.in_forward, self._forward_cursor = True, 0
-        self.visits.clear()
+        self.in_forward, self._training, self._forward_cursor = True, training, 0
+        self._forwards += 1
+        for passing in (self._running, self._begun, self.visits):
+            passing.clear()
 
-    def enter_forward(self, unit: Runnable, training: bool) -> None:
+    def enter_forward(self, unit: Runnable) -> None:
         """Forward of `unit` begins; returns once its weights may be read."""
-        if self.in_forward:
-            self.visits.append((unit.index, ENTER))
-            self._forward_to(unit, training)
+        if not self.in_forward:  # every rank calls the unit itself
+            if unit.index not in self._here or not unit.at_hand:
+                unit.gather(self._label(Purpose.OUTSIDE, unit.index), from_rest=True)
+            unit.wait()
+            return
+        self.visits.append((unit.index, ENTER))
+        self._begun.setdefault(unit.index, len(self._begun))
+        if (position := _find(self.order.forward, unit.index, self._forward_cursor)) is not None:
+            self._pass_forward(position)
+            self._forward_at(position)
+        if not unit.at_hand:
+            self._ask_for(unit, Purpose.END_OF_FORWARD)
+        self._running[unit.index] += 1
         unit.wait()
 
     def leave_forward(self, unit: Runnable, training: bool, differentiable: bool = True) -> None:
         """Forward of `unit` has ended; `differentiable` if a backward of it will be announced."""
-        if self.in_forward:
-            self.visits.append((unit.index, LEAVE if differentiable else LEAVE_FOR_GOOD))
-        if training and differentiable:
+        if awaited := training and differentiable:
             self._awaited.add(unit.index)
-        self._put_down(unit, training)
+        if self.in_forward:
+            self._running[unit.index] -= 1
+            self.visits.append((unit.index, LEAVE if differentiable else LEAVE_FOR_GOOD))
+            awaited = self._training  # what is put down must not depend on this rank's data
+        self._put_down(unit, awaited)
 
     def hold_until_backward_ends(self, unit: Runnable) -> None:
         """Forward of `unit` has ended, and nothing will tell when its backward begins."""
+        self._running[unit.index] -= 1
         if self.in_forward:
             self.visits.append((unit.index, LEAVE_FOR_GOOD))
         self._awaited.add(unit.index)
+        self._held.add(unit.index)
 
-    def end_forward(self, training: bool) -> None:
+    def end_forward(self) -> None:
         """The model's own forward has ended: take part in what other ranks may still run."""
+        self._running.clear()
+        self._finish_forward()
+        self._serve(Purpose.END_OF_FORWARD)
         self.in_forward = False
-        order = self.order.forward
-        for skipped in range(self._forward_cursor, len(order)):
-            self._fetch(skipped)
-            self.units[order[skipped]].wait()
         for unit in self.units:
-            if not training or unit.index not in self._awaited:
-                self._put_down(unit, training)
+            if not self._training or unit.index not in self._awaited:
+                self._put_down(unit, self._training)
 
     def abandon_forward(self) -> None:
         """The model's own forward raised."""
         self.in_forward = False
-        for unit in self.units:
+        self._here.clear()
+        for unit in (unit for unit in self.units if unit.index not in self._held):
             with contextlib.suppress(RuntimeError, OSError):  # a gather that failed does so again
                 unit.release()
 
-    def _put_down(self, unit: Runnable, training: bool) -> None:
-        if training:
-            unit.rest_between()
-        else:
-            unit.release()
+    def _forget_units(self) -> None:
+        for units in (self._awaited, self._held, self._here):
+            units.clear()
 
-    def _forward_to(self, unit: Runnable, training: bool) -> None:
-        order = self.order.forward
-        position = _find(order, unit.index, self._forward_cursor)
-        if position is None:
-            self.strayed = True
-            return
+    def _put_down(self, unit: Runnable, awaited: bool) -> None:
+        if unit.index not in self._held:
+            unit.rest_between() if awaited else unit.release()
+
+    def _pass_forward(self, position: int) -> None:
+        """Take part in the gathers of units that only other ranks run, up to `position`."""
         for skipped in range(self._forward_cursor, position):
-            self._fetch(skipped)
-            self._pass(self.units[order[skipped]], training)
-        self._fetch(position)
+            self._forward_at(skipped)
+            unit = self.units[self.order.forward[skipped]]
+            unit.wait()
+            if not self._running[unit.index]:
+                self._put_down(unit, self._training)
+
+    def _forward_at(self, position: int) -> None:
+        """Come to `position` of the program: start gathering its unit and those to prefetch."""
+        purpose = Purpose.FORWARD if self._training else Purpose.EVALUATION
+        self._forget_left(position)
+        for index in self.order.forward[position : position + 1 + self.prefetch]:
+            self._take_part(index, purpose, self._forwards)
         self._forward_cursor = position + 1
 
-    def _pass(self, unit: Runnable, training: bool) -> None:
-        """Take part in the gather of a unit that only other ranks run.
+    def _forget_left(self, position: int) -> None:
+        for index in self.order.left[position]:
+            if not self._training or self.units[index].regathered:
+                self._here.discard(index)
 
-        Before the ranks have agreed on an order it may still come here, and must then find its weights: gathering them
-        again would be a collective that the others do not expect.
-        """
+    def _finish_forward(self) -> None:
+        last = len(self.order.forward)
+        if self._forward_cursor <= last:
+            self._pass_forward(last)
+            self._forget_left(last)
+            self._forward_cursor = last + 1
+
+    def _take_part(self, index: int, purpose: Purpose, number: int) -> None:
+        """Start gathering a unit, unless the program has it here already."""
+        if index in self._here:
+            self.units[index].further()
+        else:
+            self._here.add(index)
+            self.units[index].gather(self._label(purpose, index, number))
+
+    def _label(self, purpose: Purpose, index: int = 0, number: int = 0) -> Label:
+        return Label(purpose, index, number, self._names)
+
+    # -- units that come elsewhere than in the program ---------------------------------------------------------
+
+    def _ask_for(self, unit: Runnable, pass_end: Purpose) -> None:
+        """Gather a unit that the program does not have here, together with all ranks, when they have ended theirs."""
+        self.strayed = True
+        if self.meet is not None:
+            if pass_end is Purpose.END_OF_FORWARD:
+                self._finish_forward()
+            else:
+                self._finish_backward()
+            while (served := self._meet(pass_end, unit.index + 1)) != unit.index + 1:
+                self._gather_for_others(self.units[served - 1])
+        unit.gather(self._label(Purpose.STRAY, unit.index), from_rest=True)
+
+    def _serve(self, pass_end: Purpose) -> None:
+        """At the end of a pass: take part in the gathers of what other ranks ask for, until no one does."""
+        while self.meet is not None and (served := self._meet(pass_end, 0)):
+            self.strayed = True
+            self._gather_for_others(self.units[served - 1])
+
+    def _meet(self, pass_end: Purpose, wanted: int) -> int:
+        assert self.meet is not None
+        number = self._forwards if pass_end is Purpose.END_OF_FORWARD else self._backwards
+        return self.meet(self._label(pass_end, number=number), wanted)
+
+    def _gather_for_others(self, unit: Runnable) -> None:
+        was_at_hand = unit.at_hand
+        unit.gather(self._label(Purpose.STRAY, unit.index), from_rest=True)
         unit.wait()
-        if self.order.agreed:
-            self._put_down(unit, training)
+        if not was_at_hand:
+            self._put_down(unit, self._training or self.in_backward)
+
+    def gather_early(self, unit: Runnable) -> None:
+        """Every rank gathers a unit before the program comes to it."""
+        self._take_part(unit.index, Purpose.OUTSIDE, 0)
+
+    def put_back(self, unit: Runnable) -> None:
+        """The reverse of `gather_early`."""
+        self._here.discard(unit.index)
+        unit.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         self.in_backward, self._backward_cursor, self._held_back = True, 0, ()
+        if self.meet is not None or not self.sums_locally:
+            self._backwards += 1
         self.closed.clear()
 
     def enter_backward(self, unit: Runnable) -> None:
         """Backward of `unit` begins; returns once its weights may be read."""
         self._awaited.discard(unit.index)
-        position = _find(self.order.backward, unit.index, self._backward_cursor)
-        if position is not None:
+        self._announced = unit.index
+        if (position := _find(self.order.backward, unit.index, self._backward_cursor)) is not None:
             self._backward_to(position)
+        self._have_in_backward(unit)
+
+    def recompute(self, unit: Runnable) -> None:
+        """Forward of `unit` runs again inside of backward, perhaps long before its own backward."""
+        cursor, backward = self._backward_cursor, self.order.backward
+        running = cursor > 0 and backward[cursor - 1] == unit.index
+        if not running and (position := _find(backward, unit.index, cursor)) is not None:
+            self._fetch_held_back()
+            for index in backward[cursor : position + 1]:
+                self._take_part(index, Purpose.BACKWARD, self._backwards)
+        self._have_in_backward(unit)
+
+    def _have_in_backward(self, unit: Runnable) -> None:
+        if not unit.at_hand:
+            self._ask_for(unit, Purpose.END_OF_BACKWARD)
         unit.wait()
 
     def end_backward(self) -> None:
         """Autograd is done: run the program to its end. `finish` must follow."""
-        last = len(self.order.backward) - 1
-        if self._backward_cursor <= last:
-            self._backward_to(last)
-            self.units[self.order.backward[last]].wait()
-        self._awaited.clear()
+        self._finish_backward()
+        self._serve(Purpose.END_OF_BACKWARD)
+        self._forget_units()
         for unit in self.units:
             unit.rest()
         for index in self.order.remaining:
@@ -191,10 +277,16 @@ class Schedule:
         with contextlib.suppress(RuntimeError, OSError):
             self._fetch_held_back()  # a rank that came a little further has done so
         self.in_backward = False
-        self._awaited.clear()
+        self._forget_units()
         for unit in self.units:
             with contextlib.suppress(RuntimeError, OSError):
                 unit.rest()
+
+    def _finish_backward(self) -> None:
+        last = len(self.order.backward) - 1
+        if self._backward_cursor <= last:
+            self._backward_to(last)
+            self.units[self.order.backward[last]].wait()
 
     def _backward_to(self, position: int) -> None:
         """Run the program up to `position`: the same calls in the same order on every rank."""
@@ -203,10 +295,11 @@ class Schedule:
             self.halfway()  # where this rank's data has not led there
             ended = [self.units[index] for index in order.closes[step]]
             for unit in ended:
-                if unit.index not in self._awaited:  # else its backward is still to come
+                self._here.discard(unit.index)
+                if self._has_ended(unit):
                     unit.rest()
             running = self.units[order.backward[step]]
-            running.fetch()
+            self._take_part(running.index, Purpose.BACKWARD, self._backwards)
             for unit in ended:
                 self._close(unit)
             ahead = order.backward[step + 1 : step + 1 + self.prefetch]
@@ -216,6 +309,14 @@ class Schedule:
             if step < position:
                 running.wait()
         self._backward_cursor = position + 1
+
+    def _has_ended(self, unit: Runnable) -> bool:
+        """Whether the backward of `unit` is over on this rank, which may run in another order than the program's."""
+        if unit.index in self._awaited:
+            return False
+        if not self.strayed or unit.index not in self._begun:
+            return True
+        return self._announced in self._begun and self._begun[unit.index] > self._begun[self._announced]
 
     def holds_back(self, unit: Runnable) -> bool:
         """Whether a gather waits for half of the gradient of `unit`."""
@@ -232,9 +333,9 @@ class Schedule:
         self._fetch_held_back()
 
     def _fetch_held_back(self) -> None:
-        for index in self._held_back:
-            self.units[index].fetch()
-        self._held_back = ()
+        held_back, self._held_back = self._held_back, ()
+        for index in held_back:
+            self._take_part(index, Purpose.BACKWARD, self._backwards)
 
     def _finish_reducing(self) -> None:
         for unit, transfer in self._reducing:
@@ -245,11 +346,6 @@ class Schedule:
     def _tell(self, unit: int) -> None:
         if not self.accumulating:
             self.reduced(unit)
-
-    def _fetch(self, position: int) -> None:
-        """Start gathering the unit at `position` of forward and those to prefetch."""
-        for index in self.order.forward[position : position + 1 + self.prefetch]:
-            self.units[index].fetch()
 
     def _close(self, unit: Runnable) -> None:
         """The unit's gradients are complete: start summing them over ranks, unless this micro-batch only adds."""
@@ -264,8 +360,14 @@ class Schedule:
             if transfer.done:
                 self._tell(reducing)
         self._reducing = [(reducing, transfer) for reducing, transfer in self._reducing if not transfer.done]
-        reduction = Transfer(unit.reduce(None if self.accumulating else self.denominator()))
-        self._reducing.append((unit.index, reduction))
+        purpose = Purpose.PARTIAL if self.accumulating else Purpose.GRADIENT
+        moves = unit.reduce(None if self.accumulating else self.denominator())
+        self._reducing.append((unit.index, Transfer(moves, self._label(purpose, unit.index, self._backwards))))
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of an earlier forward has not come, or raised."""
+        return bool(self._awaited)
 
     @property
     def sums_locally(self) -> bool:
@@ -276,7 +378,7 @@ class Schedule:
 
     def rest(self) -> None:
         """Every unit back to the plan's `weight` place."""
-        self._awaited.clear()
+        self._forget_units()
         for unit in self.units:
             unit.rest()
 
@@ -284,7 +386,7 @@ class Schedule:
     def gathered(self) -> Iterator[None]:
         """Full weights of every unit."""
         for unit in self.units:
-            unit.fetch()
+            unit.gather(self._label(Purpose.OUTSIDE, unit.index), from_rest=True)
         for unit in self.units:
             unit.wait()
         try:
@@ -294,7 +396,4 @@ class Schedule:
 
 
 def _find(order: Sequence[int], unit: int, start: int) -> int | None:
-    for position in range(start, len(order)):
-        if order[position] == unit:
-            return position
-    return None
+    return next((position for position in range(start, len(order)) if order[position] == unit), None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,54 +15,56 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from terrazzo.engine.attach import check_several, drive
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bill import MemoryBill, PaperStep, memory_bill
 from terrazzo.engine.bucket import Bucket, Member
 from terrazzo.engine.checks import (
     check_agreement,
     check_device,
+    check_dtypes,
     check_mesh,
     check_model,
     check_offload,
     check_precision,
+    check_versions,
     model_facts,
     optimizer_facts,
-    together,
 )
+from terrazzo.engine.clipping import clip_grad_norm
 from terrazzo.engine.engine import Engine, engine_of
+from terrazzo.engine.foreign import watch_steps
 from terrazzo.engine.hooks import Hooks
-from terrazzo.engine.materialize import check_initializable, initializer_of, materialize, move_buffers, synchronize
-from terrazzo.engine.module import adopt_model
-from terrazzo.engine.needs import Templates, moment_bytes, moment_names, open_store
-from terrazzo.engine.optimizer import (
-    OptimizerDriver,
-    adopt,
-    assign_groups,
-    check_optimizer,
-    choose_kernel,
-    clip_grad_norm,
-    state_of,
+from terrazzo.engine.materialize import (
+    check_initializable,
+    initializer_of,
+    materialize,
+    materialize_buffers,
+    move_buffers,
+    synchronize,
 )
+from terrazzo.engine.module import adopt_model
+from terrazzo.engine.needs import Templates, open_store
 from terrazzo.engine.order import Order
 from terrazzo.engine.pages import give_back_freed, keep_freed
 from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
+from terrazzo.engine.pass_end import meeting_of, meets
 from terrazzo.engine.place import Place, Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.state import reading, restore_optimizer
+from terrazzo.engine.stand_in import show_gradients
+from terrazzo.engine.stock import assign_groups, check_optimizer, orphans, state_of
 from terrazzo.engine.store.settings import Offload
 from terrazzo.engine.store.store import Store
 from terrazzo.engine.unit import Unit
-from terrazzo.engine.update import Updater
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["accumulate", "attach", "clip_grad_norm_", "estimate", "gathered", "shard"]
+__all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
-Opt = TypeVar("Opt", bound=Optimizer)
 N = TypeVar("N", Plan, Precision)
-OptimizerLike = Optimizer | Callable[[Any], Optimizer] | None
+OptimizerLike = Optimizer | Callable[[Any], Optimizer] | Sequence[Optimizer] | None
 
 
 def shard(  # structure: signature fixed by the design
@@ -84,7 +87,8 @@ def shard(  # structure: signature fixed by the design
     Args:
         model: any module with contiguous parameters. Freeze what is to be frozen before.
         optimizer: an elementwise `torch.optim` optimizer over `model.parameters()`, whose state is sharded with it; a
-            callable that builds one from the parameters; or None.
+            callable that builds one from the parameters; several optimizers over disjoint parameters in a list, which
+            come back in a list; or None. A warning names trainable parameters that none of them has.
         plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
             `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`.
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
@@ -96,25 +100,30 @@ def shard(  # structure: signature fixed by the design
     Errors: `BadInput` or `Misuse` on every rank, before anything is changed.
     """
     prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch, offload or Offload()))
-    recipe, planned, built = prepared.recipe, prepared.units, prepared.optimizer
+    recipe, planned = prepared.recipe, prepared.units
+    _warn_of_orphans(planned, prepared.optimizers)
     store = open_store(prepared.units, prepared.templates, offload or Offload())
     if store.drive is not None:
         give_back_freed()  # before anything large is built
     _build_units(model, planned, store)
 
     schedule = Schedule(planned, Order.of_registration(planned), prefetch)
+    if meets(recipe):
+        schedule.meet = meeting_of(recipe.axes)
     hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, None)
     engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks, store, prepared.templates)
     schedule.denominator = _weak_call(engine.gradient_denominator)
-    if built is not None:
-        _drive(engine, built)
+    for built in prepared.optimizers:
+        drive(engine, built, sum(len(driver.groups) for driver in engine.drivers))
     hooks.attach(model)
     adopt_model(model, engine)
+    show_gradients(model, engine)
+    watch_steps()
     if recipe.axes.device.type == "cpu":
         bill = engine.bill
         if store.drive is None:
             keep_freed(bill.grad_bytes + bill.transient_bytes)
-    return model, built
+    return model, _in_form_of(optimizer, prepared.optimizers)
 
 
 def estimate(  # structure: signature fixed by that of shard
@@ -154,7 +163,7 @@ class _Prepared:
     recipe: Recipe
     units: list[Unit]
     why: str
-    optimizer: Optimizer | None
+    optimizers: list[Optimizer]
     templates: Templates
 
 
@@ -165,49 +174,27 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     mesh = _default_mesh() if options.mesh is None else options.mesh
     axes = Axes(mesh)
     check_mesh(mesh, axes)
+    check_versions(axes)
     check_device(model, axes.device)
     plan = _one_of(Plan, plan, "plan").resolve(axes.names)
     precision = _one_of(Precision, options.precision, "precision")
     check_precision(precision, axes.device)
+    check_dtypes(model, precision)
     names, why = find_units(model, options.units)
     specs = partition(model, names)
     check_initializable(model, [member for spec in specs for member in spec.members])
-    built = _build_optimizer(model, optimizer, specs)
+    built = _build_optimizers(model, optimizer, specs)
     facts = {"plan": str(plan), "precision": repr(precision), "prefetch": options.prefetch}
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
-    check_agreement(axes, {**facts, "parameters": model_facts(specs), "optimizer": optimizer_facts(built)})
+    check_agreement(
+        axes, {**facts, "parameters": model_facts(specs), "optimizer": [optimizer_facts(each) for each in built]}
+    )
     recipe = Recipe(axes, _live(plan, axes), precision)
-    planned = _plan_units(specs, recipe)
+    planned = _plan_units(specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, precision, options.offload)
-    templates = [state_of(built, group) for group in built.param_groups] if built is not None else []
+    check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], precision)
+    templates = [state_of(each, group) for each in built for group in each.param_groups]
     return _Prepared(plan, recipe, planned, why, built, templates)
-
-
-def attach(model: nn.Module, optimizer: Opt) -> Opt:
-    """Shard an optimizer that was built over the parameters of a model after `tz.shard(model, None)`. Collective.
-
-    It is changed in place, as by `tz.shard`, which takes it with less host memory for states on `cpu`.
-
-    Errors: `BadInput` as from `tz.shard`; `Misuse` for a model that has an optimizer, or with states on drives.
-    """
-    engine = engine_of(model)
-    if engine.optimizer is not None:
-        raise Misuse(
-            f"A {type(engine.optimizer).__name__} drives this {type(model).__name__} already, and a model has one "
-            "optimizer: give it several param groups."
-        )
-    if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
-        raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
-    check_optimizer(optimizer)
-    for bucket in engine.trainable():
-        for member in bucket.members:
-            member.group = -1
-    assign_groups(optimizer, [member for bucket in engine.buckets() for member in bucket.members])
-    check_agreement(engine.axes, {"optimizer": optimizer_facts(optimizer)})
-    engine.templates = [state_of(optimizer, group) for group in optimizer.param_groups]
-    together(engine.axes, lambda: engine.store.grow(moment_bytes(engine.trainable(), engine.templates)))
-    _drive(engine, optimizer)
-    return optimizer
 
 
 @contextlib.contextmanager
@@ -230,14 +217,18 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
         schedule.accumulating, schedule.reduce_each = before
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
     """Clip the gradients of all ranks by their global norm, as `torch.nn.utils.clip_grad_norm_` does in one process.
 
-    Call it on every rank, after the last micro-batch's backward.
+    Call it on every rank, after the last micro-batch's backward. It takes all gradients of the model, whatever
+    optimizers there are; `torch.nn.utils.clip_grad_norm_` takes those of the parameters that it is given.
 
     Args:
         max_norm: gradients are scaled by `min(1, max_norm / (norm + 1e-6))`.
         norm_type: p of the p-norm; `float("inf")` for the maximum.
+        error_if_nonfinite: raise `Diverged`, and scale nothing, where the norm is infinite or not a number.
 
     Returns:
         The norm before clipping, a 0-d fp32 tensor equal on all ranks.
@@ -251,9 +242,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             "backward outside 'with tz.accumulate(model)' first."
         )
     engine.hooks.wanted()
-    if engine.driver is not None and engine.driver.background is not None:
-        engine.driver.background.prepare_clipping(max_norm)
-    return clip_grad_norm(engine.trainable(), engine.recipe, max_norm, float(norm_type))
+    for driver in engine.drivers:
+        if driver.background is not None:
+            driver.background.prepare_clipping(max_norm)
+    return clip_grad_norm(engine.trainable(), engine.recipe, max_norm, float(norm_type), error_if_nonfinite)
 
 
 @contextlib.contextmanager
@@ -286,73 +278,76 @@ def _live(plan: Plan, axes: Axes) -> Plan:
     return Plan(**rows, name=plan.name)
 
 
-def _build_optimizer(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> Optimizer | None:
-    built = optimizer(model.parameters()) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
-    if built is None:
-        return None
-    if not isinstance(built, Optimizer):
-        raise BadInput(
-            f"optimizer is a {type(built).__name__}; pass a torch.optim.Optimizer or a callable that builds one."
-        )
-    check_optimizer(built)
+def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, list | tuple):
+        built = list(optimizer)
+    elif callable(optimizer) and not isinstance(optimizer, Optimizer):
+        built = [optimizer(model.parameters())]
+    else:
+        built = [optimizer]
+    for each in built:
+        if not isinstance(each, Optimizer):
+            raise BadInput(
+                f"optimizer is a {type(each).__name__}; pass a torch.optim.Optimizer, a list of them or a callable "
+                "that builds one."
+            )
+        check_optimizer(each)
     assign_groups(built, [member for spec in specs for member in spec.members])
     return built
 
 
-def _plan_units(specs: list[UnitSpec], recipe: Recipe) -> list[Unit]:
-    """The units, with nothing allocated yet."""
+def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> None:
+    """Say which parameters get gradients that no optimizer takes."""
+    names = orphans([member for unit in units for bucket in unit.buckets for member in bucket.members])
+    if names and optimizers and dist.get_rank() == 0:
+        listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        warnings.warn(
+            f"{len(names)} trainable parameters are in no optimizer, so that they keep their values: {listed}. Give "
+            "tz.shard, or tz.attach, an optimizer that has them, or freeze them with requires_grad_(False).",
+            stacklevel=3,
+        )
+
+
+def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
+    """As the user gave them: one optimizer or a sequence of several."""
+    if isinstance(given, list | tuple):
+        return type(given)(built)
+    return built[0] if built else None
+
+
+def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) -> list[Unit]:
+    """The units, with nothing allocated yet.
+
+    Args:
+        owners: for each param group the number of its optimizer.
+    """
     units = []
     for index, spec in enumerate(specs):
         tiers = recipe.tiers(index, len(specs))
-        buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members)]
+        buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members, owners)]
         units.append(Unit(spec.name, index, spec.module, buckets))
+    for unit in units:
+        unit.names = tuple(spec.name for spec in specs)
     return units
 
 
 def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
     initialize, axes = initializer_of(model), units[0].buckets[0].recipe.axes
+    bare = materialize_buffers(model, axes.device)
     for unit in units:
         members = [member for bucket in unit.buckets for member in bucket.members]
         materialize(members, initialize, axes.device)
         synchronize([member.parameter for member in members], axes)
         for bucket in unit.buckets:
             bucket.build(store)
-    move_buffers(model, initialize, axes)
+    for module in bare:
+        initialize(module)
+    move_buffers(model, axes)
     axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
     axes.traffic.reset()
-
-
-def _drive(engine: Engine, optimizer: Optimizer) -> None:
-    """Put the optimizer on the engine's master weights, with whatever state it had."""
-    states = {
-        member.name: dict(optimizer.state.pop(member.parameter))
-        for bucket in engine.trainable()
-        for member in bucket.members
-        if member.parameter in optimizer.state
-    }
-    optimizer.register_step_pre_hook(_tell(weakref.ref(engine.hooks)))
-    engine.driver = OptimizerDriver(optimizer, engine.units, engine.recipe, engine.schedule, engine.publish)
-    engine.hooks.scaler = engine.driver.scaler
-    apart = [bucket for bucket in engine.trainable() if bucket.updated_apart]
-    if apart:
-        choose_kernel(optimizer)
-        engine.templates = [state_of(optimizer, group) for group in optimizer.param_groups]
-    for bucket in apart:
-        bucket.build_moments(engine.store, moment_names(bucket, engine.templates))
-    if apart:
-        engine.driver.update_apart(Updater(engine.store), engine.store.settings.step)
-    if states:
-        restore_optimizer(engine.driver, engine.templates, reading(states))
-    adopt(optimizer, engine.driver)
-
-
-def _tell(hooks: weakref.ref[Hooks]) -> Callable[..., None]:
-    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (live := hooks()) is not None:
-            live.wanted()
-
-    return step
 
 
 def _weak_call(method: Callable[[], float]) -> Callable[[], float]:
@@ -367,11 +362,14 @@ def _weak_call(method: Callable[[], float]) -> Callable[[], float]:
     return call
 
 
-def _bucket_groups(members: list[Member]) -> list[list[Member]]:
-    """Members that can share a flat space: trainable ones by param group, then frozen ones by dtype."""
-    groups: dict[tuple[bool, str], list[Member]] = {}
+def _bucket_groups(members: list[Member], owners: Sequence[int]) -> list[list[Member]]:
+    """Members that can share a flat space: trainable ones by optimizer, in order of their param groups, then frozen
+    ones by dtype.
+    """
+    groups: dict[tuple[bool, int, str], list[Member]] = {}
     for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
         dtype = member.parameter.dtype
-        key = (not member.trainable, "" if dtype.is_floating_point else str(dtype))
+        owner = owners[member.group] if member.trainable and member.group >= 0 else -1
+        key = (not member.trainable, owner, "" if dtype.is_floating_point else str(dtype))
         groups.setdefault(key, []).append(member)
     return [groups[key] for key in sorted(groups)]

@@ -17,13 +17,26 @@ from torch import Tensor
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Resting
 from terrazzo.engine.layout import Range, Slot
-from terrazzo.engine.optimizer import OptimizerDriver, StateSpec
+from terrazzo.engine.optimizer import OptimizerDriver
 from terrazzo.engine.segment import Segment
+from terrazzo.engine.stock import StateSpec
 
-__all__ = ["Piece", "Read", "model_pieces", "optimizer_pieces", "reading", "restore_model", "restore_optimizer"]
+__all__ = [
+    "Piece",
+    "Read",
+    "copies",
+    "model_pieces",
+    "optimizer_pieces",
+    "reading",
+    "restore_model",
+    "restore_optimizer",
+]
 
 Read = Callable[[str, str, int, int], Tensor | None]
-"""(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent."""
+"""(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent.
+
+No elements at all, `start == stop`, asks whether the state is there: nothing may be read for the answer.
+"""
 
 
 def reading(states: Mapping[str, Mapping[str, Any]]) -> Read:
@@ -65,21 +78,33 @@ class Piece:
         return self.read()
 
 
-def model_pieces(buckets: list[Bucket]) -> Iterator[Piece]:
+def copies(bucket: Bucket) -> Range:
+    """All that this rank holds of a bucket's master weights and moments, whoever else holds it too."""
+    return bucket.space.range(bucket.optim_axes)
+
+
+def own_share(bucket: Bucket) -> Range:
+    """What this rank gives of the states it holds: replicas of one range give a part of it each."""
+    axes = bucket.recipe.axes
+    held = bucket.optim_axes
+    return bucket.space.range((*held, *(axis for axis in axes.names if axis not in held)))
+
+
+def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = own_share) -> Iterator[Piece]:
     """This rank's share of the weights, master weights where there are any; over all ranks each element comes once."""
     for bucket in buckets:
         state = bucket.master if bucket.trainable else bucket.weight
         for slot in bucket.slots:
-            if (held := _share(bucket).intersect(slot.range)).numel:
+            if (held := share(bucket).intersect(slot.range)).numel:
                 yield _piece(slot, "weight", held, state)
 
 
-def optimizer_pieces(driver: OptimizerDriver) -> Iterator[Piece]:
+def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] = own_share) -> Iterator[Piece]:
     """This rank's share of the optimizer's state; what is not per element comes with a parameter's first element."""
     for segment in driver.segments:
         state = driver.optimizer.state.get(segment.parameter) or {}
         for slot, found in segment.slots():
-            if not (held := _share(segment.bucket).intersect(found)).numel:
+            if not (held := share(segment.bucket).intersect(found)).numel:
                 continue
             for kind, value in state.items():
                 if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
@@ -90,11 +115,14 @@ def optimizer_pieces(driver: OptimizerDriver) -> Iterator[Piece]:
 
 
 def restore_model(buckets: list[Bucket], read: Read) -> None:
-    """Set weights, master weights included; a parameter that `read` does not have keeps its values."""
+    """Set master weights, and weights that have none; a parameter that `read` does not have keeps its values.
+
+    Weights that have a master follow from it when they are published: a rank reads what it has of the masters alone.
+    """
     for bucket in buckets:
-        for state in bucket.states():
-            for slot in bucket.slots:
-                _restore(state, slot, "weight", state.range, read)
+        state = bucket.master if bucket.trainable else bucket.weight
+        for slot in bucket.slots:
+            _restore(state, slot, "weight", state.range, read)
 
 
 def _restore(state: Resting, slot: Slot, kind: str, within: Range, read: Read) -> None:
@@ -168,7 +196,7 @@ def _read_fixed(
     fixed: dict[str, Any] = {}
     for kind, spec in template.items():
         if spec.per_element:
-            if slot.numel and read(slot.name, kind, 0, 1) is None:
+            if slot.numel and read(slot.name, kind, 0, 0) is None:
                 return None
             continue
         value = read(slot.name, kind, 0, math.prod(spec.shape))
@@ -185,13 +213,6 @@ def _label(fixed: Mapping[str, Any] | None) -> Hashable:
 
 def _slots(segment: Segment) -> tuple[Slot, ...]:
     return tuple(segment.bucket.slots[segment.first : segment.last])
-
-
-def _share(bucket: Bucket) -> Range:
-    """What this rank gives of the states it holds: replicas of one range give a part of it each."""
-    axes = bucket.recipe.axes
-    held = bucket.optim_axes
-    return bucket.space.range((*held, *(axis for axis in axes.names if axis not in held)))
 
 
 def _piece(slot: Slot, kind: str, held: Range, state: Resting) -> Piece:

@@ -16,7 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Handle", "Ledger", "Moves", "Traffic", "Transfer"]
+from terrazzo.engine.label import Label, moving
+
+__all__ = ["Handle", "Ledger", "Moves", "Traffic", "Transfer", "at_once"]
 
 
 @dataclass
@@ -85,10 +87,14 @@ Moves = Generator[Handle, None, Tensor]
 
 
 class Transfer:
-    """A chain of collectives under way; at most one of its collectives is in flight at any time."""
+    """A chain of collectives under way; at most one of its collectives is in flight at any time.
 
-    def __init__(self, moves: Moves) -> None:
-        self._moves = moves
+    Args:
+        label: what is moved; that of the chain which starts this one, if not given.
+    """
+
+    def __init__(self, moves: Moves, label: Label | None = None) -> None:
+        self._moves, self._label = moves, label or moving.get()
         self._in_flight: Handle | None = None
         self._result: Tensor | None = None
         self._start_next()
@@ -96,6 +102,10 @@ class Transfer:
     @property
     def done(self) -> bool:
         return self._in_flight is None
+
+    @property
+    def in_flight(self) -> Handle | None:
+        return self._in_flight
 
     def advance(self) -> None:
         """Wait for the collective in flight, if any, and start the next one."""
@@ -112,6 +122,7 @@ class Transfer:
         return self._result
 
     def _start_next(self) -> None:
+        before = moving.set(self._label)
         try:
             self._in_flight = next(self._moves)
         except StopIteration as stop:
@@ -119,3 +130,15 @@ class Transfer:
         except BaseException:
             self._in_flight = None
             raise
+        finally:
+            moving.reset(before)
+
+
+def at_once(transfers: Sequence[Transfer]) -> Moves:
+    """Several chains side by side, each with a collective in flight. Returns the last one's tensor."""
+    while any(not transfer.done for transfer in transfers):
+        for transfer in transfers:
+            if (handle := transfer.in_flight) is not None:
+                yield handle
+                transfer.advance()
+    return transfers[-1].finish()

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.transfer import Moves, Transfer
+from terrazzo.engine.label import Label, Purpose
+from terrazzo.engine.transfer import Moves, Transfer, at_once
 from terrazzo.engine.worker import Job
 
 __all__ = ["Unit"]
 
 
 class Unit:
-    """One unit's buckets, and the one gather that may be under way for them.
+    """One unit's buckets, and the gathers that may be under way for them, one for each.
 
     Attributes:
         name: of its module in the model; empty for the root.
         index: position in the order of registration, root first.
+        names: of all units of the model.
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket]) -> None:
         self.name, self.index, self.buckets = name, index, buckets
+        self.names: tuple[str, ...] = ()
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
-        self._gathering: Transfer | None = None
-        self._update: Job | None = None
+        self._gathering: list[Transfer] = []
+        self._updates: list[Job] = []  # the one under way, or none
         self._trainable_numel = sum(slot.numel for bucket in self.trainable() for slot in bucket.slots)
 
     def __repr__(self) -> str:
@@ -65,6 +68,11 @@ class Unit:
         return self.has_gradients and not compiled
 
     @property
+    def generation(self) -> int:
+        """Changes whenever its weights do."""
+        return sum(bucket.changes for bucket in self.buckets)
+
+    @property
     def present(self) -> bool:
         return all(bucket.present for bucket in self.buckets)
 
@@ -80,47 +88,65 @@ class Unit:
     def trainable(self) -> Iterator[Bucket]:
         return (bucket for bucket in self.buckets if bucket.trainable)
 
-    def fetch(self) -> None:
-        """Start gathering full weights, unless they are here or on their way; weights from a drive, a step further."""
-        if self._gathering is not None:
-            if any(bucket.tiers.weight == "nvme" for bucket in self.buckets):
-                self._gathering.advance()
-        elif not self.present or self._update is not None:
-            self._gathering = Transfer(self._gather_all())
+    @property
+    def at_hand(self) -> bool:
+        """Whether full weights are here or on their way."""
+        return bool(self._gathering) or (self.present and not self._updates)
 
-    def _gather_all(self) -> Moves:
-        yield from self.publish()
-        for bucket in self.buckets:
-            if not bucket.present:
-                yield from bucket.gather()
-        return self.buckets[0].full.data
+    def gather(self, label: Label, from_rest: bool = False) -> None:
+        """Start gathering full weights, also where they are here already: other ranks need this one's part.
+
+        Args:
+            label: what it is for.
+            from_rest: from where they rest between steps; else from what is kept between forward and backward, if so.
+        """
+        self._settle()
+        if self._updates:
+            publish = _publish(self.buckets, self._updates)
+            self._gathering = [Transfer(_then_gather(publish, self.updated, self.buckets, from_rest), label)]
+        else:
+            self._gathering = [Transfer(chain, label) for chain in _gathers(self.buckets, from_rest)]
+
+    def further(self) -> None:
+        """Weights on their way from a drive come a step further; those that were updated are brought in line."""
+        if self._gathering:
+            if any(bucket.tiers.weight == "nvme" for bucket in self.buckets):
+                for transfer in self._gathering:
+                    transfer.advance()
+        elif self._updates:
+            self._gathering = [Transfer(_publish(self.buckets, self._updates), self.updated)]
+
+    @property
+    def updated(self) -> Label:
+        """Of the exchange that brings resting weights in line."""
+        return Label(Purpose.UPDATED, self.index, names=self.names)
 
     def wait(self) -> None:
-        """Return once modules can read the full weights."""
-        self.fetch()
-        if self._gathering is not None:
-            self._gathering.finish()
-            self._gathering = None
+        """Return once modules can read the full weights, which are at hand."""
+        self.further()
+        for transfer in self._gathering:
+            transfer.finish()
+        self._gathering = []
         for bucket in self.buckets:
             bucket.install()
 
     def begin_update(self, update: Job) -> None:
         """Its master weights change from now on, until `update` has ended: weights at rest wait for that."""
-        self._update = update
+        self._updates[:] = [update]
         for bucket in self.trainable():
             bucket.hide()
 
     @property
     def updating(self) -> bool:
         """Whether an update is under way, or has ended and the weights at rest are not in line yet."""
-        return self._update is not None
+        return bool(self._updates)
 
     def catch_up(self) -> None:
         """Wait for the update that is under way, and bring resting weights in line."""
-        if self._gathering is not None:
+        if self._gathering:
             self.wait()
-        elif self._update is not None:
-            Transfer(self.publish()).finish()
+        elif self._updates:
+            Transfer(_publish(self.buckets, self._updates), self.updated).finish()
 
     def rest_between(self) -> None:
         """From forward to backward: keep what the plan's `between` names."""
@@ -141,7 +167,7 @@ class Unit:
             bucket.rest()
 
     def _settle(self) -> None:
-        if self._gathering is not None:
+        if self._gathering:
             self.wait()
 
     def reduce(self, denominator: float | None) -> Moves:
@@ -151,19 +177,39 @@ class Unit:
             data = yield from bucket.gradient.reduce(denominator)
         return data
 
-    def publish(self) -> Moves:
-        """Bring resting weights in line with updated master weights, once their update has ended."""
-        if self._update is not None:
-            self._update.wait()
-            self._update = None
-            for bucket in self.trainable():
-                yield from bucket.publish(copied=bucket.own_weight is not None)
-                if bucket.resident:
-                    bucket.install()
+    def republish(self, among: Collection[Bucket] | None = None) -> Moves:
+        """Bring resting weights in line with master weights that have been written or stepped on this thread.
+
+        Args:
+            among: the buckets that have been; all if None.
+        """
+        for bucket in self.trainable():
+            if among is None or bucket in among:
+                yield from bucket.publish()
         return self.buckets[0].full.data
 
-    def republish(self) -> Moves:
-        """Bring resting weights in line with master weights that have been written or stepped on this thread."""
-        for bucket in self.trainable():
-            yield from bucket.publish()
-        return self.buckets[0].full.data
+
+# A unit holds the moves that are under way for it, and they must not hold the unit: it would never be freed without the
+# collector where a forward or a backward has left them unfinished.
+
+
+def _gathers(buckets: Sequence[Bucket], from_rest: bool) -> list[Moves]:
+    return [bucket.gather(from_rest) for bucket in buckets if not bucket.resident]
+
+
+def _then_gather(publish: Moves, updated: Label, buckets: Sequence[Bucket], from_rest: bool) -> Moves:
+    yield from at_once([Transfer(publish, updated)])
+    gathering = [Transfer(chain) for chain in _gathers(buckets, from_rest)]
+    return (yield from at_once(gathering)) if gathering else buckets[0].full.data
+
+
+def _publish(buckets: Sequence[Bucket], updates: list[Job]) -> Moves:
+    """Bring resting weights in line with updated master weights, once their update has ended."""
+    if updates:
+        updates[0].wait()
+        updates.clear()
+        for bucket in (bucket for bucket in buckets if bucket.trainable):
+            yield from bucket.publish(copied=bucket.own_weight is not None)
+            if bucket.resident:
+                bucket.install()
+    return buckets[0].full.data

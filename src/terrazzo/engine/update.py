@@ -21,15 +21,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.ending import require_own, start_thread
 from terrazzo.engine.gradient import Finished
 from terrazzo.engine.layout import Range
 from terrazzo.engine.segment import Segment, scaled
 from terrazzo.engine.slot import Slot
 from terrazzo.engine.store.store import Store
 from terrazzo.engine.store.topology import bind_to, step_threads
-from terrazzo.engine.worker import Job, again, start_thread
+from terrazzo.engine.worker import Job, again, without_frames
 
-__all__ = ["Twin", "Updater", "unhooked_step"]
+__all__ = ["STEP_HOOKS", "Twin", "Updater", "unhooked_step"]
+
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where torch keeps what is called around an optimizer's step, and around that of its base class."""
 
 
 def unhooked_step(optimizer: Optimizer) -> None:
@@ -53,9 +58,8 @@ class Twin:
         ]
         self._twin = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
         ties = ("_driver", "step")  # they lead to the model
-        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # so do these, and torch looks for them
         self._twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
-        self._twin.__dict__.update({key: {} for key in hooks})
+        self._twin.__dict__.update({key: {} for key in STEP_HOOKS})  # so do these, and torch looks for them
 
     def step(self, group: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
@@ -118,7 +122,7 @@ class Updater:
 
     def __init__(self, store: Store) -> None:
         slots = [Slot(raw) for raw in store.slots()]
-        self._store = store
+        self._store, self._process = store, os.getpid()
         self._tasks: queue.SimpleQueue[_Task | _Flush | None] = queue.SimpleQueue()
         threads, cpus = step_threads(store.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         carrier = _Carrier(store, slots, self._tasks)
@@ -130,6 +134,7 @@ class Updater:
 
     def begin(self, segments: Mapping[Bucket, Sequence[Segment]], twin: Twin) -> Job:
         """Start updating one unit's segments; the job ends when its new weights can be used."""
+        require_own(self._process)
         mark = self._store.lane.mark()
         tasks = []
         for bucket, held in segments.items():
@@ -148,6 +153,7 @@ class Updater:
 
     def flush(self) -> Job:
         """Ends when everything asked for so far has been carried out and written."""
+        require_own(self._process)
         flush = _Flush()
         self._tasks.put(flush)
         return flush.done
@@ -192,10 +198,7 @@ class _Carrier:
             except BaseException as error:
                 self._fail(error)
                 if done is not None:
-                    told = again(error)
-                    told.__cause__ = error
-                    done.set_exception(told)
-                    del told
+                    done.set_exception(without_frames(error))
             else:
                 if done is not None:
                     done.set_result(None)

@@ -1,65 +1,21 @@
-"""Threads that do a rank's errands: exchanges with its neighbours, updates of offloaded states, reads from drives."""
+"""Threads that do a rank's errands: exchanges with its neighbours, updates of offloaded states, transfers of drives."""
 
 from __future__ import annotations
 
-import atexit
 import copy
+import os
 import queue
-import threading
-import time
-import weakref
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
-__all__ = ["Job", "Worker", "again", "start_thread"]
+from terrazzo.engine.ending import Thread, require_own, start_thread
 
-_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
+__all__ = ["Job", "Worker", "again", "without_frames"]
 
-
-class _Thread(threading.Thread):
-    def __init__(self, name: str, work: Callable[[], None], ask: Callable[[], object], patience_s: float) -> None:
-        super().__init__(name=name, daemon=True)
-        self._work: Callable[[], None] | None = work
-        self._ask: Callable[[], object] | None = ask
-        self.patience_s = patience_s
-
-    def run(self) -> None:
-        assert self._work is not None
-        try:
-            self._work()
-        finally:
-            self._work = self._ask = None  # what they hold may be the last of a model: free it while exit waits for us
-
-    def ask(self) -> None:
-        if (ask := self._ask) is not None:
-            ask()
-
-
-def start_thread(name: str, work: Callable[[], None], ask: Callable[[], object], patience_s: float = 10.0) -> None:
-    """A daemon thread that does `work`.
-
-    An interpreter that exits cuts daemons off wherever they next need its lock, and aborts if that is within torch:
-    they are asked to end, and given time to come out of there.
-
-    Args:
-        ask: has it end soon.
-        patience_s: how long the exit of the process waits for it to end.
-    """
-    thread = _Thread(name, work, ask, patience_s)
-    _threads.add(thread)
-    thread.start()
-
-
-@atexit.register
-def _end_all() -> None:
-    running = [thread for thread in list(_threads) if thread.is_alive()]
-    for thread in running:
-        thread.ask()
-    asked = time.monotonic()
-    for thread in running:
-        thread.join(max(0.0, asked + thread.patience_s - time.monotonic()))
+_Jobs = queue.SimpleQueue["tuple[Job, Callable[[], None]] | None"]
 
 
 def again(error: BaseException) -> BaseException:
@@ -69,48 +25,92 @@ def again(error: BaseException) -> BaseException:
     more keeps a copy, or the model that has failed could never be freed.
     """
     try:
-        return copy.copy(error)
+        copied = copy.copy(error)
     except Exception:  # not every class can be copied
-        return RuntimeError(str(error))
+        copied = RuntimeError(str(error))
+    if notes := getattr(error, "__notes__", None):
+        copied.__notes__ = list(notes)
+    return copied
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The same error for another thread, with its traceback as text: the frames would keep what they hold alive."""
+    copied = again(error)
+    copied.add_note("".join(["In a background thread:\n", *traceback.format_exception(error)]).rstrip())
+    return copied
 
 
 class Job(Future[None]):
-    """Something that a `Worker` will have done."""
+    """Something that a thread will have done. A forked child cannot ask for it: the thread is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
 
     def wait(self) -> None:
         """Return once it is done. Errors: what it raised."""
-        self.result()
+        error = self.failure()
+        if error is not None:
+            raise again(error)  # a copy: with frames of whoever waits, the job would hold on to who holds it
+
+    def failure(self) -> BaseException | None:
+        """What it raised, or None, once it is done."""
+        require_own(self._process)
+        return self.exception()
 
 
 class Worker:
-    """A thread that does jobs one after the other, in the order they came; it ends with the object.
+    """Threads that do jobs in the order they came; they end with the object.
 
     Args:
-        name: of the thread.
-        meets_ranks: whether jobs wait for other ranks, which may be gone.
+        name: of the threads.
+        threads: how many; with one, jobs are done one after the other.
+        break_off: for jobs that wait for other ranks, which may be gone: ends such a wait where the process exits.
     """
 
-    def __init__(self, name: str, meets_ranks: bool = False) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
-        jobs = self._jobs  # the thread must not hold the object whose end it waits for
-        start_thread(name, lambda: _work(jobs), lambda: jobs.put(None), patience_s=3.0 if meets_ranks else 10.0)
+    def __init__(self, name: str, threads: int = 1, break_off: Callable[[], object] | None = None) -> None:
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._process = os.getpid()
+        self._threads: list[Thread] = []
+        jobs = self._jobs  # the threads must not hold the object whose end they wait for
+        for _ in range(threads):
+            thread = start_thread(name, lambda: _work(jobs), lambda: _end(jobs, threads))
+            if break_off is not None:
+                thread.can_be_broken_off(break_off, patience_s=3.0)
+            self._threads.append(thread)
 
     def __del__(self) -> None:
-        self._jobs.put(None)
+        _end(self._jobs, len(self._threads))
 
     def submit(self, job: Callable[[], None]) -> Job:
+        """Errors: `Misuse` in a forked child."""
+        require_own(self._process)
         done = Job()
         self._jobs.put((done, job))
         return done
 
+    def close(self) -> None:
+        """Return once all jobs are done and the threads have ended."""
+        require_own(self._process)
+        threads, self._threads = self._threads, []
+        _end(self._jobs, len(threads))
+        for thread in threads:
+            thread.join()
 
-def _work(jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> None:
+
+def _end(jobs: _Jobs, threads: int) -> None:
+    """Whichever of the threads takes it, there is one for each."""
+    for _ in range(threads):
+        jobs.put(None)
+
+
+def _work(jobs: _Jobs) -> None:
     with torch.no_grad():
         while _do_next(jobs):
             pass
 
 
-def _do_next(jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> bool:
+def _do_next(jobs: _Jobs) -> bool:
     """False at the end. What a job holds is gone when it counts as done, and when the next one is awaited."""
     item = jobs.get()
     if item is None:
@@ -121,7 +121,7 @@ def _do_next(jobs: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]) -> 
     try:
         job()
     except BaseException as error:
-        failure = error
+        failure = without_frames(error)
     del job
     if failure is None:
         done.set_result(None)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.checkpoint.exchange import together
 from terrazzo.checkpoint.exporters import new_folder
-from terrazzo.checkpoint.names import persistent_buffers
-from terrazzo.engine import engine_of
+from terrazzo.engine.names import persistent_buffers
 from terrazzo.errors import BadInput, Misuse, SaveFailed
+from terrazzo.integrations.weights import whole_weights
 
-__all__ = ["load_adapter", "prepare_adapters", "save_adapter", "save_merged"]
+__all__ = ["base_name", "load_adapter", "prepare_adapters", "save_adapter", "save_merged"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE = "base_model.model."
 BASE_LAYER = ".base_layer."
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 """Settings of an adapter that its tensors' names and shapes do not tell."""
+
+
+def base_name(name: str) -> str:
+    """The name of a base parameter before there were adapters."""
+    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(BASE))
 
 
 def prepare_adapters(model: nn.Module) -> None:
@@ -116,7 +122,7 @@ def save_adapter(model: nn.Module, folder: str | Path, adapter: str = "default")
     from safetensors.torch import save_file
 
     saved = _saved_names(model, adapter)
-    values = dict(_collected(model, saved.values()))
+    values = dict(whole_weights(model, saved.values()))
     tensors = {name: values[parameter] for name, parameter in saved.items()}
 
     def write() -> None:
@@ -187,10 +193,10 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
     """
     layers, base = dict(_mergeable(model, adapter)), _base_of(model)
     own = _saved_names(model, adapter).values()
-    deltas = dict(_collected(model, [n for n in own if ".lora_A." in n or ".lora_B." in n]))
+    deltas = dict(whole_weights(model, [n for n in own if ".lora_A." in n or ".lora_B." in n]))
     names = [name for name, _ in model.named_parameters() if ".lora_" not in name]
     state: dict[str, Tensor] = {}
-    for name, value in _collected(model, names):
+    for name, value in whole_weights(model, names):
         if dist.get_rank() == 0:
             layer = name.removesuffix(f"{BASE_LAYER}weight")
             if layer != name and layer in layers:
@@ -198,8 +204,8 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
                 product = up @ down
                 product = product.T if layers[layer].fan_in_fan_out else product
                 value = (value + product * layers[layer].scaling[adapter]).to(value.dtype)
-            state[name.removeprefix(BASE).replace(BASE_LAYER, ".")] = value.contiguous()
-    state |= {b.name.removeprefix(BASE): b.tensor.cpu() for b in persistent_buffers(model)}
+            state[base_name(name)] = value.contiguous()
+    state |= {base_name(b.name): b.tensor.cpu() for b in persistent_buffers(model)}
 
     def write() -> None:
         if dist.get_rank() == 0:
@@ -276,23 +282,3 @@ def _unread(model: nn.Module) -> Iterator[None]:
     finally:
         for module in copies:
             del module.state_dict
-
-
-def _collected(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Each of these parameters whole, on the CPU of every rank, one after the other; in full precision. Collective."""
-    engine = engine_of(model)
-    pieces: dict[str, list[Any]] = {}
-    for piece in engine.pieces(with_optimizer=False):
-        pieces.setdefault(piece.name, []).append(piece)
-    dtypes: dict[str, str] = {}
-    for theirs in gather_json({name: str(found[0].dtype).removeprefix("torch.") for name, found in pieces.items()}):
-        dtypes |= theirs
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for name in names:
-        dtype: torch.dtype = getattr(torch, dtypes[name])
-        raw = torch.zeros(shapes[name].numel() * dtype.itemsize, dtype=torch.uint8, device=engine.axes.device)
-        for piece in pieces.get(name, ()):
-            part = piece.tensor.detach().contiguous().view(torch.uint8)
-            raw[piece.start * dtype.itemsize : piece.stop * dtype.itemsize] = part.to(raw.device)
-        dist.all_reduce(raw)  # of bytes: each comes from one rank, and the others add 0
-        yield name, raw.cpu().view(dtype).reshape(shapes[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -223,16 +224,25 @@ def _shape(description: Description, world: int) -> tuple[int, ...]:
     found = degrees(description.replace({"mesh.world": Setting(world, "derived")}))
     replicas, shards = found["dp_replicate"], found["dp_shard"]
     hybrid = any(axis in str(description.value(f"sharding.{state}")) for state in ("weight", "optim") for axis in "SR")
-    if hybrid and (replicas is None or shards is None):
-        raise BadInput(
-            f"{_name(description, 'sharding.weight')} splits over the ranks of one node and copies between nodes, and "
-            "how many nodes there are is not said: say the number of replicas, or shard over all ranks."
-        )
+    if hybrid and replicas is None and shards is None:
+        replicas, shards = _nodes(description, world)
     if replicas is None or shards is None or replicas * shards != world:
         given = f"{replicas or '?'} replicas × {shards or '?'} shards"
         keys = [_name(description, f"mesh.{name}") for name in ("dp_replicate", "dp_shard")]
         raise BadInput(f"{' and '.join(dict.fromkeys(keys))}: {given} do not make up the {world} ranks that run.")
     return (replicas, shards) if hybrid or replicas > 1 else (shards,)
+
+
+def _nodes(description: Description, world: int) -> tuple[int, int]:
+    """Replicas are nodes and shards a node's ranks, as FSDP has it where it is not told."""
+    on_this = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not on_this or world % on_this:
+        raise BadInput(
+            f"{_name(description, 'sharding.weight')} splits over the ranks of one node and copies between nodes, and "
+            "how many nodes there are is not said: say the number of replicas, start with torchrun, which tells the "
+            "ranks of a node (LOCAL_WORLD_SIZE), or shard over all ranks."
+        )
+    return world // on_this, on_this
 
 
 # -- the rest ------------------------------------------------------------------------------------------------------

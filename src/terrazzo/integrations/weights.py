@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.checkpoint.names import parameter_names, persistent_buffers
 from terrazzo.engine import Piece, engine_of
+from terrazzo.engine.names import parameter_names, persistent_buffers
 
-__all__ = ["full_state_dict"]
+__all__ = ["full_state_dict", "whole_weights"]
+
+
+def whole_weights(model: nn.Module, names: Iterable[str], everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Each of these parameters whole, one after the other; master weights where there are any. Collective.
+
+    Args:
+        names: as `named_parameters()` has them, in the same order on every rank.
+        everywhere: on every rank; else what ranks other than the first get is not to be used.
+
+    Yields:
+        Name and full tensor, on the CPU, in the dtype that it is kept in.
+    """
+    engine = engine_of(model)
+    held: dict[str, list[Piece]] = defaultdict(list)
+    for piece in engine.pieces(with_optimizer=False):
+        held[piece.name].append(piece)
+    kept = {
+        slot.name: (slot, (bucket.master if bucket.trainable else bucket.weight).dtype)
+        for bucket in engine.buckets()
+        for slot in bucket.slots
+    }
+    for name in names:
+        slot, dtype = kept[name]
+        raw = torch.zeros(slot.numel * dtype.itemsize, dtype=torch.uint8, device=engine.axes.device)
+        for piece in held.pop(name, ()):
+            part = piece.tensor.detach().contiguous().view(torch.uint8)
+            raw[piece.start * dtype.itemsize : piece.stop * dtype.itemsize] = part.to(raw.device)
+        dist.all_reduce(raw) if everywhere else dist.reduce(raw, 0)  # of bytes: one rank has each, the others add 0
+        yield name, raw.cpu().view(dtype).reshape(slot.shape)
 
 
 def full_state_dict(model: nn.Module, wanted: bool, everywhere: bool = False) -> dict[str, Tensor]:
     """Weights, master weights where there are any, and persistent buffers. Collective.
-
-    One tensor at a time is put together, on this rank's device, and moved to the CPU.
 
     Args:
         wanted: whether this rank gets them; else its dict is empty.
@@ -26,22 +54,13 @@ def full_state_dict(model: nn.Module, wanted: bool, everywhere: bool = False) ->
     Returns:
         Full tensors under every name that `state_dict()` has; those of one tied parameter share memory.
     """
-    engine = engine_of(model)
-    held: dict[str, list[Piece]] = defaultdict(list)
-    for piece in engine.pieces(with_optimizer=False):
-        held[piece.name].append(piece)
     named = dict(model.named_parameters(remove_duplicate=False))
-    masters = {member.name: bucket.master.dtype for bucket in engine.trainable() for member in bucket.members}
+    groups = {names[0]: names for names in parameter_names(model)}
     found: dict[str, Tensor] = {}
-    for names in parameter_names(model):
-        parameter = named[names[0]]
-        dtype = masters.get(names[0], parameter.dtype)
-        flat = torch.zeros(parameter.numel(), dtype=dtype, device=engine.axes.device)
-        for piece in held.pop(names[0], ()):
-            flat[piece.start : piece.stop] = piece.tensor.to(flat.device)
-        dist.all_reduce(flat) if everywhere else dist.reduce(flat, 0)  # each element is on one rank, and zero elsewhere
+    for name, values in whole_weights(model, groups, everywhere):
         if wanted:
-            found |= dict.fromkeys(names, flat.view(parameter.shape).cpu())
+            values = values if named[name].requires_grad else values.to(named[name].dtype)
+            found |= dict.fromkeys(groups[name], values)
     for buffer in persistent_buffers(model) if wanted else ():
         found |= dict.fromkeys(buffer.names, buffer.tensor.detach().to("cpu", copy=True))
     return found

@@ -31,13 +31,13 @@ class Memory:
     """Peak memory of the fullest rank, in bytes.
 
     Attributes:
-        terms: what tensors hold at the peak; their sum is `expected_bytes`, what torch calls allocated.
+        terms: what tensors hold at the peak; their sum is `allocated_bytes`, as torch calls it.
         upper_bytes: a bound for what the device holds in all, allocator's reserve and libraries included.
-        reserved_bytes: expected with what the caching allocator keeps.
-        device_bytes: expected with context and communicators too, what `nvidia-smi` shows.
+        reserved_bytes: allocated, with what the caching allocator keeps.
+        device_bytes: reserved, with context and communicators too, what `nvidia-smi` shows.
         host, disk: what one rank keeps there of offloaded states; `disk_writes` in each optimizer step.
         limiting_rank: which pipeline stage and why, in words.
-        per_stage: expected bytes of each pipeline stage.
+        per_stage: allocated bytes of each pipeline stage.
         ranks_per_host: that share a host, whose memory and disks are `host_capacity_bytes` and `disk_capacity_bytes`.
             Of all three capacities None means not known.
         on_host: the device is the host's own CPUs, so that `terms` and `host` take of one memory.
@@ -59,8 +59,13 @@ class Memory:
     on_host: bool = False
 
     @property
-    def expected_bytes(self) -> float:
+    def allocated_bytes(self) -> float:
         return sum(term.value for term in self.terms)
+
+    @property
+    def expected_bytes(self) -> float:
+        """All that is expected in the memory of the device, which is what has to fit there."""
+        return self.rooms[0].expected
 
     @property
     def near_terms(self) -> tuple[Term, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,36 +35,58 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object per line. When a run resumes, lines of steps that are done again are dropped."""
+    """One JSON object per line. When a run resumes, lines of steps that are done again are dropped.
+
+    Wherever it is killed, the file holds the lines up to the step that is resumed: it is only ever appended to, and
+    what is dropped is dropped by putting another file in its place, whole and on the disk.
+    """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         """Append to `path` from `first_step` on; 0 starts the file anew."""
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = _lines(path) if first_step else []
-        kept = [line for line in before if line["step"] <= first_step and line["kind"] != "summary"]
-        self._file = path.open("w", encoding="utf-8")
-        for line in kept:
-            self._write(line)
+        if path.exists():
+            _cut_back(path, first_step)
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Append one line and flush it, so that a killed run keeps what it had measured."""
-        self._write({"kind": kind, "step": step, **values})
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
+
+    def in_place(self) -> bool:
+        """Whether the file at `path` is still the one that is written: neither it nor a folder above was moved."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+
+def _cut_back(path: Path, last_step: int) -> None:
+    """Leave the lines up to `last_step` of an earlier run, and none of its summary."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if last_step and _stays(line, last_step)]
+    if kept == lines:
+        return
+    unfinished = path.with_name(f".{path.name}.new")
+    with unfinished.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of an earlier run; a line cut short by a kill is left out."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+def _stays(line: bytes, last_step: int) -> bool:
+    """A line that was cut short by a kill, or damaged, does not."""
+    try:
+        values = json.loads(line)
+        return line.endswith(b"\n") and values["step"] <= last_step and values["kind"] != "summary"
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 class TensorBoard:
@@ -88,11 +113,32 @@ class TensorBoard:
         self._writer.close()
 
 
+class _UnreadConsole(RichConsole):
+    """Falls silent when whoever reads standard output has gone, where rich ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.fall_silent("nobody reads it any more")
+
+    def fall_silent(self, why: str) -> None:
+        """Print nothing from here on; what waits in the stream goes nowhere."""
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.fileno())
+            os.close(nowhere)
+        with contextlib.suppress(OSError):
+            print(f"Standard output is closed ({why}): the run goes on, and its log files too.", file=sys.stderr)
+
+
 class Console:
-    """Lines on stdout, with a progress bar below them on a terminal and nothing but the lines in a pipe."""
+    """Lines on stdout, with a progress bar below them on a terminal and nothing but the lines in a pipe.
+
+    A run does not end with its reader (`terrazzo train ... | head`), or for a full disk under its output: it goes on
+    without lines, and says so on stderr.
+    """
 
     def __init__(self, steps: int, first_step: int = 0) -> None:
-        self._console = RichConsole(highlight=False, soft_wrap=True)
+        self._console = _UnreadConsole(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         if self._console.is_terminal:
             columns = (
@@ -108,8 +154,11 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print `text` as it is, at once."""
-        self._console.print(text, markup=False)
-        self._console.file.flush()
+        try:
+            self._console.print(text, markup=False)
+            self._console.file.flush()
+        except OSError as error:
+            self._console.fall_silent(error.strerror or str(error))
 
     def advance(self) -> None:
         """One more step is done."""

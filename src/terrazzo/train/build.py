@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.engine import PLANS, Plan, Precision, checkpoint_activations, compile_units
-from terrazzo.engine.optimizer import check_optimizer
 from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.store.settings import Offload
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
@@ -50,6 +50,12 @@ def build_plan(config: Config) -> Plan:
     else:
         built = Plan.named(plan.name or "zero3")
     built = _with_tiers(built, config.offload)
+    if built.needs_replicas and plan.mesh.dp_replicate == 1:
+        raise BadInput(
+            f"plan {built.name} splits states inside of groups of ranks, and the groups hold copies of each other, but"
+            " this run has one group: set plan.mesh.dp_replicate to the number of groups, such as"
+            " plan.mesh.dp_replicate=2, or take a plan that needs none, such as plan=zero3."
+        )
     built.resolve(mesh_axes(plan.mesh))
     return built
 
@@ -197,9 +203,12 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     }
     if config.name not in known:
         same = next((name for name in known if name.lower() == config.name.lower()), config.name)
+        if same in known:
+            check_optimizer(object.__new__(known[same]))  # else its name would be suggested, and then refused
+        shardable = sorted(name for name, value in known.items() if value in ELEMENTWISE)
         raise BadInput(
-            f"optimizer.name is '{config.name}', which torch.optim does not have.{did_you_mean(same, known)} Known:"
-            f" {', '.join(sorted(known))}."
+            f"optimizer.name is '{config.name}', which torch.optim does not have.{did_you_mean(same, shardable)} Those"
+            f" that can be sharded: {', '.join(shardable)}."
         )
     chosen: type[torch.optim.Optimizer] = known[config.name]
     options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
+from terrazzo.tether import tethered
 from terrazzo.train.config import Config
 from terrazzo.train.config_file import load_config
 from terrazzo.train.failure import BAD_INPUT
@@ -25,6 +24,7 @@ from terrazzo.train.offload import make_folders
 from terrazzo.train.planning import setup_of
 from terrazzo.train.preflight import check
 from terrazzo.train.promise import planned
+from terrazzo.train.scratch import Scratch
 from terrazzo.train.trial import Trial
 
 __all__ = ["calibrate", "record_of"]
@@ -37,7 +37,7 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
 
     Errors: `BadInput` for a configuration that cannot run here; `TerrazzoError` when its steps failed.
     """
-    with tempfile.TemporaryDirectory(prefix="terrazzo-calibrate-") as folder:
+    with Scratch(f"calibrate-{os.getpid()}") as folder:
         out = Path(folder, "trials.json")
         apart = [f"log.folder={folder}/run", f"checkpoint.folder={folder}/checkpoints", "checkpoint.resume=never"]
         given = [*overrides, *apart, "checkpoint.save_format=terrazzo"]
@@ -52,7 +52,7 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
 
 def _run(arguments: list[str]) -> None:
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "terrazzo.train.trial", *arguments]
+    command = tethered("-m", "terrazzo.train.trial", *arguments)
     done = subprocess.run(command, env=kept, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         kind = BadInput if done.returncode == BAD_INPUT else TerrazzoError

@@ -244,6 +244,7 @@ class TrainConfig(Section):
     eval_every: int | None = Field(None, gt=0, description="steps between evaluations; null: only at the end")
     eval_batches: int = Field(8, gt=0, description="micro-batches per rank in one evaluation")
     sample_every: int | None = Field(None, gt=0, description="steps between text samples; null: only at the end")
+    check_replicas_every: int | None = Field(None, gt=0, description="steps between comparisons of ranks' copies")
     sample_tokens: int = Field(128, ge=0, description="length of a text sample; 0: none at all")
     sample_prompt: str = "\n"
     activation_checkpointing: str = "none"
@@ -282,7 +283,9 @@ class LaunchConfig(Section):
 
     ranks: int | None = Field(None, gt=0, description="default: one per GPU, or one on a CPU")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = Field(600.0, gt=0, description="longest wait for another rank")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank, and for a background save that stands still"
+    )
     threads: int | None = Field(None, gt=0, description="CPU threads per rank; default: cores divided by ranks")
     ignore_planner: bool = Field(False, description="start a run that the planner refuses: memory, known-bad settings")
 

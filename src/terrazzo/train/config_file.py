@@ -1,4 +1,4 @@
-"""Reading a configuration: YAML or JSON, then `section.key=value` overrides, then validation in plain words.
+"""Reading a configuration: YAML, JSON or TOML, then `section.key=value` overrides, then validation in plain words.
 
 All problems of a file are reported together, each with the key, what was found and what was expected. Duplicate keys
 are refused, and nothing in a configuration is ever imported or executed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -16,10 +17,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.files import read_plain
 from terrazzo.train.config import Config
 
 __all__ = ["config_from_dict", "flatten", "load_config"]
 
+MAX_BYTES = 1 << 20
 SHORTHANDS = ("plan", "precision")  # sections that may be given as just their name
 
 
@@ -61,7 +64,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML or JSON file with overrides applied.
+    """The configuration in a YAML, JSON or TOML file with overrides applied.
 
     Raises:
         BadInput: the file is missing or malformed, or any value in it is unknown, of the wrong type or out of
@@ -102,22 +105,31 @@ def flatten(config: BaseModel | dict[str, Any]) -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path, MAX_BYTES).decode()
     except FileNotFoundError:
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*") if p.is_file()])
         raise BadInput(f"No configuration file at '{path}'.{near}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise BadInput(f"The configuration file '{path}' cannot be read as text: {error}.") from None
     try:
-        raw = json.loads(text, object_pairs_hook=_no_twins) if path.suffix == ".json" else _yaml(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raw = _parse(text, path.suffix.lower())
+    except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix.lower(), "YAML")
         raise BadInput(f"'{path}' is not valid {kind}: {' '.join(str(error).split())}.") from None
-    if raw is None:
-        return {}
+    if raw is None or raw == {}:
+        raise BadInput(
+            f"'{path}' is empty, so there is nothing to train: write sections such as 'model:', 'data:' and 'train:',"
+            " or start from examples/quickstart.yaml. A run of defaults alone is one line: 'train: {steps: 1000}'."
+        )
     if not isinstance(raw, dict):
         raise BadInput(f"'{path}' holds a {type(raw).__name__}, expected sections such as 'model:' and 'train:'.")
     return raw
+
+
+def _parse(text: str, suffix: str) -> Any:
+    if suffix == ".json":
+        return json.loads(text, object_pairs_hook=_no_twins)
+    return tomllib.loads(text) if suffix == ".toml" else _yaml(text)
 
 
 def _yaml(text: str) -> Any:

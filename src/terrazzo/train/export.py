@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exchange import together
+from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.exporters.huggingface import (
     ModelDescription,
     byte_tokenizer_files,
@@ -28,12 +29,17 @@ from terrazzo.train.session import Session
 __all__ = ["describe_model", "export"]
 
 
-def export(session: Session) -> Path:
+def export(session: Session, *, trained: bool) -> Path:
     """Write the newest checkpoint's weights to `log.folder`/hf; rank 0 writes, in pieces. Collective.
 
-    Of a run with adapters it is a PEFT folder, with the adapters alone.
+    Of a run with adapters it is a PEFT folder, with the adapters alone. Where the run has written one before, it stays
+    if nothing was `trained` since, and else goes to the first free name of `hf-1`, `hf-2`, ...
     """
     out = session.config.log.folder / "hf"
+    if gather_json(out.exists())[0]:
+        if not trained:
+            return out
+        together(lambda: _set_aside(out) if dist.get_rank() == 0 else None, SaveFailed)
     if session.config.lora.rank is not None:
         save_adapter(session.model, out)
         return out
@@ -45,6 +51,11 @@ def export(session: Session) -> Path:
 
     together(work, SaveFailed)
     return out
+
+
+def _set_aside(folder: Path) -> None:
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
+    folder.rename(next(name for name in names if not name.exists()))
 
 
 def describe_model(config: Config) -> ModelDescription:

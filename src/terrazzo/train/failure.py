@@ -1,45 +1,52 @@
-"""How a failing rank ends the run: who failed first is recorded, said once, and nobody is left hanging.
+"""How a failing rank ends the run: who failed first is said once, and nobody is left hanging.
 
-Each failing rank writes what happened, with a clock that all processes of a machine share, into a folder that they all
-see. Whoever reports, the launching process or the first failing rank, then names the cause instead of the connection
-errors that follow it. Every rank also watches that folder, so that one which is stuck in a collective with a rank that
-no longer exists ends as well.
+Each failing rank tells what happened, with a clock that all processes of a machine share: its launcher, through a pipe,
+or where others have started it, all ranks of the machine, through a folder. Whoever reports then names the cause
+instead of the connection errors that follow it, and those that are stuck with a rank that is gone are ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from terrazzo.errors import BadInput, SwapFailed
+from terrazzo.errors import BadInput, SaveFailed, SwapFailed
+from terrazzo.tether import PARENT
+from terrazzo.train.scratch import Scratch
 
 __all__ = [
     "BAD_INPUT",
     "FAILED",
     "PREEMPTED",
-    "SHARED_FOLDER",
+    "REPORT",
+    "SIBLING_GRACE_S",
     "Failure",
     "first_failure",
+    "register_rank",
     "run_rank",
-    "shared_folder",
 ]
 
 FAILED = 1
 BAD_INPUT = 2
 PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
 
-SHARED_FOLDER = "TERRAZZO_SHARED_FOLDER"  # set for ranks that this command started itself
+_MENDABLE = BadInput | SaveFailed | SwapFailed  # one paragraph says it all
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+REPORT = "TERRAZZO_REPORT"  # the descriptor on which a rank reports to `launch_ranks`, which has started it
 SIBLING_GRACE_S = 8.0  # time for a rank to fail by itself before it is ended because another one failed
 WATCH_EVERY_S = 0.5
 
@@ -54,17 +61,82 @@ class Failure:
     text: str
 
 
-def shared_folder() -> Path | None:
-    """The folder that all ranks of this machine see for this run, if something that launched them provides one."""
-    if own := os.environ.get(SHARED_FOLDER):
-        return Path(own)
-    if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
-        return Path(elastic).parent.parent
-    if job := os.environ.get("SLURM_JOB_ID"):
-        step = os.environ.get("SLURM_STEP_ID", "batch")
-        restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        return Path(tempfile.gettempdir()) / f"terrazzo-{os.getuid()}-{job}-{step}-{restart}"
-    return None
+def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
+    """The earliest one, if any."""
+    return min((one for one in failures if one is not None), key=lambda failure: failure.time_ns, default=None)
+
+
+class _Reporter(Protocol):
+    def begun(self) -> None:
+        """This rank heeds signals from now on."""
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        """This rank ends so."""
+
+    def leave(self, code: int) -> None:
+        """This rank ends with an exit code."""
+
+
+class _ToLauncher:
+    """Lines of JSON for `launch_ranks`, which ends the ranks of a run that has failed."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        os.set_inheritable(descriptor, False)
+
+    def begun(self) -> None:
+        self._tell({"begun": True})
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        self._tell({"failure": asdict(failure)})
+
+    def leave(self, code: int) -> None:
+        os.close(self._descriptor)
+
+    def _tell(self, value: object) -> None:
+        left = memoryview(json.dumps(value).encode() + b"\n")
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except BrokenPipeError:
+            return  # without a launcher this process will not be for long
+
+
+class _ToSiblings:
+    """Files for the other ranks of this machine, where torchrun or Slurm has started them."""
+
+    def __init__(self, rank: int, folder: Path, scratch: Scratch | None = None) -> None:
+        self._folder, self._scratch = folder, scratch
+        threading.Thread(target=_watch, args=(folder, rank), daemon=True).start()
+
+    def begun(self) -> None:
+        """Signals are sent by whoever started this rank."""
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        part = self._folder / f"failure.{failure.rank}.part"
+        part.write_text(json.dumps(asdict(failure)))
+        part.rename(part.with_suffix(".json"))
+        _tell_torchrun(error, failure, is_first=_claim(self._folder / "reported"))
+
+    def leave(self, code: int) -> None:
+        if self._scratch is not None:
+            self._scratch.leave(keep=code not in (0, PREEMPTED))  # others may yet have to find out
+
+
+class _Alone:
+    """Nobody but the user to tell."""
+
+    def begun(self) -> None:
+        pass
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        print(failure.text, file=sys.stderr)
+
+    def leave(self, code: int) -> None:
+        pass
+
+
+_reporter: _Reporter = _Alone()
 
 
 def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
@@ -73,44 +145,66 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
     The process ends without the interpreter's usual teardown after a failure, since destructors of communication
     libraries wait for ranks that may already be gone.
     """
-    folder = shared_folder()
-    if folder is not None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        threading.Thread(target=_watch, args=(folder, rank), daemon=True).start()
+    global _reporter
+    code = FAILED
     try:
+        _reporter = _reporter_of(rank)
         code = work()
     except BaseException as error:
-        code = _fail(rank, error, folder)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        failure = Failure(rank, time.monotonic_ns(), _exit_code(error), _text(error))
+        code = failure.exit_code
+        _reporter.fail(failure, error)
+    finally:
+        with contextlib.suppress(Exception):  # such as a pipe that nobody reads any more
+            _reporter.leave(code)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
-def first_failure(folder: Path) -> Failure | None:
-    """The earliest failure recorded in `folder`, if any."""
-    found = [Failure(**json.loads(path.read_text())) for path in folder.glob("failure.*.json")]
-    return min(found, key=lambda failure: failure.time_ns, default=None)
+def register_rank() -> None:
+    """Tell the process that started this rank that it heeds signals now."""
+    _reporter.begun()
 
 
-def _fail(rank: int, error: BaseException, folder: Path | None) -> int:
-    failure = Failure(rank, time.monotonic_ns(), _exit_code(error), _text(error))
-    if folder is None:
-        print(failure.text, file=sys.stderr)
-        return failure.exit_code
-    part = folder / f"failure.{rank}.part"
-    part.write_text(json.dumps(asdict(failure)))
-    part.rename(part.with_suffix(".json"))
-    if SHARED_FOLDER not in os.environ:  # else our launcher reports, and a half-written file would disturb its agent
-        if isinstance(error, Exception):
-            ErrorHandler().record_exception(error)  # torchrun's own report then shows the cause too
-        if _claim(folder / "reported"):
-            print(f"[rank {rank}] {failure.text}", file=sys.stderr)
-    return failure.exit_code
+def _reporter_of(rank: int) -> _Reporter:
+    if report := os.environ.pop(REPORT, None):  # what this rank starts is not this rank
+        return _ToLauncher(int(report))
+    if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
+        return _ToSiblings(rank, Path(elastic).parent.parent)
+    if job := os.environ.get("SLURM_JOB_ID"):
+        step = os.environ.get("SLURM_STEP_ID", "batch")
+        scratch = Scratch(f"{job}-{step}-{os.environ.get('SLURM_RESTART_COUNT', '0')}")
+        return _ToSiblings(rank, scratch.path, scratch)
+    return _Alone()
+
+
+def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) -> None:
+    """Say it on screen, once, and give torchrun's own report the cause.
+
+    Of what the user can mend that report gets the paragraph from the rank that said it, and no tracebacks: the other
+    ranks, which say the same, wait for torchrun to end them. Slurm has no such report.
+    """
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if is_first:
+        print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)
+    if report is None or not isinstance(error, Exception):
+        return
+    if not isinstance(error, _MENDABLE):
+        ErrorHandler().record_exception(error)
+    elif is_first:
+        said = {"message": failure.text, "extraInfo": {"timestamp": int(time.time())}}
+        Path(report).write_text(json.dumps({"message": said}))
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(SIBLING_GRACE_S)
 
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, BadInput):
         return BAD_INPUT
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     return FAILED
@@ -118,9 +212,9 @@ def _exit_code(error: BaseException) -> int:
 
 def _text(error: BaseException) -> str:
     """A paragraph for what the user can mend, the whole traceback for everything else."""
-    return (
-        str(error) if isinstance(error, BadInput | SwapFailed) else "".join(traceback.format_exception(error)).rstrip()
-    )
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted."
+    return str(error) if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
 
 
 def _claim(path: Path) -> bool:
@@ -134,12 +228,11 @@ def _claim(path: Path) -> bool:
 
 def _watch(folder: Path, rank: int) -> None:
     """End this process some seconds after another rank failed, or at once when its launcher is gone."""
-    parent = os.getppid()
     while True:
-        time.sleep(WATCH_EVERY_S)
-        if os.getppid() != parent:
+        if os.getppid() != PARENT:
             os._exit(FAILED)
         others = [path for path in folder.glob("failure.*.json") if path.name != f"failure.{rank}.json"]
         if others:
             time.sleep(SIBLING_GRACE_S)
             os._exit(FAILED)
+        time.sleep(WATCH_EVERY_S)

@@ -65,7 +65,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
         raise BadInput(f"{refusal} To start it all the same: launch.ignore_planner=true.")
     notes = [str(finding) for finding in found if finding.severity == "warn" and finding.rule != WEAR]
     notes += offload_notes(config, memory, world_size)
-    expected = memory.near_bytes
+    expected = memory.expected_bytes
     if refusal is not None:
         notes.append(f"started all the same: {refusal}")
     elif there is not None and expected > there.bytes:

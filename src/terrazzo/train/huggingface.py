@@ -5,7 +5,7 @@ Nothing is downloaded, no code that comes with a model is run, and weights are r
 
 from __future__ import annotations
 
-import json
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +15,10 @@ import torch
 from torch import nn
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.files import check_model_file, read_json
+from terrazzo.planner.model.loading import MAX_CONFIG_BYTES
+from terrazzo.planner.model.meta import bounded, refused
+from terrazzo.planner.model.transformers import harmless
 
 __all__ = ["build_causal_lm", "num_flops_per_token", "read_config", "weight_files"]
 
@@ -29,8 +33,13 @@ def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, 
     config = causal_lm_config(transformers, values)
     if folder is not None and pretrained and device.type != "meta":
         return load_weights(transformers, folder, config).to(device)
-    with device:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        with device, bounded("The model's config"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (BadInput, MemoryError):
+        raise
+    except Exception as error:
+        raise refused("The model's config", config.model_type, error) from error
     if device.type == "meta":
         give_reset_parameters(model)
     return model
@@ -51,15 +60,13 @@ def import_transformers() -> Any:
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of `folder`/config.json."""
     path = folder / CONFIG_FILE
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not os.path.lexists(path):
         raise BadInput(
-            f"The model folder {str(folder)!r} has no readable {CONFIG_FILE} ({error.strerror}). Give a "
-            f"local folder as 'save_pretrained' writes it; models are never downloaded."
-        ) from error
-    except ValueError as error:
-        raise BadInput(f"{path} is not valid JSON ({error}). Copy or save the model again.") from error
+            f"The model folder {str(folder)!r} has no readable {CONFIG_FILE}. Give a local folder as 'save_pretrained' "
+            "writes it; models are never downloaded."
+        )
+    check_model_file(path, MAX_CONFIG_BYTES)
+    values = read_json(path, MAX_CONFIG_BYTES)
     if not isinstance(values, dict):
         raise BadInput(
             f"{path} holds a JSON {type(values).__name__}, but a model config is an object with a model_type."
@@ -69,23 +76,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
     """The `PretrainedConfig` of `values`, for training: no key-value cache, no name of code to run."""
-    if "auto_map" in values:
-        raise BadInput(
-            "The model's config has an 'auto_map': it asks to run Python code that comes with the model, "
-            "which is never done here. Use an architecture that transformers itself has, or build the model "
-            "in your own program and call terrazzo.shard on it."
-        )
+    values = harmless(values, "The model's config")
     known: Mapping[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
     model_type = values.get("model_type")
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise BadInput(
             f"The model's config has model_type {model_type!r}, which transformers "
             f"{transformers.__version__} does not know.{did_you_mean(str(model_type), known)} Correct it, or "
             "install a transformers that has it."
         )
-    # A key of the form _attn_implementation* can name a kernel to fetch and run.
-    kept = {key: value for key, value in values.items() if key != "model_type" and not key.startswith("_")}
-    config = transformers.AutoConfig.for_model(model_type, **kept)
+    kept = {key: value for key, value in values.items() if key != "model_type"}
+    try:
+        config = transformers.AutoConfig.for_model(model_type, **kept)
+    except Exception as error:  # whatever its validation raises
+        raise refused("The model's config", str(model_type), error) from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadInput(
             f"model_type {model_type!r} has no causal language model in transformers "

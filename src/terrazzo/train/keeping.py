@@ -17,9 +17,22 @@ from terrazzo.errors import Misuse, SaveFailed
 from terrazzo.train.config import Config
 from terrazzo.train.ranks import Ranks
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "refuse_lost"]
 
 GIB = 1 << 30
+
+
+def refuse_lost(lost: str | None) -> None:
+    """End the run on all ranks where one of them has `lost` a folder, rather than make another one. Collective."""
+
+    def look() -> None:
+        if lost is not None:
+            raise SaveFailed(
+                f"While training, {lost} was renamed, removed or replaced: nothing more is written there. Put it back"
+                " under its name and start the same command again, which continues from its newest checkpoint."
+            )
+
+    together(look, SaveFailed)
 
 
 class Keeper:
@@ -31,6 +44,7 @@ class Keeper:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._settings, self.folder, self._is_first = config.checkpoint, config.checkpoint_folder, ranks.is_first
+        self._patience_s = config.launch.timeout_s
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
         self._refused: set[str] = set()
@@ -48,6 +62,7 @@ class Keeper:
 
     def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
         """Save, in the background where that is asked for, and remove what is not to be kept. Collective."""
+        refuse_lost(self.lost())
         step, path = extra["step"], checkpoint.step_path(self.folder, extra["step"])
         if path in self._refused:  # damaged: its step comes again
             self._refused.remove(path)
@@ -55,7 +70,9 @@ class Keeper:
         if self._settings.background:
             if self._saver is None:
                 limit = None if self._settings.staging_gib is None else int(self._settings.staging_gib * GIB)
-                self._saver = Saver(model, optimizer, run=self.run, staging_limit_bytes=limit)
+                self._saver = Saver(
+                    model, optimizer, run=self.run, staging_limit_bytes=limit, patience_s=self._patience_s
+                )
             self._saver.save(path, extra)
             self.saved_step, self._saving_step = self._saving_step or self.saved_step, step
         else:
@@ -63,6 +80,12 @@ class Keeper:
             self.saved_step = step
         self._prune()
         return path
+
+    def lost(self) -> str | None:
+        """What has become of the folder, if it is no longer the one that this run began with; rank 0 looks."""
+        if self._claim is None or self._claim.in_place():
+            return None
+        return f"the checkpoint folder '{self.folder}' (checkpoint.folder)"
 
     def failed(self) -> bool:
         """Whether a save in the background is known to have failed on this rank."""

@@ -1,32 +1,23 @@
 """Starting ranks: join what torchrun or Slurm has started, else start `launch.ranks` processes on this machine.
 
-Local ranks are run by torch's elastic agent, each as `python -m terrazzo train ...` with the environment that torchrun
-would have given it, so there is one way in which a rank begins. Nothing is restarted.
+Local ranks are processes that each run `python -m terrazzo train ...` with the environment that torchrun would have
+given it, so there is one way in which a rank begins. Nothing is restarted.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
-import uuid
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig as AgentConfig
-from torch.distributed.launcher.api import elastic_launch
 
 from terrazzo.errors import BadInput
 from terrazzo.train.config import LaunchConfig
-from terrazzo.train.failure import BAD_INPUT, FAILED, SHARED_FOLDER, first_failure
+from terrazzo.train.failure import BAD_INPUT, FAILED, first_failure, register_rank
+from terrazzo.train.local import LocalRank, LocalRanks, Signals
 
 __all__ = [
     "adopt_slurm",
@@ -102,79 +93,28 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
 
     Prints the first failing rank's message or traceback as the last thing on screen.
     """
-    folder = Path(tempfile.mkdtemp(prefix="terrazzo-"))
-    os.environ[SHARED_FOLDER] = str(folder)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our own report says it in one place
-    agent = AgentConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),
-        signals_to_handle="SIGHUP,SIGQUIT",  # SIGTERM and SIGINT are forwarded, see _Forward
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _Forward(folder))
+    signals = Signals()
     try:
-        elastic_launch(agent, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        return _report(folder, error)
-    except SignalException as error:
-        return 128 + int(error.sigval)
+        with LocalRanks(ranks, arguments) as started:
+            stopped_by = started.wait(signals)
+        return _report(started.ranks) if stopped_by is None else 128 + stopped_by
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return 0
+        signals.restore()
 
 
-class _Forward:
-    """Signal handler: the first signal goes to every rank as SIGTERM, a second one ends everything."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._count = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
-        pids = [int(path.suffix[1:]) for path in self._folder.glob("pid.*")]
-        if not pids:  # the ranks have not begun: let the agent end them
-            raise SignalException("stopped while starting", signal.Signals(number))
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGTERM if self._count == 1 else signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if self._count > 1:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            os._exit(128 + number)
-
-
-def register_rank() -> None:
-    """Tell the process that started this rank where to send signals."""
-    if folder := os.environ.get(SHARED_FOLDER):
-        (Path(folder) / f"pid.{os.getpid()}").touch()
-
-
-def _report(folder: Path, error: ChildFailedError) -> int:
+def _report(ranks: Sequence[LocalRank]) -> int:
     """Say what ended the run; its exit code."""
-    failures: list[ProcessFailure] = list(error.failures.values())
-    first = first_failure(folder)
-    killed = next((failure for failure in failures if failure.exitcode < 0), None)
-    stopped_by_agent = first is not None and killed is not None and -killed.exitcode == signal.SIGTERM
-    if killed is not None and not stopped_by_agent:  # died without a word: the errors of the others follow from it
-        name = signal.Signals(-killed.exitcode).name
+    killed = next((rank for rank in ranks if rank.code is not None and rank.code < 0 and not rank.ended_by_us), None)
+    if killed is not None:  # died without a word: the errors of the others follow from it
+        assert killed.code is not None
+        name = signal.Signals(-killed.code).name
         hint = " (often the kernel's out-of-memory killer)" if name == "SIGKILL" else ""
-        print(
-            f"Rank {killed.local_rank} was ended by {name}{hint}; the other ranks were stopped.",
-            file=sys.stderr,
-        )
+        print(f"Rank {killed.rank} was ended by {name}{hint}; the other ranks were stopped.", file=sys.stderr)
         return FAILED
+    first = first_failure(rank.failure for rank in ranks)
     if first is None:
-        return max(failure.exitcode for failure in failures)
+        return max((rank.code for rank in ranks if rank.code is not None and not rank.ended_by_us), default=FAILED)
     if first.exit_code == BAD_INPUT:
         print(first.text, file=sys.stderr)
     else:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import terrazzo as tz
+from terrazzo.checkpoint import check_replicas
 from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
 from terrazzo.telemetry import PeakMemory, Stopwatch
@@ -17,6 +18,7 @@ from terrazzo.train.data import GlobalBatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
 from terrazzo.train.export import export
 from terrazzo.train.failure import PREEMPTED
+from terrazzo.train.keeping import refuse_lost
 from terrazzo.train.offload import swap_folders
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
@@ -41,7 +43,15 @@ class Trainer:
 
     def run(self) -> int:
         """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
+        try:
+            return self._run()
+        except BaseException:
+            self.report.leave()
+            raise
+
+    def _run(self) -> int:
         session, train = self.session, self.session.config.train
+        first_step = session.step
         self.report.begin()
         if train.eval_every is not None and session.step == 0:
             self.validate()
@@ -49,8 +59,10 @@ class Trainer:
         stopped = False
         while session.step < train.steps and not stopped:
             norm = self.train_step()
-            stopped, broken = self.stop.agreed(session.keeper.failed())
+            lost = session.keeper.lost() or self.report.lost()
+            stopped, broken = self.stop.agreed(session.keeper.failed() or lost is not None)
             if broken:
+                refuse_lost(lost)
                 session.keeper.settle()
             last = stopped or session.step == train.steps
             if last or session.step % session.config.log.every == 0:
@@ -59,7 +71,7 @@ class Trainer:
                 self.between_steps(finished=session.step == train.steps, last=last)
         session.keeper.close()
         if session.step == train.steps and session.config.checkpoint.save_format == "hf":
-            self.report.exported(export(session))
+            self.report.exported(export(session, trained=session.step > first_step))
         self.report.end(stopped=stopped and session.step < train.steps)
         session.loader.close()
         return PREEMPTED if stopped and session.step < train.steps else 0
@@ -139,8 +151,10 @@ class Trainer:
         self.report.validation(found)
 
     def between_steps(self, *, finished: bool, last: bool) -> None:
-        """Evaluation, samples and checkpoints that are due after the current step."""
+        """Comparisons, evaluation, samples and checkpoints that are due after the current step."""
         session, train = self.session, self.session.config.train
+        if _due(session.step, train.check_replicas_every):
+            check_replicas(session.model)
         if finished or _due(session.step, train.eval_every):
             self.validate()
         if train.sample_tokens and (finished or _due(session.step, train.sample_every)):

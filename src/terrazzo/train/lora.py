@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.names import parameter_names, persistent_buffers
 from terrazzo.checkpoint.read import SourceWeights
+from terrazzo.engine.names import parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.integrations.peft import prepare_adapters
+from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
@@ -26,7 +25,6 @@ from terrazzo.train.huggingface import read_config
 __all__ = ["ALL_LINEAR", "add_adapters", "check_lora", "load_base", "with_adapters"]
 
 ALL_LINEAR = "all-linear"
-BASE = "base_model.model."
 
 
 def check_lora(config: Config) -> None:
@@ -127,11 +125,6 @@ class _BaseWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._weights)
-
-
-def base_name(name: str) -> str:
-    """The name of a base parameter before there were adapters."""
-    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(BASE))
 
 
 def with_adapters(shape: ModelShape, lora: LoraConfig) -> ModelShape:

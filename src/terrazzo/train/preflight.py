@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from glob import has_magic
 from pathlib import Path
 
 from terrazzo.checkpoint import clear, latest
 from terrazzo.errors import BadInput
+from terrazzo.planner.model.transformers import harmless
 from terrazzo.train import data
 from terrazzo.train.build import (
     batch_arithmetic,
@@ -26,7 +29,7 @@ from terrazzo.train.huggingface import read_config, weight_files
 from terrazzo.train.lora import check_lora
 from terrazzo.train.offload import check_folders
 
-__all__ = ["check", "clear_checkpoints", "resume_from"]
+__all__ = ["check", "clear_checkpoints", "make_log_folder", "resume_from"]
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -80,7 +83,7 @@ def _check_model(config: Config) -> None:
         decoder_config(config, vocab_size)
         return
     assert config.model.path is not None
-    read_config(config.model.path)
+    harmless(read_config(config.model.path), f"'{config.model.path}'")
     if config.model.weights == "pretrained":
         weight_files(config.model.path)
     check_lora(config)
@@ -96,8 +99,9 @@ def _check_data(config: Config) -> None:
 
 def _check_folders(config: Config) -> None:
     """Checkpoints and logs must not be mixed with the data that is read."""
-    sources = [config.data.source] if isinstance(config.data.source, str) else config.data.source
-    read = {Path(source).resolve() for source in sources if not has_magic(source) and Path(source).exists()}
+    given = [config.data.source, config.data.validation_source]
+    sources = [source for one in given if one for source in ([one] if isinstance(one, str) else one)]
+    read = {_without_globs(Path(source)).resolve() for source in sources if source != "python-stdlib"}
     folders = {"log.folder": config.log.folder}
     if "://" not in config.checkpoint_folder:
         folders["checkpoint.folder"] = Path(config.checkpoint_folder)
@@ -106,7 +110,41 @@ def _check_folders(config: Config) -> None:
             raise BadInput(f"{key} is '{folder}', which is the data itself or the root: use a folder of its own.")
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")
-    if config.checkpoint.save_format == "hf" and (config.log.folder / "hf").exists():
+        _check_writable(key, folder)
+    for name in ("config.json", "metrics.jsonl"):
+        file = config.log.folder / name
+        if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
+            raise BadInput(f"'{file}', which the run writes, is no file that can be written to: move it away.")
+    is_new = resume_from(config) is None  # a run that goes on puts its own earlier one aside
+    if config.checkpoint.save_format == "hf" and (config.log.folder / "hf").exists() and is_new:
         raise BadInput(
             f"checkpoint.save_format is 'hf', and '{config.log.folder / 'hf'}' exists already: move it away."
         )
+
+
+def _without_globs(path: Path) -> Path:
+    """The folder that `data/*.txt` looks in; a path without wildcards is itself."""
+    return next((folder for folder in (path, *path.parents) if not has_magic(str(folder))), path)
+
+
+def _check_writable(key: str, folder: Path) -> None:
+    """By what the system says of the folder, or of the one that it will be made in."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise BadInput(f"{key} is '{folder}', and '{there}' is a file: use a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadInput(f"{key} is '{folder}', but '{there}' cannot be written to: make it writable, or use another.")
+
+
+def make_log_folder(config: Config) -> None:
+    """Make it, and write to it once. Called by one rank, before anything else is done."""
+    folder = config.log.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b" ")
+            file.flush()
+    except OSError as error:
+        raise BadInput(
+            f"log.folder is '{folder}', which cannot be written to: {error.strerror}. Make it writable, or use another."
+        ) from None

@@ -15,6 +15,7 @@ from terrazzo.checkpoint.exchange import agree, gather_json
 from terrazzo.errors import BadInput
 from terrazzo.train.config import Config, LaunchConfig
 from terrazzo.train.config_file import flatten
+from terrazzo.train.joining import meet
 from terrazzo.train.launch import resolve_device, set_threads
 
 __all__ = ["Ranks", "agree_on_config", "join", "refuse_together"]
@@ -40,7 +41,11 @@ class Ranks:
 
 
 def join(launch: LaunchConfig) -> Ranks:
-    """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA tensors."""
+    """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA tensors.
+
+    Raises:
+        BadInput: the ranks cannot meet at the address that they were given, or some do not come.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(resolve_device(launch))
@@ -50,7 +55,9 @@ def join(launch: LaunchConfig) -> Ranks:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=launch.timeout_s))
+    store = meet(rank, world_size, launch.timeout_s)
+    timeout = timedelta(seconds=launch.timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, device)
 
 

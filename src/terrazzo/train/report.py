@@ -12,6 +12,7 @@ from terrazzo.engine import Traffic, engine_of
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
 from terrazzo.train.evaluate import Validation
+from terrazzo.train.secrets import without_passwords
 from terrazzo.train.session import Session
 from terrazzo.train.summary import Pace, summarize, summary_lines
 
@@ -55,12 +56,23 @@ class Report:
 
     def _open(self) -> None:
         session, log = self._session, self._session.config.log
+        self._console = Console(session.config.train.steps, session.step)
+        self._sinks: list[Sink] = []
+        self._metrics_file: JsonLines | None = None
+        if session.step >= session.config.train.steps:
+            return  # nothing is left to be done, and what was written of it stays as it is
         log.folder.mkdir(parents=True, exist_ok=True)
         (log.folder / "config.json").write_text(session.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        self._console = Console(session.config.train.steps, session.step)
-        self._sinks: list[Sink] = [JsonLines(log.folder / "metrics.jsonl", session.step)]
+        self._metrics_file = JsonLines(log.folder / "metrics.jsonl", session.step)
+        self._sinks.append(self._metrics_file)
         if log.tensorboard:
             self._sinks.append(TensorBoard(log.folder / "tensorboard", session.step))
+
+    def lost(self) -> str | None:
+        """What has become of the log folder, if its files are no longer where they were begun; rank 0 looks."""
+        if not self._speaks or self._metrics_file is None or self._metrics_file.in_place():
+            return None
+        return f"the log folder '{self._session.config.log.folder}' (log.folder), or metrics.jsonl in it,"
 
     def begin(self) -> None:
         """The header: what is about to run."""
@@ -140,6 +152,9 @@ class Report:
         if not self._speaks:
             return
         self._console.close()
+        if not self._sinks:
+            self._say_nothing_left()
+            return
         session, seconds = self._session, time.perf_counter() - self._start
         summary = summarize(session, self._traffic, self._pace, self._peak_bytes, self._peak_flops)
         self._log("summary", summary)
@@ -153,8 +168,23 @@ class Report:
             self._say(f"\n{self._last_sample}\n")
         if session.config.log.note:
             self._say(session.config.log.note)
-        for sink in self._sinks:
-            sink.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """The end of the screen and of all files, with nothing more to say."""
+        if self._speaks:
+            self._console.close()
+            for sink in self._sinks:
+                sink.close()
+
+    def _say_nothing_left(self) -> None:
+        """Of a finished run that was started again: there is nothing that was measured."""
+        session = self._session
+        self._say(
+            f"\nnothing left to do: step {session.step} of {session.config.train.steps} is in {session.keeper.folder}."
+            " To go on from there: a larger train.steps. To begin anew: another log.folder, or checkpoint.resume=never"
+            " with checkpoint.overwrite=true."
+        )
 
     def _summary_lines(self, summary: Mapping[str, Any]) -> list[str]:
         first, last = self._first_validation, self._last_validation
@@ -211,4 +241,4 @@ class Report:
             sink.log(kind, self._session.step, values)
 
     def _say(self, text: str) -> None:
-        self._console.say(text)
+        self._console.say(without_passwords(text))

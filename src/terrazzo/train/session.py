@@ -32,10 +32,11 @@ from terrazzo.train.keeping import Keeper
 from terrazzo.train.lora import load_base
 from terrazzo.train.model import num_flops_per_token
 from terrazzo.train.offload import make_folders
-from terrazzo.train.preflight import clear_checkpoints, resume_from
+from terrazzo.train.preflight import clear_checkpoints, make_log_folder, resume_from
 from terrazzo.train.ranks import Ranks
 from terrazzo.train.resume import resume_notes
 from terrazzo.train.schedule import build_schedule
+from terrazzo.train.secrets import without_passwords
 
 __all__ = ["Session", "open_session"]
 
@@ -103,7 +104,7 @@ class Session:
             "data": self.loader.state_dict(),
             "evaluation": None if validation is None else validation.fingerprint,
             "tokenizer": self.data.tokenizer.fingerprint,
-            "config": self.config.model_dump(mode="json"),
+            "config": without_passwords(self.config.model_dump(mode="json")),
         }
 
     def resume(self) -> None:
@@ -130,6 +131,7 @@ class Session:
 
 def open_session(config: Config, ranks: Ranks) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
+    together(lambda: make_log_folder(config) if ranks.is_first else None, BadInput)
     keeper = Keeper(config, ranks)
     try:
         return _open(config, ranks, keeper)

@@ -92,11 +92,16 @@ def _promise(session: Session) -> tuple[Estimate | None, str]:
 
 def _state_bytes(engine: Engine) -> int:
     """Weights, master weights and optimizer state on the device, as they lie in memory."""
-    buckets, driver = engine.buckets(), engine.driver
+    buckets = engine.buckets()
     held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
     held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_apart]
-    segments = [segment for segment in driver.segments if not segment.bucket.updated_apart] if driver else []
-    states = [driver.optimizer.state.get(segment.parameter, {}) for segment in segments] if driver else []
+    drivers = [driver for driver in engine.drivers if driver.reference() is not None]
+    states = [
+        driver.optimizer.state.get(segment.parameter, {})
+        for driver in drivers
+        for segment in driver.segments
+        if not segment.bucket.updated_apart
+    ]
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     return sum(held) + sum(tensor.nbytes for tensor in kept)
 

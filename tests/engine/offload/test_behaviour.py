@@ -57,7 +57,7 @@ BEHAVIOURS = [
     *each(unused.test_an_unused_root_parameter_and_an_unused_unit),
     *each(at_rest.test_gathered_gives_every_value_under_every_name, plan=["zero0", "zero3"]),
     *each(at_rest.test_written_values_are_kept_and_trained_on, plan=["zero0", "zero2", "hpz"]),
-    *each(at_rest.test_without_write_changes_are_dropped_where_weights_are_split, plan=["zero3"]),
+    *each(at_rest.test_without_write_changes_are_refused_where_weights_are_split, plan=["zero3"]),
     *each(at_rest.test_masters_are_replaced_only_where_a_value_changed, plan=["zero1", "zero3"]),
     *each(at_rest.test_a_forward_inside_gathered_works_and_values_rest_again_after),
     *each(at_rest.test_an_exception_inside_gathered_writes_nothing),

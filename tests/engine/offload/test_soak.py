@@ -16,6 +16,7 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
+from terrazzo.engine.ending import Ending
 from tests.engine.census import census, live_bytes
 from tests.engine.offload.runs import MODES, SMALL_BLOCK, TIERS
 from tests.engine.toys import Net, adamw, train
@@ -87,7 +88,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def no_threads() -> bool:
-    return not any(thread.name.startswith("terrazzo") for thread in threading.enumerate())
+    """But the one that stays."""
+    names = {thread.name for thread in threading.enumerate()} - {"terrazzo-reaper"}
+    return not any(name.startswith("terrazzo") for name in names)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -101,6 +104,7 @@ def test_a_dropped_model_gives_everything_back(tiers: str, mode: str, tmp_path: 
     gc.collect()
     until(no_threads)  # of earlier tests
     with fake_group(1):
+        Ending(object, int)  # the thread that stays has begun
         before = threading.active_count(), len(os.listdir("/proc/self/fd"))
         for number in range(3):
             with census():

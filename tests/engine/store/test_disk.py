@@ -10,6 +10,7 @@ import re
 import resource
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,9 @@ def test_a_disk_that_nobody_holds_is_removed(tmp_path: Path) -> None:
     disk.write(0, random_pages(8)).wait()
     del disk
     gc.collect()
+    deadline = time.monotonic() + 10  # another thread does it
+    while (os.listdir(tmp_path) or open_files(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.002)
     assert not os.listdir(tmp_path)
     assert not open_files(tmp_path)
 

@@ -7,7 +7,7 @@ from typing import Any
 from terrazzo.dialects.accelerate.source import Source
 from terrazzo.dialects.description import Setting
 from terrazzo.dialects.fsdp import words
-from terrazzo.dialects.fsdp.words import HYBRID, NUMBERED, offload, row_settings
+from terrazzo.dialects.fsdp.words import ALONE_WORDS, HYBRID, NUMBERED, alone, offload, row_settings
 from terrazzo.dialects.reader import derived
 
 __all__ = ["STATES", "STRATEGIES", "Settings", "read_fsdp", "read_mesh", "version_of"]
@@ -65,6 +65,9 @@ def read_fsdp(source: Source, mesh: Settings) -> Settings:
         nodes = _nodes(source, mesh.get("mesh.world"))
         given |= {path: setting for path, setting in nodes.items() if mesh[path].origin != "file"}
     given |= row_settings(row, *chosen, version) if version.origin == "file" else row_settings(row, *chosen)
+    if whole := alone(mesh | given):
+        given |= whole
+        source.say(chosen[0].key, "renamed", ALONE_WORDS)
     given |= _units(source) | offload(source.boolean(f"{_F}offload_params", False)) | _prefetch(source, version.value)
     return given | _activations(source) | _saving(source, version.value) | _loading(source, version.value)
 

@@ -10,6 +10,7 @@ from terrazzo.dialects.deepspeed.read_schedule import read_schedule
 from terrazzo.dialects.deepspeed.read_training import read_batch, read_optimizer, read_training
 from terrazzo.dialects.deepspeed.read_zero import (
     Settings,
+    one_group,
     read_mesh,
     read_offload,
     read_prefetch,
@@ -55,6 +56,7 @@ class DeepSpeed(Dialect):
         stage = stage_of(source)
         given: Settings = read_sharding(source, stage)
         given |= read_mesh(source, given.get("mesh.dp_shard", UNSET))
+        given |= one_group(source, given)
         apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value
         given |= read_offload(source, stage.value) | read_prefetch(source, stage.value)
         given |= read_saving(source, stage.value)

@@ -7,11 +7,13 @@ from typing import Any
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
 from terrazzo.dialects.description import Origin, Setting
+from terrazzo.dialects.fsdp.words import ALONE_WORDS, alone
 from terrazzo.dialects.reader import derived
 from terrazzo.engine import Plan
 
 __all__ = [
     "Settings",
+    "one_group",
     "read_mesh",
     "read_offload",
     "read_prefetch",
@@ -67,7 +69,7 @@ def read_sharding(source: Source, stage: Setting[int]) -> Settings:
     if stage.value == 3 and isinstance(mics, int) and mics > 0:
         return _mics(source, stage)
     if stage.value == 3 and hpz.value > 1:
-        source.say(HPZ, "applied", "gradients are reduced over all ranks at once there, within the group first here")
+        source.say(HPZ, "applied", "gradients end up split over all ranks; here they are summed within the group first")
         return _row("hpz", stage, hpz) | {"mesh.dp_shard": hpz}
     if hpz.origin == "file":
         source.keep_as(HPZ, hpz.value, "it has no effect here")
@@ -115,6 +117,14 @@ def _data(source: Source, given: Settings, group: Setting[Any]) -> Settings:
         return {"mesh.dp_replicate": Setting(count, "derived")}
     data = source.integer("data_parallel_size", None, low=1, null=True)
     return {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": data}
+
+
+def one_group(source: Source, given: Settings) -> Settings:
+    """Where one group of hpZ or MiCS holds all ranks, that of the stage; the key comes back as it was."""
+    whole = alone(given)
+    if whole:
+        source.keep_as(given["mesh.dp_shard"].key, given["mesh.dp_shard"].value, ALONE_WORDS)
+    return whole
 
 
 def _degree(source: Source, found: Setting[int]) -> Setting[int]:

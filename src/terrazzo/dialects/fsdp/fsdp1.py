@@ -10,11 +10,13 @@ from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Fi
 from terrazzo.dialects.fsdp.mesh import mesh_sizes
 from terrazzo.dialects.fsdp.policy import FSDP1_POLICY, keep_casts, loaded, otherwise, write_policy
 from terrazzo.dialects.fsdp.words import (
+    ALONE_WORDS,
     HYBRID_ROWS,
     SHARDING,
     STRATEGIES,
     WRAP_KEYS,
     Pen,
+    alone,
     canonical,
     dtype,
     keep_nulls,
@@ -135,6 +137,9 @@ def read_arguments(document: Document, context: Context) -> Arguments:
         **_prefetch(reader),
         "loading.broadcast": reader.boolean("sync_module_states", False),
     }
+    if whole := alone(arguments.given):
+        arguments.given |= whole
+        reader.say(strategy.key, "renamed", ALONE_WORDS)
     _keep_needless(reader)
     return arguments
 

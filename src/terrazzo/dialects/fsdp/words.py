@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.description import PATHS, Description, Origin, Setting, inactive
+from terrazzo.dialects.description import PATHS, Description, Origin, Setting, inactive, row_name
 from terrazzo.dialects.draft import Draft
 from terrazzo.dialects.reader import Reader, derived, matches
 from terrazzo.dialects.understand import NVME_ONLY
 from terrazzo.engine import Plan
 
 __all__ = [
+    "ALONE_WORDS",
     "DTYPES",
     "HYBRID",
     "HYBRID_ROWS",
@@ -28,6 +30,7 @@ __all__ = [
     "TORCH_NAMES",
     "WRAP_KEYS",
     "Pen",
+    "alone",
     "canonical",
     "dtype",
     "given_only",
@@ -78,6 +81,10 @@ NUMBERED = dict(enumerate(dict.fromkeys(STRATEGIES.values()), 1))
 HYBRID = {"zero3": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
 """Row on two axes, replicas and shards, by that on one."""
 HYBRID_ROWS = tuple(HYBRID.values())
+ALONE = {**{row: flat for flat, row in HYBRID.items()}, "hpz": "zero3"}
+"""What a row on two axes is where one group holds all ranks: FSDP splits over that group and makes groups of one rank
+beside it, over which nothing is copied."""
+ALONE_WORDS = "one group holds all ranks: they are split over, and nothing is copied between groups"
 
 NEAREST = {
     "zero1": (
@@ -123,6 +130,15 @@ def row_settings(row: str, *sources: Setting[Any], origin: Origin | None = None)
     chosen = origin or origin_of(*sources)
     places = Plan.named(row).places()
     return {f"sharding.{state}": derived(str(place), *sources, origin=chosen) for state, place in places.items()}
+
+
+def alone(given: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+    """The places of a row on two axes whose ranks are one group, under the same keys; empty for all else."""
+    row = row_name(*(given[path].value for path in SHARDING))
+    if row not in ALONE or given["mesh.dp_replicate"].value != 1:
+        return {}
+    places = Plan.named(ALONE[row]).places()
+    return {path: replace(given[path], value=str(places[path.partition(".")[2]])) for path in SHARDING}
 
 
 def uniform(kind: str, *states: str) -> dict[str, Setting[Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from terrazzo.dialects.description import Description, Extra, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.fsdp.words import keep_nulls, refuse_rest
+from terrazzo.dialects.fsdp.words import alone, keep_nulls, refuse_rest
 from terrazzo.dialects.lightning.findings import findings
 from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, KNOWN, MODEL_PARALLEL, NAMED, SHARED, TOP, TRAINER
 from terrazzo.dialects.lightning.loop import read_loop
@@ -169,7 +169,8 @@ def _by_nodes(given: dict[str, Setting[Any]], nodes: Any) -> dict[str, Setting[A
     if replicas is None or replicas.value is not None or world is None or not _is_count(nodes):
         return given
     sizes = {"mesh.dp_replicate": nodes, "mesh.dp_shard": world.value // nodes}
-    return {**given, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}
+    given = {**given, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}
+    return {**given, **alone(given)}
 
 
 def _is_count(value: Any) -> bool:

@@ -20,7 +20,10 @@ __all__ = ["Terrazzo"]
 
 DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp64": "fp64"}
 _OPAQUE = ("optimizer.options", "offload.weight", "offload.grad", "offload.optim")
-_HARMLESS = ("log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.sample_tokens", "launch")
+_HARMLESS = (
+    "log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.check_replicas_every",
+    "train.sample_tokens", "launch",
+)  # fmt: skip
 _ELSEWHERE = {
     "model": "the model comes from your code there",
     "data": "the data come from your code there",

@@ -85,6 +85,7 @@ KEYS: dict[str, tuple[Any, str]] = {
     "train.eval_every": (None, "steps between evaluations"),
     "train.eval_batches": (8, "micro-batches per rank in one evaluation"),
     "train.sample_every": (None, "steps between text samples"),
+    "train.check_replicas_every": (None, "steps between comparisons of what ranks hold copies of"),
     "train.sample_tokens": (128, "length of a text sample"),
     "train.sample_prompt": ("\n", "what a text sample continues"),
     "train.activation_checkpointing": ("none", "none, full, selective or every_N"),

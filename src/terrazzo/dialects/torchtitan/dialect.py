@@ -1,4 +1,4 @@
-"""torchtitan's `Trainer.Config`, as the mapping that its `save_config_file` writes.
+"""torchtitan's `Trainer.Config`, as the mapping that its `save_config_file` writes, and the TOML of earlier versions.
 
 A config is built by a Python function; this is its data, section by section. The class of `activation_checkpoint` is
 said as `type`, or as the section's only value; where neither is there, as in a saved file, its fields tell.
@@ -22,7 +22,7 @@ __all__ = ["Torchtitan"]
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _EXPORT = {**_DTYPES, "float16": "fp16"}
-_SECTIONS = {key.partition(".")[0] for key in (*KEYS, *BELOW)}
+_SECTIONS = {key.partition(".")[0] for key in (*KEYS, *BELOW, *REMOVED)}
 _AC = {"fullac": "full", "selectiveac": "selective", "memorybudgetac": "selective"}
 HF_STORAGE = (2, 9)
 """The version of torch from which on shards of a tensor are put together in a Hugging Face folder."""

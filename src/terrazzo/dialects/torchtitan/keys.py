@@ -146,5 +146,12 @@ REMOVED = {
     "training.compile": "it is compile.enable",
     "parallelism.enable_async_tensor_parallel": "it is compile.enable_async_tensor_parallel",
     "experimental": "the section is gone",
+    "profiling": "the section is profiler",
+    "validation": "the section is validator",
+    "quantize": "quantisation is chosen by the Python function that builds the config",
+    "float8": "quantisation is chosen by the Python function that builds the config",
+    "mx": "quantisation is chosen by the Python function that builds the config",
+    "memory_estimation": "the tool is gone",
+    "fault_tolerance": "it is no part of the trainer's config",
 }
 """Keys of earlier versions, and what took their place."""

@@ -6,16 +6,15 @@ one file per folder, so that several disks work at once.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import re
 import threading
 import time
 import warnings
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from terrazzo.engine.ending import Ending, leaves_to_parent, require_own
 from terrazzo.engine.pages import use_large_pages
 from terrazzo.engine.store.disk_file import PAGE_BYTES, SwapFile, lost, sweep
 from terrazzo.engine.store.disk_folder import free_bytes, inspect_folder, mount_of
-from terrazzo.engine.worker import again
+from terrazzo.engine.worker import Job, Worker, again
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = [
@@ -100,15 +100,14 @@ class DiskTraffic:
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, blocks: Sequence[Future[None]]) -> None:
+    def __init__(self, blocks: Sequence[Job]) -> None:
         self._blocks = blocks
 
     def wait(self) -> None:
         """Return once no block is in flight any more; raises what went wrong with the first that failed."""
-        errors = [block.exception() for block in self._blocks]
-        for error in errors:
-            if error is not None:
-                raise error
+        failures = [failure for block in self._blocks if (failure := block.failure()) is not None]
+        if failures:
+            raise again(failures[0])
         self._blocks = ()
 
 
@@ -137,13 +136,15 @@ class Disk:
         self._lock = threading.Lock()
         self._digests = _Digests(settings.block_bytes)
         self._failure: BaseException | None = None
-        self._closed = ""
+        self._closed, self._process = False, os.getpid()
         sweep(settings.folders)
         self._files = _make_files(settings, run, rank, self.size_bytes)
-        self._finalizer = weakref.finalize(self, _remove, self._files)  # also at exit, when all threads have ended
-        self._threads = ThreadPoolExecutor(settings.depth, thread_name_prefix="terrazzo-disk")
+        self._ending = Ending(self, functools.partial(_remove, self._files))
+        leaves_to_parent(self)
+        self._worker = Worker(
+            "terrazzo-disk", threads=settings.depth
+        )  # its jobs hold this Disk: no file goes before them
         self._warned_of_deletion = False
-        _open_disks.add(self)
         self._warn_if_buffered()
 
     @property
@@ -178,20 +179,21 @@ class Disk:
 
     def close(self) -> None:
         """Wait for what is in flight, then remove the files. May be called twice."""
-        if not self._closed:
-            self._closed = "is closed"
-            self._threads.shutdown()
-            self._finalizer()
+        if not self._closed and self._process == os.getpid():
+            self._closed = True
+            self._worker.close()
+            self._ending()
 
     def _start(self, writes: bool, offset: int, tensor: Tensor) -> Pending:
         self._check(offset, tensor)
         blocks = list(self._cut(offset, tensor.numpy().data))
         self.traffic.begin(writes, len(blocks))
-        return Pending([self._threads.submit(self._move, writes, block) for block in blocks])
+        return Pending([self._worker.submit(functools.partial(self._move, writes, block)) for block in blocks])
 
     def _check(self, offset: int, tensor: Tensor) -> None:
+        require_own(self._process, "Disk")
         if self._closed:
-            raise Misuse(f"This Disk {self._closed}: start transfers before that, in the process that made it.")
+            raise Misuse("This Disk is closed: start transfers before that.")
         if self._failure is not None:
             raise again(self._failure)
         plain = tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu and tensor.is_contiguous()
@@ -265,10 +267,9 @@ class Disk:
                 stacklevel=5,
             )
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         """In a forked child: no lock, no space and no file of the parent's is held or removed here."""
-        if self._finalizer.detach():
-            self._closed = "belongs to the process that this one was forked from"
+        if not self._closed:
             for file in self._files:
                 file.leave()
 
@@ -327,12 +328,3 @@ def _make_files(settings: DiskSettings, run: str, rank: int, size_bytes: int) ->
 def _remove(files: Sequence[SwapFile]) -> None:
     for file in files:
         file.remove()
-
-
-def _leave_all_to_parent() -> None:
-    for disk in list(_open_disks):
-        disk._leave_to_parent()
-
-
-_open_disks: weakref.WeakSet[Disk] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -10,18 +10,17 @@ Pages lie on the NUMA node of the thread that touches them first, and pinning to
 
 from __future__ import annotations
 
+import functools
 import mmap
-import os
 import threading
-import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from terrazzo.engine.ending import Ending
 from terrazzo.engine.pages import use_large_pages
 from terrazzo.engine.store.disk import PAGE_BYTES
 from terrazzo.errors import BadInput, Misuse
@@ -50,13 +49,13 @@ class HostArena:
         self._taken_bytes = 0
         mapped = _map(self.size_bytes)
         self._memory: Tensor | None = use_large_pages(torch.frombuffer(mapped, dtype=torch.uint8))
-        self._unpin: Callable[[], object] = lambda: None
+        self._unpin: Ending | None = None
         if pin and torch.cuda.is_available():
             # A child of a fork must not share these pages: copying on write would take them from under the device.
             mapped.madvise(getattr(mmap, "MADV_DONTFORK", mmap.MADV_NORMAL))
             _register(self._memory)
             self.pinned_bytes = self.size_bytes
-            self._unpin = weakref.finalize(self, _unregister, self._memory, os.getpid(), torch.cuda.current_device())
+            self._unpin = Ending(self, functools.partial(_unregister, self._memory, torch.cuda.current_device()))
 
     def take(self, count_bytes: int) -> Tensor:
         """The next `count_bytes`, as uint8 [count_bytes] that starts on a page of its own; zero at first.
@@ -77,7 +76,8 @@ class HostArena:
     def close(self) -> None:
         """Unpin the memory and let go of it; it goes back to the system with the last tensor in it. May be repeated."""
         self._memory = None
-        self._unpin()
+        if self._unpin is not None:
+            self._unpin()
         self.pinned_bytes = 0
 
 
@@ -163,15 +163,14 @@ def _register(memory: Tensor) -> None:
         )
 
 
-def _unregister(memory: Tensor, process: int, device: int) -> None:
-    """Unpin `memory`, once the device does not use it any more; a forked child has nothing to unpin.
+def _unregister(memory: Tensor, device: int) -> None:
+    """Unpin `memory`, once the device does not use it any more.
 
     Any thread may come here, and one that was never told its device would start up the first one.
     """
-    if os.getpid() == process:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-            _cudart().cudaHostUnregister(memory.data_ptr())
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        _cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _cudart() -> Any:

@@ -6,7 +6,6 @@ once; nothing is allocated in a step.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,8 +88,6 @@ class Store:
         self.drive = self._open_drive(need, rank) if need.nvme else None
         self._writer = Worker("terrazzo-write") if need.cpu or need.nvme else None
         self._landing: deque[Job] = deque()
-        if self.drive is not None:
-            weakref.finalize(self, self.drive.disk.close)
 
     def _open_drive(self, need: Need, rank: int) -> Drive:
         settings = self.settings

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, clip_grad_norm_, engine_of
 from terrazzo.engine.partition import Units
-from terrazzo.engine.stand_in import show_gradients
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.asked import Asked, Words, hidden
@@ -137,7 +136,6 @@ class Accelerator(accelerate.Accelerator):
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode and not is_sharded(prepared):
             self._set_up(model).shard(prepared, self._partners.get(model))
-            show_gradients(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
@@ -266,8 +264,8 @@ def _partners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.M
             )
         if owners[0] in found or (is_sharded(owners[0]) and engine_of(owners[0]).optimizer is not None):
             raise BadInput(
-                f"{kind} is a second optimizer of one {type(owners[0]).__name__}, and a model has one: give it several "
-                "param groups."
+                f"{kind} is a second optimizer of one {type(owners[0]).__name__}, and through Accelerate a model has "
+                "one: give it several param groups."
             )
         found[owners[0]] = optimizer
     return found

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_path
-from terrazzo.checkpoint.exchange import together
+from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.engine import engine_of
 from terrazzo.engine.module import ShardedModule
 from terrazzo.errors import BadInput, SaveFailed
@@ -86,6 +86,5 @@ def _place(folder: str, index: int) -> Path:
 def _number(place: Path) -> int:
     """Of the newest checkpoint there, as rank 0 sees it."""
     newest = together(lambda: latest(place) if dist.get_rank() == 0 else None, SaveFailed)
-    found = [int(newest.rpartition("-")[2]) if newest else 0]
-    dist.broadcast_object_list(found)
-    return found[0]
+    found: int = gather_json(int(newest.rpartition("-")[2]) if newest else 0)[0]
+    return found

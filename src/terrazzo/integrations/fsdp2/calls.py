@@ -19,15 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
 from terrazzo.engine import attach
-from terrazzo.engine.optimizer import ShardedOptimizer
-from terrazzo.engine.stand_in import show_gradients
+from terrazzo.engine.foreign import take_over_by
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2.module import FSDPModule, Mark
 from terrazzo.integrations.setup import Setup, setup_for
@@ -40,8 +38,6 @@ _WAITING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that are marked and not sharded yet."""
 _SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that are sharded."""
-_FOLLOWING: list[Any] = []
-"""The hook that sees every optimizer's step, once there is a model that it is for."""
 
 
 def fully_shard(  # structure: signature fixed by torch.distributed.fsdp.fully_shard
@@ -120,13 +116,11 @@ def _realize(module: nn.Module) -> None:
         for inner in marked.values():
             inner._mark.root = None
         raise
-    show_gradients(root)
     _SHARDED.add(root)
     for inner in marked.values():
         _WAITING.discard(inner)
         _cast_at_borders(inner, inner._mark.arguments["mp_policy"])
-    if not _FOLLOWING:
-        _FOLLOWING.append(register_optimizer_step_pre_hook(_before_any_step))
+    take_over_by(_before_any_step)
 
 
 def _root_of(module: nn.Module) -> nn.Module:
@@ -257,9 +251,9 @@ def _device(mesh: DeviceMesh | None) -> torch.device:
     return torch.device("cuda" if nccl else "cpu")
 
 
-def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_any_step(optimizer: Optimizer) -> None:
     """Take over an optimizer that was built over the parameters of a sharded model, in its first step."""
-    if isinstance(optimizer, ShardedOptimizer) or not _SHARDED:
+    if not _SHARDED:
         return
     stepped = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     if any(parameter.is_meta and parameter.grad is None for parameter in stepped.values()):

@@ -103,7 +103,7 @@ class FSDPModule(TorchFSDPModule):
         """Gather this module's weights, those of its own unit; every rank must. They go after its next forward."""
         unit = self._unit()
         if unit is not None:
-            unit.fetch()
+            engine_of(self._root()).schedule.gather_early(unit)
         handle = _Handle(unit)
         if async_op:
             return handle
@@ -114,7 +114,7 @@ class FSDPModule(TorchFSDPModule):
         """Give back the memory of this module's gathered weights."""
         unit = self._unit()
         if unit is not None:
-            unit.rest()
+            engine_of(self._root()).schedule.put_back(unit)
 
     def reset_iter_state(self) -> None:
         """After a forward or backward that raised: the engine recovers by itself, and gradients are forgotten."""

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, engine_of
-from terrazzo.engine.stand_in import show_gradients
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
 from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of
@@ -178,7 +177,7 @@ class TerrazzoStrategy(ParallelStrategy):
     def _one_optimizer(self) -> Optimizer | None:
         if len(self.optimizers) > 1:
             raise BadInput(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers; Terrazzo drives one for a model. "
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; this strategy drives one. "
                 "Return one with several param groups."
             )
         optimizer = self.optimizers[0] if self.optimizers else None
@@ -193,7 +192,6 @@ class TerrazzoStrategy(ParallelStrategy):
                 )
             root = Root(module)
             self._setup().shard(root, optimizer)
-            show_gradients(root)
             self._sharded, self._sharded_module = root, module
             module.__dict__["_terrazzo_sharded"] = True
         elif optimizer is not None:

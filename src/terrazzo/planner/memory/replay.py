@@ -247,7 +247,7 @@ class _Player:
         self._moment, self._live = "forward", self._trace.buffer_bytes
         for unit in self._paper:
             unit.filled_numel = 0
-        schedule.begin_forward()
+        schedule.begin_forward(training=True)
         for event in self._trace.events:
             self._hold(event.rise)
             self._live += event.change
@@ -256,11 +256,11 @@ class _Player:
     def _happen(self, event: Event) -> None:
         schedule, unit = self._schedule, self._paper[self._index[event.unit]]
         if event.kind == "enter":
-            schedule.enter_forward(unit, training=True)
+            schedule.enter_forward(unit)
         elif event.kind == "leave":
             schedule.leave_forward(unit, training=True)
             if unit.index == 0:
-                schedule.end_forward(training=True)
+                schedule.end_forward()
         elif event.kind == "end":
             schedule.end_backward()
             schedule.finish()

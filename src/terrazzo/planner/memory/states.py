@@ -254,6 +254,8 @@ def _scatter(space: Space, rules: Rules, source: tuple[str, ...], target: tuple[
 
 RECEIVE_BLOCK_BYTES = 1 << 20
 """Read at a time from a rank of the same CPU host; see `GlooCollectives`."""
+MANY_FAR, ROUNDS = 32, 4
+"""More ranks on other CPU hosts than these exchange by columns, in so many rounds at a time; see `Columns`."""
 
 
 def _received(rules: Rules, axis: str, full_bytes: int) -> int:
@@ -266,8 +268,11 @@ def _received(rules: Rules, axis: str, full_bytes: int) -> int:
             break
         inner *= ranks
     near = max(1, min(size, rules.host // inner))
-    chunk = full_bytes // size
-    return (near - 1) * min(chunk, RECEIVE_BLOCK_BYTES) + (size - near) * chunk
+    chunk, together = full_bytes // size, 0
+    if size - near > MANY_FAR:
+        near = near if size % near == 0 else 1
+        together = min(ROUNDS, size // near - 1) * near if near > 1 else 0
+    return (near - 1) * min(chunk, RECEIVE_BLOCK_BYTES) + (size - near + together) * chunk
 
 
 def _sum(buckets: list[UnitStates]) -> UnitStates:

@@ -23,7 +23,7 @@ from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.planner.model.shapes import ModelShape
 
-__all__ = ["answer"]
+__all__ = ["answer", "bounded", "refused"]
 
 MAX_REGISTRATIONS = 100_000
 """Modules and parameters: far above every model there is."""
@@ -76,12 +76,12 @@ def _built_shape(model_type: str, values: Mapping[str, Any], name: str) -> Model
 
     config = _config(transformers, model_type, values, name)
     try:
-        with torch.device("meta"), _bounded(name):
+        with torch.device("meta"), bounded(name):
             model = transformers.AutoModelForCausalLM.from_config(config)
     except (BadInput, MemoryError):
         raise
     except Exception as error:
-        raise _refused(name, model_type, error) from error
+        raise refused(name, model_type, error) from error
     return shape_of_module(model, name)
 
 
@@ -97,7 +97,7 @@ def _config(transformers: Any, model_type: str, values: Mapping[str, Any], name:
     except MemoryError:
         raise
     except Exception as error:
-        raise _refused(name, model_type, error) from error
+        raise refused(name, model_type, error) from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadInput(
             f"{name}: model_type {model_type!r} has no causal language model in transformers "
@@ -106,7 +106,8 @@ def _config(transformers: Any, model_type: str, values: Mapping[str, Any], name:
     return config
 
 
-def _refused(name: str, model_type: str, error: Exception) -> BadInput:
+def refused(name: str, model_type: str, error: Exception) -> BadInput:
+    """The error for a config that transformers does not take."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return BadInput(
         f"{name}: transformers cannot build a {model_type!r} from this config ({reason}). Correct the config."
@@ -114,7 +115,7 @@ def _refused(name: str, model_type: str, error: Exception) -> BadInput:
 
 
 @contextmanager
-def _bounded(name: str) -> Iterator[None]:
+def bounded(name: str) -> Iterator[None]:
     """Stops the construction of a model that registers more modules and parameters than any real one."""
     count = 0
 

@@ -17,8 +17,9 @@ from typing import Any
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.tether import tethered
 
-__all__ = ["shape_of_built"]
+__all__ = ["harmless", "shape_of_built"]
 
 MAX_DEPTH = 16
 MAX_SIZE = 1 << 20
@@ -43,6 +44,13 @@ _UNBOUNDED = (
 )
 """Parts of the names of numbers that make no lists and no modules, and are large in real configs."""
 
+IMPLEMENTATIONS = frozenset(
+    {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "batched_mm", "grouped_mm"}
+)
+"""Names of attention and expert kernels that transformers or an installed package has."""
+
+_IMPLEMENTATIONS = frozenset({"attn_implementation", "experts_implementation"})
+
 _IGNORED = frozenset({"model_type", "quantization_config", "dtype", "torch_dtype", "pretraining_tp"})
 
 
@@ -59,7 +67,7 @@ def shape_of_built(values: Mapping[str, Any], name: str) -> ModelShape:
             f"{name}: model_type is {model_type!r}; it names the architecture, such as 'llama' or 'gpt2'. Add it, "
             "as the config.json of a Hugging Face model has it."
         )
-    kept = {key: value for key, value in _harmless(values, name).items() if key not in _IGNORED}
+    kept = {key: value for key, value in harmless(values, name).items() if key not in _IGNORED}
     if find_spec("transformers") is None:
         raise BadInput(
             f"The architecture {model_type!r} is not among those whose shape is known here, and the package "
@@ -78,7 +86,7 @@ def shape_of_built(values: Mapping[str, Any], name: str) -> ModelShape:
 
 def _answer(request: str, name: str) -> dict[str, Any]:
     """What `terrazzo.planner.model.meta` says of the config, in a process of its own, which can be stopped."""
-    program = [sys.executable, "-P", "-m", "terrazzo.planner.model.meta"]
+    program = tethered("-m", "terrazzo.planner.model.meta", flags=("-P",))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "HF_HUB_OFFLINE": "1",
@@ -119,8 +127,8 @@ def _unit(values: Mapping[str, Any]) -> UnitShape:
     return UnitShape(values["name"], tensors, values["count"], block)
 
 
-def _harmless(values: Mapping[str, Any], name: str, depth: int = 0) -> dict[str, Any]:
-    """A copy without what could fetch or run anything, with every number in bounds."""
+def harmless(values: Mapping[str, Any], name: str, depth: int = 0) -> dict[str, Any]:
+    """A config without what could fetch or run anything, with every number in bounds. Errors: `BadInput`."""
     if depth > MAX_DEPTH:
         raise BadInput(f"{name}: the config is nested more than {MAX_DEPTH} deep, so it is no model config.")
     if "auto_map" in values:
@@ -133,14 +141,26 @@ def _harmless(values: Mapping[str, Any], name: str, depth: int = 0) -> dict[str,
         raise BadInput(
             f"{name}: use_pretrained_backbone asks for a download, which is never made here. Set it to false."
         )
-    # A key of the form _attn_implementation* can name a kernel to fetch and run.
+    for key in _IMPLEMENTATIONS & values.keys():
+        _check_implementation(key, values[key], name)
+    # One that begins with _ is transformers' own note, and can name a kernel as well.
     kept = {key: value for key, value in values.items() if isinstance(key, str) and not key.startswith("_")}
     return {key: _bounded_value(key, value, name, depth) for key, value in kept.items()}
 
 
+def _check_implementation(key: str, value: Any, name: str) -> None:
+    """Of transformers, which fetches and runs a kernel that is named as `organisation/repository`."""
+    for found in value.values() if isinstance(value, Mapping) else (value,):
+        if found is not None and not (isinstance(found, str) and found in IMPLEMENTATIONS):
+            raise BadInput(
+                f"{name}: {key} is {found!r:.80}, which may be code to be fetched and run; that is never done here. "
+                f"Use one of {', '.join(sorted(IMPLEMENTATIONS))}, or remove the key."
+            )
+
+
 def _bounded_value(key: str, value: Any, name: str, depth: int) -> Any:
     if isinstance(value, Mapping):
-        return _harmless(value, name, depth + 1)
+        return harmless(value, name, depth + 1)
     if isinstance(value, list | tuple):
         if depth > MAX_DEPTH or len(value) > MAX_LAYERS:
             raise BadInput(f"{name}: {key} holds {len(value):,} entries, far more than any model's. Correct it.")

@@ -127,7 +127,7 @@ def _parts(memory: Memory) -> dict[str, float]:
     parts = dict.fromkeys(ORDER, 0.0)
     for term in memory.terms:
         parts[kind_of(term.name).name] += term.value
-    parts[OVERHEAD.name] += max(0.0, memory.device_bytes - memory.expected_bytes)
+    parts[OVERHEAD.name] += max(0.0, memory.device_bytes - memory.allocated_bytes)
     return {name: value for name, value in parts.items() if value > 0}
 
 

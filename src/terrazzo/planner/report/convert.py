@@ -63,6 +63,7 @@ def frontier_row(estimate: Estimate) -> FrontierRow:
         activation_checkpointing=checkpointing_text(setup),
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
+        allocated_gib=memory.allocated_bytes / GIB,
         expected_gib=memory.expected_bytes / GIB,
         device_gib=memory.device_bytes / GIB,
         upper_gib=memory.upper_bytes / GIB,
@@ -103,6 +104,8 @@ def _memory(memory: Memory) -> MemoryReport:
     return MemoryReport(
         expected_gib=memory.expected_bytes / GIB,
         expected_gb=memory.expected_bytes / GB,
+        allocated_gib=memory.allocated_bytes / GIB,
+        allocated_gb=memory.allocated_bytes / GB,
         upper_gib=memory.upper_bytes / GIB,
         upper_gb=memory.upper_bytes / GB,
         reserved_gib=memory.reserved_bytes / GIB,

@@ -50,7 +50,7 @@ def _terms(estimate: Estimate) -> Iterator[tuple[str, Term]]:
 
 def _totals(memory: Memory) -> tuple[Term, ...]:
     """What is counted beside tensors, as terms."""
-    given = {"allocated": memory.expected_bytes}
+    given = {"allocated": memory.allocated_bytes}
     if memory.capacity_bytes is not None:
         given["memory of the device"] = float(memory.capacity_bytes)
     totals = {"reserved": memory.reserved_bytes, "device": memory.device_bytes, "upper": memory.upper_bytes}

@@ -99,16 +99,18 @@ class RoomReport(_Model):
 class MemoryReport(_Model):
     """Peak of the fullest rank."""
 
-    expected_gib: float = Field(description="what tensors hold: torch's allocated")
+    expected_gib: float = Field(description="all that is expected in the device's memory: what has to fit")
     expected_gb: float = Field(description="the same in GB")
+    allocated_gib: float = Field(description="what tensors hold: torch's allocated")
+    allocated_gb: float = Field(description="the same in GB")
     upper_gib: float = Field(description="a bound for all that the device holds")
     upper_gb: float = Field(description="the same in GB")
-    reserved_gib: float = Field(description="expected, with what the caching allocator keeps")
-    device_gib: float = Field(description="expected, with context and communicators: what nvidia-smi shows")
+    reserved_gib: float = Field(description="allocated, with what the caching allocator keeps")
+    device_gib: float = Field(description="reserved, with context and communicators: what nvidia-smi shows")
     capacity_gib: float | None = Field(description="what torch reports as total; null where it is not known")
-    terms: Mapping[str, float] = Field(description="GiB by name; their sum is `expected_gib`")
+    terms: Mapping[str, float] = Field(description="GiB by name; their sum is `allocated_gib`")
     breakdown: tuple[TermReport, ...] = Field(description="the same terms in bytes, with their formulas")
-    per_stage_gib: tuple[float, ...] = Field(description="expected of each pipeline stage")
+    per_stage_gib: tuple[float, ...] = Field(description="allocated of each pipeline stage")
     host: tuple[TermReport, ...] = Field(description="bytes of one rank in host memory")
     disk: tuple[TermReport, ...] = Field(description="bytes of one rank on disk")
     disk_writes: tuple[TermReport, ...] = Field((), description="bytes that one rank writes to disk in a step")
@@ -174,6 +176,7 @@ class FrontierRow(_Model):
     micro_batch: int
     micro_batches: int
     expected_gib: float
+    allocated_gib: float
     device_gib: float
     upper_gib: float
     fits: bool | None
@@ -222,8 +225,8 @@ class SizingReport(_Model):
 class Report(_Model):
     """A model on machines: the plan that was asked for, or the best of those that were tried."""
 
-    version: Literal[1] = Field(
-        1, description="of this format; it changes when a field is renamed, removed or redefined"
+    version: Literal[2] = Field(
+        2, description="of this format; it changes when a field is renamed, removed or redefined"
     )
     setup: SetupReport = Field(description="what was planned")
     memory: MemoryReport = Field(description="peak of the fullest rank")

@@ -72,7 +72,7 @@ def _time_lines(estimate: Estimate) -> list[Block]:
 
 def _memory_table(memory: Memory) -> Table:
     """Expected bytes of each term, and what comes on top of their sum."""
-    big, small = units(memory.expected_bytes)
+    big, small = units(memory.allocated_bytes)
     columns = (
         Column("memory of the fullest rank"),
         Column(big.name, "right"),
@@ -82,7 +82,7 @@ def _memory_table(memory: Memory) -> Table:
     )
     rows = _term_rows(memory.terms, big, small)
     sums = {
-        "allocated by tensors": memory.expected_bytes,
+        "allocated by tensors": memory.allocated_bytes,
         "reserved by the allocator": memory.reserved_bytes,
         "on the device in all": memory.device_bytes,
         "upper bound of it": memory.upper_bytes,

@@ -255,7 +255,7 @@ def _rank(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
     """The key to sort by: what surely fits comes first. Where no time is known, the fewest bytes per token win."""
 
     def key(found: Estimate) -> tuple[float, ...]:
-        count, memory = found.setup.cluster.count, found.memory.expected_bytes
+        count, memory = found.setup.cluster.count, found.memory.allocated_bytes
         unsure = float(found.memory.fits_surely is False)
         if found.time is None:
             tokens = found.setup.global_batch * found.setup.sequence or 1
@@ -271,9 +271,9 @@ def _rank(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
 
 
 def _pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
-    """What no other beats in both expected memory and tokens per second, by memory."""
+    """What no other beats in both allocated memory and tokens per second, by memory."""
     kept: list[Estimate] = []
-    for found in sorted(ranked, key=lambda found: (found.memory.expected_bytes, -_tokens_per_s(found))):
+    for found in sorted(ranked, key=lambda found: (found.memory.allocated_bytes, -_tokens_per_s(found))):
         if not kept or _tokens_per_s(found) > _tokens_per_s(kept[-1]):
             kept.append(found)
     return tuple(kept)

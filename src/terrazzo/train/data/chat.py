@@ -2,7 +2,8 @@
 
 The built-in template, for the built-in tokenizer, writes each message as `<|role|>`, a line end, the content, and the
 end-of-document token. A Hugging Face tokenizer brings a template of its own (`chat_template` in tokenizer_config.json,
-or chat_template.jinja), or `data.chat_template` names one; `transformers` renders it, in its sandbox.
+or chat_template.jinja), or `data.chat_template` names one; `transformers` renders it, in its sandbox and
+in a process of its own (`rendering`).
 
 With `loss_on="assistant"` only what the assistant wrote is learnt. A template with `{% generation %}` says itself what
 that is. Of any other, it is what the template adds from the generation prompt to the end of the turn, and every such
@@ -13,17 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from terrazzo.errors import BadInput
+from terrazzo.files import read_plain
 from terrazzo.train.data.records import ASSISTANT, Document
-from terrazzo.train.data.tokenizer import BYTES, TokenArray, Tokenizer, missing_extra
+from terrazzo.train.data.rendering import Failed, render
+from terrazzo.train.data.tokenizer import BYTES, TokenArray, Tokenizer, check_files, missing_extra
 
 __all__ = ["Chat", "LossOn", "Rendered", "chat_fingerprint", "load_chat"]
 
@@ -34,7 +37,10 @@ TEMPLATE_FILES = (
     *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
 
-T = TypeVar("T")
+MAX_TEMPLATE_BYTES = 1 << 20
+
+Marked = tuple[str, list[tuple[int, int]]]
+"""A text, and the ranges of characters in it that the template marks."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) ->
         digest.update(read_template(Path(template)).encode())
     if name != BYTES:
         folder = folder_of(Path(name).expanduser())
+        check_files(folder)
         found = [path for pattern in TEMPLATE_FILES for path in sorted(folder.glob(pattern))]
         digest.update(
             "".join(f"{path.name}:{hashlib.sha256(path.read_bytes()).hexdigest()};" for path in found).encode()
@@ -87,8 +94,8 @@ def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) ->
 def read_template(path: Path) -> str:
     """The text of a template file."""
     try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_plain(path.expanduser(), MAX_TEMPLATE_BYTES).decode()
+    except (FileNotFoundError, UnicodeDecodeError) as error:
         raise BadInput(
             f"data.chat_template '{path}' cannot be read as UTF-8 text ({error}). Correct the path."
         ) from None
@@ -105,6 +112,7 @@ def load_backend(path: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers") from error
+    check_files(folder_of(path))
     try:
         found = AutoTokenizer.from_pretrained(str(folder_of(path)), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # many kinds, by what is missing in the folder
@@ -197,27 +205,27 @@ class _Conversation:
 
     def rendered(self, messages: Sequence[Any], prompt: bool = False) -> str:
         """`messages` as text, with `prompt` up to where the assistant begins to write."""
-        document = replace(self.document, messages=list(messages))
-        return self.checked(lambda: str(self.apply(document, tokenize=False, add_generation_prompt=prompt)))
+        return self.apply(messages, prompt=prompt)[0]
 
-    def apply(self, document: Document, **options: Any) -> Any:
-        """`transformers`' own way."""
-        return self.chat.tokenizer.apply_chat_template(
-            document.messages, tools=document.tools, chat_template=self.template, **options
-        )
-
-    def checked(self, work: Callable[[], T]) -> T:
-        """`work()`, whose failure is the conversation's."""
+    def apply(self, messages: Sequence[Any], *, prompt: bool = False, mask: bool = False) -> Marked:
+        """As `apply_chat_template` of transformers does it, in a process that can be stopped."""
+        request = {
+            **self.chat.tokenizer.special_tokens_map,
+            "messages": [{key: value for key, value in one.items() if value is not None} for one in messages],
+            "tools": self.document.tools,
+            "chat_template": self.template,
+            "add_generation_prompt": prompt,
+            "return_assistant_tokens_mask": mask,
+        }
         try:
-            return work()
-        except Exception as error:  # templates raise what they like
-            said = f"{type(error).__name__}: {error}"
-            if (line := getattr(error, "lineno", None)) is not None:  # the template's own, whatever the conversation
-                raise BadInput(f"{self.chat.origin} has an error in line {line} ({said}). Correct it.") from error
+            return render(request)
+        except Failed as error:
+            if error.line is not None:  # the template's own, whatever the conversation
+                raise BadInput(f"{self.chat.origin} has an error in line {error.line} ({error}). Correct it.") from None
             raise BadInput(
-                f"{self.document.name}: {self.chat.origin} does not take this conversation ({said}). Correct the "
+                f"{self.document.name}: {self.chat.origin} does not take this conversation ({error}). Correct the "
                 "record, or set data.chat_template to a file with a template that takes it."
-            ) from error
+            ) from None
 
     def check_nothing_is_left_out(self) -> None:
         """Some templates pass over roles and tools that they do not know."""
@@ -243,12 +251,21 @@ class _Conversation:
     def learnt(self, loss_on: LossOn) -> tuple[list[int], list[tuple[int, int]]]:
         """All tokens, and the ranges of those to learn."""
         if loss_on == ASSISTANT and GENERATION.search(self.template):
-            found = self.checked(
-                lambda: self.apply(self.document, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            )
-            return found["input_ids"], spans_of(found["assistant_masks"])
+            return self.marked(*self.apply(self.messages, mask=True))
         tokens = self.tokens_of(self.text)
         return tokens, [(0, len(tokens))] if loss_on == "all" else self.turns(tokens)
+
+    def marked(self, text: str, places: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of `text`, and the ranges of those that have characters in `places`, as transformers counts."""
+        found = self.chat.tokenizer(text, add_special_tokens=False)
+        mask = [0] * len(found["input_ids"])
+        for start, stop in places:
+            first, last = found.char_to_token(0, start), found.char_to_token(0, stop - 1)
+            if first is None:
+                break
+            stop_token = last + 1 if last else len(mask)
+            mask[first:stop_token] = [1] * max(0, stop_token - first)
+        return found["input_ids"], spans_of(mask)
 
     def tokens_of(self, text: str) -> list[int]:
         tokens: list[int] = self.chat.tokenizer(text, add_special_tokens=False)["input_ids"]

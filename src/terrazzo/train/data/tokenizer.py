@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrazzo.errors import BadInput
+from terrazzo.files import check_model_file, read_json
 
 __all__ = ["BYTES", "ByteTokenizer", "Tokenizer", "load_tokenizer"]
 
@@ -19,6 +19,13 @@ BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
 # Tried in this order when a folder does not say which token ends a document.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+
+FEWEST_TOKENS = 16
+MAX_BYTES = 1 << 28  # of one file; the largest vocabularies have some 30 MB
+READ_BY_LIBRARIES = (
+    *("*config*.json", "*token*", "*vocab*", "*merges*", "chat_template*", "tekken.json"),
+    *("*.model", "*.spm", "*.tiktoken", "*.bpe", "additional_chat_templates/*.jinja"),
+)
 
 TokenArray = npt.NDArray[np.integer[Any]]
 
@@ -59,7 +66,7 @@ class HuggingFaceTokenizer:
         self.fingerprint = fingerprint
         self.end_of_document = end_of_document
         # By the largest id, not by count: ids may have holes.
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
@@ -91,10 +98,21 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
             f"holds a {TOKENIZER_FILE}; tokenizers are never downloaded."
         )
     file = path / TOKENIZER_FILE if path.is_dir() else path
+    check_files(file.parent)
+    if not path.is_dir():
+        check_model_file(path, MAX_BYTES)
     backend = read_backend(file) if file.is_file() else convert_backend(path)
     content = backend.to_str()
     end = find_end(backend, end_of_document or stated_end(file.parent), name)
     return HuggingFaceTokenizer(backend, f"{hashlib.sha256(content.encode()).hexdigest()}:{end}", end)
+
+
+def check_files(folder: Path) -> None:
+    """Raise `BadInput` for a file that a tokenizer's library would read and that it cannot read to an end."""
+    found = [path for pattern in READ_BY_LIBRARIES for path in folder.glob(pattern)]
+    for path in sorted(found):
+        if not path.is_dir():
+            check_model_file(path, MAX_BYTES)
 
 
 def read_backend(file: Path) -> Any:
@@ -105,8 +123,11 @@ def read_backend(file: Path) -> Any:
         raise missing_extra("tokenizers") from error
     try:
         return Backend.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise BadInput(f"{str(file)!r} is not a readable tokenizer ({error}). Save it again.") from error
+    except BaseException as error:  # the library raises bare Exception, and a panic in it is none
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        said = str(error)[:300]
+        raise BadInput(f"{str(file)!r} is not a readable tokenizer ({said}). Save it again.") from error
 
 
 def convert_backend(folder: Path) -> Any:
@@ -117,7 +138,10 @@ def convert_backend(folder: Path) -> Any:
         raise missing_extra("transformers") from error
     try:
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        return found.backend_tokenizer
+        backend = found.backend_tokenizer
+        if backend.get_vocab_size(with_added_tokens=True) < FEWEST_TOKENS:  # it found no vocabulary, and says nothing
+            raise ValueError("it finds no vocabulary in them")
+        return backend
     except Exception as error:  # many kinds, by what is missing in the folder
         raise BadInput(
             f"The folder {str(folder)!r} holds no {TOKENIZER_FILE} and transformers cannot make a tokenizer "
@@ -136,9 +160,12 @@ def missing_extra(package: str) -> BadInput:
 def stated_end(folder: Path) -> str | None:
     """The `eos_token` that a tokenizer's folder states, if it does."""
     try:
-        value = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError):
+        values = read_json(folder / "tokenizer_config.json", MAX_BYTES)
+    except FileNotFoundError:
         return None
+    if not isinstance(values, dict):
+        raise BadInput(f"'{folder}/tokenizer_config.json' holds a JSON {type(values).__name__}, expected an object.")
+    value = values.get("eos_token")
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 

@@ -1,0 +1,53 @@
+"""The optimizers of a sharded model as a checkpoint has them: one list of param groups, whoever steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from terrazzo.engine import engine_of
+from terrazzo.engine.optimizer import ShardedOptimizer
+from terrazzo.errors import BadInput
+
+__all__ = ["Optimizers", "check_optimizers", "numbered_groups", "optimizer_name", "scaler_of"]
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+"""The model's optimizer, all of them where it has several, or None for the weights alone."""
+
+
+def check_optimizers(model: torch.nn.Module, optimizer: Optimizers) -> None:
+    """Errors: `BadInput` unless these are the optimizers that step the model, in any order."""
+    if optimizer is None:
+        return
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    own = engine_of(model).optimizers
+    if {id(each) for each in given} != {id(each) for each in own}:
+        raise BadInput(
+            f"A checkpoint of this {type(model).__name__} was asked for with {_named(given)}, and what steps it is "
+            f"{_named(own)}. Give all of its optimizers, as tz.shard and tz.attach returned them, or None for the "
+            "weights alone."
+        )
+
+
+def numbered_groups(model: torch.nn.Module) -> list[tuple[int, dict[str, Any]]]:
+    """The param groups of all optimizers, each with the number that the model's parameters know it by."""
+    drivers = [driver for driver in engine_of(model).drivers if driver.reference() is not None]
+    return [pair for each in drivers for pair in zip(each.groups, each.optimizer.param_groups, strict=True)]
+
+
+def optimizer_name(model: torch.nn.Module) -> str:
+    """The class; where there are several, those of all."""
+    return " + ".join(sorted(type(each).__name__ for each in engine_of(model).optimizers))
+
+
+def scaler_of(model: torch.nn.Module) -> ShardedOptimizer | None:
+    """What has the loss scaler, if there is one: with several optimizers there is none."""
+    first = engine_of(model).optimizer
+    return first if isinstance(first, ShardedOptimizer) else None
+
+
+def _named(optimizers: Sequence[object]) -> str:
+    return f"[{', '.join(f'{type(each).__name__} at {id(each):#x}' for each in optimizers)}]"

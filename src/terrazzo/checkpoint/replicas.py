@@ -1,0 +1,90 @@
+"""States that several ranks hold alike, compared: memory that has changed on one of them is found and named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from terrazzo.checkpoint.exchange import gather_json
+from terrazzo.engine import Engine, Piece, engine_of
+from terrazzo.engine.materialize import digest
+from terrazzo.engine.state import copies, model_pieces, optimizer_pieces
+from terrazzo.errors import Diverged
+
+__all__ = ["check_replicas"]
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Compare the weights, master weights and optimizer states of which ranks hold copies, by checksums. Collective.
+
+    What a plan splits over all ranks has no copies, and is not read.
+
+    Raises:
+        Diverged: copies differ; names the state, and the ranks whose copy is not that of most.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    problems = [_difference(engine, split, pieces) for split, pieces in _held(engine)]
+    first = next((problem for rank in gather_json(problems) for problem in rank if problem is not None), None)
+    if first is not None:
+        raise Diverged(
+            f"{first}. Training leaves them equal: memory has changed by itself, or a rank has written to its own."
+            " Start again from a checkpoint, without that rank's machine if it happens again."
+        )
+
+
+def _held(engine: Engine) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
+    """Axes, and all that this rank holds of the states that are split over just these."""
+    for trainable in (True, False):
+        buckets = [bucket for bucket in engine.buckets() if bucket.trainable is trainable]
+        if buckets:
+            pieces = list(model_pieces(buckets, copies))
+            for driver in engine.drivers if trainable else ():
+                pieces += optimizer_pieces(driver, copies)
+            yield buckets[0].optim_axes, pieces
+
+
+def _difference(engine: Engine, split: tuple[str, ...], pieces: list[Piece]) -> str | None:
+    """What is wrong with the copies of `pieces`, if anything; the same on all ranks that have them."""
+    axes = engine.axes
+    along = axes.live(axis for axis in axes.names if axis not in split)
+    if not along:
+        return None
+    count = torch.tensor([len(pieces)], device=axes.device)
+    if not all(_equal(engine, along, count)):
+        return "Ranks that should hold copies of the same states do not hold as many"
+    sums = torch.tensor([int(digest(piece.tensor)) for piece in pieces], dtype=torch.int64, device=axes.device)
+    for piece, value, same in zip(pieces, sums, _equal(engine, along, sums), strict=True):
+        if not same:
+            rows = torch.stack([torch.tensor(dist.get_rank(), device=axes.device), value]).unsqueeze(0)
+            for axis in along:
+                rows = axes.along(axis).gather_rows(rows).flatten(0, 1)
+            return _named(piece, rows)
+    return None
+
+
+def _equal(engine: Engine, along: tuple[str, ...], values: Tensor) -> list[bool]:
+    """For each of the values, whether it is the same on the ranks of these axes."""
+    both = torch.stack([values, ~values])
+    for axis in along:
+        engine.axes.along(axis).maximum(both)
+    same: list[bool] = (both[0] == ~both[1]).tolist()
+    return same
+
+
+def _named(piece: Piece, rows: Tensor) -> str:
+    """Whose copies are others than those of most; where there is no such majority, all ranks that have one."""
+    found: list[list[int]] = sorted(rows.tolist())
+    (usual, count), *_ = Counter(value for _, value in found).most_common()
+    most = 2 * count > len(found)
+    ranks = [rank for rank, value in found if not most or value != usual]
+    others = "those of the others" if most else "each other"
+    return (
+        f"{piece.name}, {piece.kind}, elements {piece.start} to {piece.stop - 1}: of {len(found)} copies that should be"
+        f" equal, rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ"
+        f"{'s' if len(ranks) == 1 else ''} from {others}"
+    )

@@ -1,0 +1,62 @@
+"""Whoever reads what is printed, and may leave at any time: `terrazzo ... | head`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+__all__ = ["NO_READER", "ending_unread"]
+
+NO_READER = 141  # 128 + SIGPIPE: what shells report of `cat` and `ls`
+
+
+@contextmanager
+def ending_unread() -> Iterator[None]:
+    """Inside, a write to standard output or error that nobody reads ends the process: no word, exit code `NO_READER`.
+
+    As an exit and not as the signal itself: what is open is closed, and half-written files are removed.
+    """
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _Checked(stream)) for stream in streams)
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()  # while it can still be answered: the interpreter would have words of its own
+            sys.stderr.flush()
+        finally:
+            sys.stdout, sys.stderr = streams
+
+
+class _Checked:
+    """A text stream whose reader may go."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _leaving(self._stream):
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _leaving(self._stream):
+            self._stream.flush()
+
+
+@contextmanager
+def _leaving(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())  # what waits in the stream would be tried again
+            os.close(nowhere)
+        raise SystemExit(NO_READER) from None

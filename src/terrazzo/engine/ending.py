@@ -1,0 +1,221 @@
+"""How things end: what nobody has any more, what runs while the process exits, what a forked child must leave alone.
+
+Garbage is found at any allocation, in any thread, also in one that is inside `threading` and holds a lock there. A
+finalizer that takes a lock, joins, waits or does I/O may wait for itself then, and every later start of a thread with
+it. So finalizers here only leave a note, and a thread that lives for this acts on it; tools/lint_finalizers.py checks
+that there are no others.
+
+Notes are left by `SimpleQueue.put`. The library reference says of it: "This method has a C implementation which is
+reentrant. That is, a put() or get() call can be interrupted by another put() call in the same thread without
+deadlocking or corrupting internal state inside the queue. This makes it appropriate for use in destructors such as
+__del__ methods or weakref callbacks."
+
+An interpreter that exits cuts off daemon threads wherever they next need its lock, and where that is within C++, such
+as torch's, the process aborts: "terminate called without an active exception". So everything has ended by then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from terrazzo.errors import Misuse
+
+__all__ = ["Ending", "Thread", "leaves_to_parent", "require_own", "start_thread"]
+
+_TASKS = Path("/proc/self/task")
+_GLOO = "pt_gloo_runloop"
+_IDLE_S, _PATIENCE_S, _LAST_PATIENCE_S = 0.01, 5.0, 3.0
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+class Thread(threading.Thread):
+    """See `start_thread`."""
+
+    def __init__(self, name: str, work: Callable[[], None], ask: Callable[[], object]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work: Callable[[], None] | None = work
+        self._ask: Callable[[], object] | None = ask
+        self._break_off: Callable[[], object] | None = None
+        self.patience_s, self.number = 60.0, next(_numbers)
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._work()
+        finally:  # what they hold may be the last of a model: free it while exit waits for us
+            self._work = self._ask = self._break_off = None
+
+    def can_be_broken_off(self, break_off: Callable[[], object], patience_s: float) -> None:
+        """For a thread that waits for others, who may be gone: `break_off` ends that where it has lasted too long."""
+        self._break_off, self.patience_s = break_off, patience_s
+
+    def ask(self) -> None:
+        """Have it end soon."""
+        if (ask := self._ask) is not None:
+            ask()
+
+    def break_off(self) -> None:
+        """End what it waits for."""
+        if (break_off := self._break_off) is not None:
+            break_off()
+
+
+def start_thread(name: str, work: Callable[[], None], ask: Callable[[], object]) -> Thread:
+    """A thread that does `work`, which the exit of the process waits for.
+
+    Args:
+        ask: has it end soon.
+    """
+    thread = Thread(name, work, ask)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
+_threads: weakref.WeakSet[Thread] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+# -- what nobody has any more ------------------------------------------------------------------------------------------
+
+
+class Ending:
+    """Something that is done once: when it is called, soon after `owner` is gone, or while the process exits.
+
+    Args:
+        owner: must not be within reach of `work`.
+        work: raises nothing; may take locks, wait and do I/O.
+    """
+
+    def __init__(self, owner: object, work: Callable[[], object]) -> None:
+        global _reaper
+        if _reaper is None:  # not in a finalizer, where nothing can be started
+            notes = _notes
+            _reaper = start_thread("terrazzo-reaper", lambda: _reap(notes), lambda: notes.put(None))
+        self._work = work
+        self._finalizer = weakref.finalize(owner, _notes.put, self)
+        self._finalizer.atexit = False
+        _open.add(self)
+
+    def __call__(self) -> None:
+        if self.cancel():
+            self._work()
+
+    def cancel(self) -> bool:
+        """Have it never done; False if it has been begun."""
+        try:
+            _open.remove(self)
+        except KeyError:
+            return False
+        self._finalizer.detach()
+        return True
+
+
+def _reap(notes: queue.SimpleQueue[Ending | None]) -> None:
+    while (ending := notes.get()) is not None:
+        try:
+            ending()
+        except Exception:  # the next one has its owner, too
+            traceback.print_exc()
+        del ending
+
+
+_notes: queue.SimpleQueue[Ending | None] = queue.SimpleQueue()
+_reaper: Thread | None = None
+_open: set[Ending] = set()
+
+
+# -- the exit of the process -------------------------------------------------------------------------------------------
+
+
+@atexit.register
+def _end_all() -> None:
+    began = time.monotonic()
+    for thread in sorted(_threads, key=lambda thread: -thread.number):  # newer ones may wait for older ones
+        thread.ask()
+        thread.join(max(0.0, began + thread.patience_s - time.monotonic()))
+        if thread.is_alive():
+            thread.break_off()
+            thread.join(_LAST_PATIENCE_S)
+    _await_gloo()
+    for ending in list(_open):
+        ending()
+
+
+def _await_gloo() -> None:
+    """Return once gloo's own threads are idle.
+
+    They let go of a collective's tensors a moment after whoever waited for it has gone on, and need the interpreter
+    for that (docs/decisions.md). torch has nothing that waits for it, but the kernel knows who sleeps.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    before = _gloo_threads()
+    while before and time.monotonic() < deadline:
+        time.sleep(_IDLE_S)
+        now = _gloo_threads()
+        if now == before and all("State:\tS" in status for status in now.values()):
+            return
+        before = now
+
+
+def _gloo_threads() -> dict[str, str]:
+    """For each such thread, whether it sleeps and how often it has gone to sleep; empty where that is not known."""
+    found = {}
+    try:
+        for task in _TASKS.iterdir():
+            if (task / "comm").read_text().strip() == _GLOO:
+                lines = (task / "status").read_text().splitlines()
+                found[task.name] = "\n".join(line for line in lines if line.startswith("State") or "ctxt" in line)
+    except OSError:  # it has ended, or this is not Linux
+        pass
+    return found
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+class _Owner(Protocol):
+    def leave_to_parent(self) -> None: ...
+
+
+def leaves_to_parent(owner: _Owner) -> None:
+    """Have a forked child call `owner.leave_to_parent()`, so that it holds on to nothing that is the parent's.
+
+    That may close descriptors, but take no lock: who held it when the process was forked is not there to release it.
+    """
+    _owners.add(owner)
+
+
+def require_own(process: int, what: str = "sharded model") -> None:
+    """Errors: `Misuse` if this is not `process` but a fork of it, which has none of its threads and connections."""
+    if process != os.getpid():
+        raise Misuse(
+            f"This {what} belongs to the process that this one was forked from (pid {process}), and cannot be used "
+            "here. Use it there; a child that needs the weights loads a checkpoint, or is given a state_dict."
+        )
+
+
+def _forked() -> None:
+    global _notes, _reaper
+    _threads.clear()
+    _notes, _reaper = queue.SimpleQueue(), None
+    for ending in list(_open):
+        ending.cancel()
+    for owner in list(_owners):
+        owner.leave_to_parent()
+
+
+_owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forked)

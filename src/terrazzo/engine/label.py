@@ -1,0 +1,101 @@
+"""What an exchange between ranks moves, so that two which do not belong together raise.
+
+Ranks issue their exchanges in one order that all of them share (see `order`). Should they ever not, chunks of different
+units could meet, of the same size and without an error. So each exchange says what it is for: in its messages, or where
+those have no room for it (NCCL) in a digest that ranks compare when they meet (see `pass_end`).
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+from terrazzo.errors import RanksApart
+
+__all__ = ["Label", "Purpose", "Stamp", "moving"]
+
+
+class Purpose(IntEnum):
+    """Why something is exchanged."""
+
+    SMALL = 0
+    FORWARD = 1
+    EVALUATION = 2
+    BACKWARD = 3
+    STRAY = 4
+    OUTSIDE = 5
+    GRADIENT = 6
+    PARTIAL = 7
+    UPDATED = 8
+    END_OF_FORWARD = 9
+    END_OF_BACKWARD = 10
+
+
+_WORDS = {
+    Purpose.SMALL: "a small exchange (a checkpoint's, a norm, an agreement)",
+    Purpose.FORWARD: "the weights of {unit} for training forward {number}",
+    Purpose.EVALUATION: "the weights of {unit} for forward {number}, without gradients",
+    Purpose.BACKWARD: "the weights of {unit} for backward {number}",
+    Purpose.STRAY: "the weights of {unit}, which came in another order than before",
+    Purpose.OUTSIDE: "the weights of {unit} outside of the model's forward and backward",
+    Purpose.GRADIENT: "the gradient of {unit} in backward {number}, the last of its step",
+    Purpose.PARTIAL: "the gradient of {unit} in backward {number}, inside of 'with tz.accumulate(model)'",
+    Purpose.UPDATED: "the updated weights of {unit}",
+    Purpose.END_OF_FORWARD: "the end of forward {number}",
+    Purpose.END_OF_BACKWARD: "the end of backward {number}",
+}
+_PURPOSE_BITS, _UNIT_BITS = 5, 24
+
+
+@dataclass(frozen=True)
+class Label:
+    """One exchange.
+
+    Attributes:
+        unit: index of what is moved.
+        number: of the pass that it belongs to, counted on each rank from the start.
+        names: of all units.
+    """
+
+    purpose: Purpose = Purpose.SMALL
+    unit: int = 0
+    number: int = 0
+    names: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> int:
+        """The label in 63 bits, equal on ranks that move the same."""
+        return self.purpose | self.unit << _PURPOSE_BITS | self.number << (_PURPOSE_BITS + _UNIT_BITS)
+
+    def of_code(self, code: int) -> Label:
+        """Another rank's label, in the words of this one."""
+        purpose, rest = Purpose(code % (1 << _PURPOSE_BITS)), code >> _PURPOSE_BITS
+        return replace(self, purpose=purpose, unit=rest % (1 << _UNIT_BITS), number=rest >> _UNIT_BITS)
+
+    def check(self, code: int, who: str) -> None:
+        """Errors: `RanksApart` naming both, if `code` of another rank is not this one's."""
+        if code != self.code:
+            raise RanksApart(
+                f"The ranks have not run the same: here it is the turn of {self}, and on {who} of {self.of_code(code)}."
+                " Every rank must run the same number of forwards, backwards and steps, with the same ones inside "
+                "'with tz.accumulate(model)'; what their data lets them skip inside of the model may differ."
+            )
+
+    def __str__(self) -> str:
+        name = self.names[self.unit] if self.unit < len(self.names) else ""
+        unit = f"unit {name!r}" if name else "the root unit" if self.names else f"unit {self.unit}"
+        return _WORDS[self.purpose].format(unit=unit, number=self.number)
+
+
+class Stamp(NamedTuple):
+    """What the messages of one exchange are marked with: the label, the tag of the message that says it, the data's."""
+
+    label: Label
+    first: int
+    then: int
+
+
+moving: ContextVar[Label] = ContextVar("moving", default=Label())  # noqa: B039 (it cannot change)
+"""What the collective that is being started moves; `Transfer` sets it, `collectives` read it."""

@@ -1,0 +1,76 @@
+"""Weights that autograd has kept for backward: gathered again, by whatever way backward comes to them.
+
+Hooks on a unit's outputs announce its backward. A loss can reach the inside of a unit past them: through a list that
+its forward appends to, say. So while the order of units is not settled yet, and from then on in models where it has
+happened, what autograd keeps of a unit's weights asks for them when it is used. That takes some microseconds for every
+tensor that is kept, which is why it is not done always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SavedWeights", "others_watch"]
+
+_autograd: Any = torch._C._autograd
+_top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+_Packed = tuple[Any, int, int | None, Callable[[Any], Tensor] | None]
+"""A tensor, or what the user's own hooks made of it; its version; the unit whose weights it is a view of; what undoes
+those hooks.
+"""
+
+
+class SavedWeights:
+    """Watches what autograd keeps between `begin` and `end`.
+
+    Args:
+        units: index of the unit whose gathered weights lie in a storage, by the storage's address.
+        use: told of a unit whose weights are about to be read; returns when they are there.
+    """
+
+    def __init__(self, units: Mapping[int, int], use: Callable[[int], None]) -> None:
+        self._units, self._use = units, use
+        self._outer: Any = None
+        self._watching = False
+
+    def begin(self) -> None:
+        if self._units and not self._watching and _autograd._saved_tensors_hooks_is_enabled():
+            self._outer = _top(False) if _top is not None else None
+            _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            self._watching = True
+
+    def end(self) -> None:
+        if self._watching:
+            _autograd._pop_saved_tensors_default_hooks()
+            self._outer, self._watching = None, False
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        unit = self._units.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if unit is None and self._outer is not None:
+            pack, unpack = self._outer
+            return pack(tensor), 0, None, unpack
+        return tensor.detach(), tensor._version, unit, None  # an operation's own output would hold the operation
+
+    def _unpack(self, packed: _Packed) -> Tensor:
+        kept, version, unit, unpack = packed
+        if unpack is not None:
+            return unpack(kept)
+        if unit is not None:
+            self._use(unit)
+        if kept._version != version:  # torch leaves this check to whoever sets hooks
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(kept.shape)} is at version {kept._version}; expected version {version} instead."
+            )
+        tensor: Tensor = kept
+        return tensor
+
+
+def others_watch() -> bool:
+    """Whether hooks of somebody else decide what becomes of tensors that autograd keeps now."""
+    top = _top(True) if _top is not None else None
+    return top is not None and not isinstance(getattr(top[0], "__self__", None), SavedWeights)

@@ -1,0 +1,70 @@
+"""Python that does not outlive its parent: `python tether.py PARENT -m MODULE ...`, or a FILE for the module.
+
+A process that asks for its parent after seconds of imports may be told of whoever has adopted it meanwhile. So the
+parent says its number itself, and this file is run by its path, before anything of the package is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+__all__ = ["PARENT", "tethered", "tie"]
+
+PARENT = os.getppid()
+"""The parent of this process, read as early as the package can."""
+
+_PR_SET_PDEATHSIG = 1
+_WATCH_EVERY_S = 0.5
+
+
+def tethered(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
+    """The command of a Python process that ends with this one: `arguments` are `-m`, a module and its own, or a file's.
+
+    On Linux it ends with the thread that starts it: use the main one.
+    """
+    return [sys.executable, *flags, os.path.abspath(__file__), str(os.getpid()), *arguments]
+
+
+def tie(parent: int) -> None:
+    """Have this process killed when its parent ends; end it now where that has happened already."""
+    tied = sys.platform == "linux" and _kernel_kills()
+    if os.getppid() != parent:  # asked for after the kernel was told: nothing happens unseen between the two
+        os._exit(1)
+    if not tied:
+        threading.Thread(target=_watch, args=(parent,), daemon=True, name="terrazzo-tether").start()
+
+
+def _kernel_kills() -> bool:
+    """Whether the kernel will kill this process when its parent ends, from now on."""
+    import ctypes  # others can do without
+
+    number = ctypes.c_ulong(signal.SIGKILL)
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_WATCH_EVERY_S)
+    os._exit(1)
+
+
+def _main() -> None:
+    _, parent, *rest = sys.argv
+    tie(int(parent))
+    is_module = rest[0] == "-m"
+    sys.argv = rest[1:] if is_module else rest
+    if not sys.flags.safe_path:  # this file's folder gives way to what Python itself would have put there
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(rest[0]))
+    if is_module:
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(rest[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()

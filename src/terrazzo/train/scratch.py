@@ -1,0 +1,102 @@
+"""Folders in the temporary folder that do not stay behind, whichever process dies."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from terrazzo.errors import BadInput
+
+__all__ = ["Scratch"]
+
+
+class Scratch:
+    """A folder that processes of one user share under a `name`; the last of them to leave removes it.
+
+    Each has a shared lock on it for as long as it lives. One that nobody has locked belongs to the dead: whoever opens
+    another folder removes it.
+
+    Raises:
+        BadInput: somebody else has a folder of that name.
+    """
+
+    def __init__(self, name: str) -> None:
+        prefix = f"terrazzo-{os.getuid()}-"
+        self.path = Path(tempfile.gettempdir()) / f"{prefix}{name}"
+        for path in self.path.parent.glob(f"{prefix}*"):
+            if path != self.path:
+                _remove_if_dead(path)
+        self._descriptor = self._join()
+
+    def _join(self) -> int:
+        while True:
+            try:
+                with contextlib.suppress(FileExistsError):
+                    self.path.mkdir(mode=0o700)
+                descriptor = _open(self.path)
+                _lock(descriptor, fcntl.LOCK_SH)  # waits for nobody but one that is removing it
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    return descriptor
+                os.close(descriptor)
+            except FileNotFoundError:
+                continue  # removed by the last one before us
+
+    def leave(self, *, keep: bool = False) -> None:
+        """Let go of it; the last one removes it, but with `keep` for those that are still to come."""
+        if not keep and _lock(self._descriptor, fcntl.LOCK_EX):
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+
+def _open(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (NotADirectoryError, PermissionError):
+        raise _not_ours(path) from None
+    found = os.fstat(descriptor)
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        os.close(descriptor)
+        raise _not_ours(path)
+    return descriptor
+
+
+def _not_ours(path: Path) -> BadInput:
+    return BadInput(
+        f"'{path}' is not a folder that only this user can write to: remove it, or set TMPDIR to another folder."
+    )
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Whether it is locked so now; False also where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, kind | (fcntl.LOCK_NB if kind == fcntl.LOCK_EX else 0))
+    except OSError:
+        return False
+    return True
+
+
+def _remove_if_dead(path: Path) -> None:
+    with contextlib.suppress(OSError, BadInput), _opened(path) as descriptor:
+        if _lock(descriptor, fcntl.LOCK_EX):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = _open(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""Defects planted in the engine, to show that random programs find such defects.
+
+Each is small: it strikes one unit, one rank or one moment. A defect is planted through pytest's `monkeypatch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from terrazzo.engine import engine, gradient, hooks, optimizer
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.gradient import Gradient
+
+STRUCK = "tree.parts.0"
+"""Defects of one unit are in whatever holds parameters of this name."""
+
+
+def a_rank_is_left_out_of_a_sum(patch: pytest.MonkeyPatch) -> None:
+    take = Gradient._take_pending
+
+    def taken(self: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        pending = take(self, dtype)
+        return pending.zero_() if _struck(self) and dist.get_rank() == 1 else pending
+
+    patch.setattr(Gradient, "_take_pending", taken)
+
+
+def a_gather_is_stale(patch: pytest.MonkeyPatch) -> None:
+    """Every second gather brings what the one before it brought."""
+    gather = Bucket.gather
+
+    def gathered(self: Any) -> Any:
+        full = yield from gather(self)
+        if _struck(self):
+            before, self.before = getattr(self, "before", None), None if hasattr(self, "before") else full.clone()
+            if before is not None:
+                full.copy_(before)
+        return full
+
+    patch.setattr(Bucket, "gather", gathered)
+
+
+def the_denominator_is_wrong_by_a_percent(patch: pytest.MonkeyPatch) -> None:
+    right = engine.Engine.gradient_denominator
+    patch.setattr(engine.Engine, "gradient_denominator", lambda self: 1.01 * right(self))
+
+
+def an_update_is_lost(patch: pytest.MonkeyPatch) -> None:
+    """Of the last segment that an optimizer has on a rank, in every step."""
+    before = optimizer.OptimizerDriver._before_step
+
+    def step(self: Any, stepped: Any, args: Any, kwargs: Any) -> None:
+        before(self, stepped, args, kwargs)
+        if self.segments:
+            self.segments[-1].parameter.grad = None
+
+    patch.setattr(optimizer.OptimizerDriver, "_before_step", step)
+
+
+def a_tied_weight_is_untied(patch: pytest.MonkeyPatch) -> None:
+    shard = importlib.import_module("terrazzo.engine.shard")  # the package has a function of that name
+    partition = shard.partition
+
+    def untied(model: nn.Module, names: Sequence[str]) -> Any:
+        seen = set()
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in seen:
+                    setattr(module, name, nn.Parameter(parameter.detach().clone()))
+                seen.add(parameter)
+        return partition(model, names)
+
+    patch.setattr(shard, "partition", untied)
+
+
+def an_earlier_micro_batch_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def added(self: Gradient, data: torch.Tensor) -> torch.Tensor:
+        self._partial = None
+        return data
+
+    patch.setattr(Gradient, "_add_partial", added)
+
+
+def clipping_misses_a_unit(patch: pytest.MonkeyPatch) -> None:
+    scale = Gradient.scale
+    patch.setattr(Gradient, "scale", lambda self, factor: None if _struck(self) else scale(self, factor))
+
+
+def an_edit_is_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Bucket, "take_written", lambda self: None)
+
+
+def a_late_gradient_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    """What comes after its unit's reduction has been started is never reduced."""
+    take = hooks.Hooks.take_gradient
+
+    def taken(self: Any, unit: Any, bucket: Bucket, index: int) -> None:
+        if unit.index in self.schedule.closed:
+            bucket.members[index].parameter.grad = None
+        take(self, unit, bucket, index)
+
+    patch.setattr(hooks.Hooks, "take_gradient", taken)
+
+
+def an_absent_gradient_is_stepped_on(patch: pytest.MonkeyPatch) -> None:
+    """Parameters that no rank ran are updated with a gradient of zero."""
+    take = gradient.Gradient._take_pending
+
+    def taken(self: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        self.seen = [True] * len(self.seen)
+        return take(self, dtype)
+
+    patch.setattr(gradient.Gradient, "_take_pending", taken)
+
+
+def _struck(owner: Any) -> bool:
+    return any(slot.name.startswith(STRUCK) for slot in owner.space.layout.slots)
+
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+MUTATIONS: dict[Mutation, int] = {
+    a_rank_is_left_out_of_a_sum: 0,
+    a_gather_is_stale: 17,
+    the_denominator_is_wrong_by_a_percent: 0,
+    an_update_is_lost: 0,
+    a_tied_weight_is_untied: 3,
+    an_earlier_micro_batch_is_forgotten: 1,
+    clipping_misses_a_unit: 1,
+    an_edit_is_lost: 75,
+    a_late_gradient_is_dropped: 16,
+    an_absent_gradient_is_stepped_on: 3,
+}
+"""And the first seed that finds each, to save time; any other would do that comes soon."""

@@ -1,0 +1,422 @@
+"""Backward that comes to a unit by unusual ways, or forwards that return nothing: right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from tests.engine.toys import (
+    EVERY_PLAN,
+    Net,
+    adamw,
+    assert_close,
+    batch,
+    full_parameters,
+    loss_of,
+    mesh_for,
+    on_ranks,
+)
+
+SPLIT = ("zero3", "shard_grad_op", "hpz", "hybrid_shard", "hfsdp")
+
+
+def world_of(plan: str) -> int:
+    return 4 if plan in ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz") else 2
+
+
+class Way(nn.Module):
+    """A block with a normalisation and an activation with weights, whose kernels read them without a check."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__()
+        self.norm, self.up, self.bend = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.PReLU(2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.side = nn.Sequential(nn.Linear(width, 3), nn.LayerNorm(3), nn.PReLU())
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.down(self.bend(self.up(self.norm(x)).flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+
+class View(Way):
+    """Returns a view, which the caller changes in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[..., :13]
+
+
+class ByList(Way):
+    """An auxiliary loss goes into a list that nobody but the loss sees."""
+
+    losses: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.append(self.side(x).square().mean())
+        return self.inner(x)
+
+
+class Silent(Way):
+    """Returns nothing at all; what it computes goes into a list."""
+
+    losses: list[Tensor]
+
+    def forward(self, x: Tensor) -> None:
+        self.losses.append(self.inner(x).square().mean())
+
+
+class Ways(nn.Module):
+    def __init__(self, kind: type[Way]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 13)
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
+        self.head = nn.Linear(13, 17)
+        self.losses: list[Tensor] = []
+        for block in self.blocks:
+            block.losses = self.losses
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            y = block(x)
+            x = x if y is None else y.mul_(0.5)
+        return self.head(x)
+
+
+def loss_with_all(model: Any, tokens: Tensor) -> Tensor:
+    model.losses.clear()
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return loss + sum(model.losses)
+
+
+def only_the_lists(model: Any, tokens: Tensor) -> Tensor:
+    model.losses.clear()
+    model(tokens[:, :-1])
+    return torch.stack(model.losses).sum()
+
+
+def build(kind: type[Way]) -> Ways:
+    torch.manual_seed(0)
+    return Ways(kind)
+
+
+def fresh(base: Ways) -> Any:
+    """A copy whose blocks append to its own list."""
+    model = copy.deepcopy(base)
+    for block in model.blocks:
+        block.losses = model.losses
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [(View, loss_with_all), (ByList, loss_with_all), (ByList, only_the_lists), (Silent, loss_with_all)],
+    ids=["view", "list", "list-alone", "nothing-returned"],
+)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_gradients_are_those_of_one_process(plan: str, kind: type[Way], loss: Any) -> None:
+    base, world = build(kind), world_of(plan)
+    alone = fresh(base)
+    optimizer = adamw(alone.parameters())
+    for step in range(3):
+        for rank in range(world):
+            (loss(alone, batch(step, rank)) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model = fresh(base)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan, mesh=mesh_for(plan, world))
+        for step in range(3):
+            loss(model, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    for found in on_ranks(world, body):
+        assert_close(found, dict(alone.named_parameters()), 1e-5)
+
+
+class Gentle(ByList):
+    """Of kernels that check what they read."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__(width)
+        self.norm, self.bend, self.side = nn.Identity(), nn.Identity(), nn.Linear(width, 3)
+
+
+def test_a_way_that_opens_later_is_refused_and_right_from_then_on() -> None:
+    """A step with the usual loss first, and from then on the auxiliary losses alone."""
+    base: Any = build(Gentle)
+    only_the_lists(base, batch()).backward()
+    base.losses.clear()  # what is not a leaf cannot be copied
+
+    def body(rank: int) -> str:
+        model, _ = tz.shard(fresh(base), None, "zero3")
+        loss_of(model, batch()).backward()
+        model.zero_grad()
+        with pytest.raises((tz.Misuse, RuntimeError), match=r"blocks|storage") as refused:
+            only_the_lists(model, batch()).backward()
+        model.zero_grad()
+        only_the_lists(model, batch()).backward()
+        for bucket in engine_of(model).trainable():
+            found = bucket.gradient.whole()
+            for member, slot in zip(bucket.members, bucket.slots, strict=True):
+                wanted = dict(base.named_parameters())[member.name].grad
+                part = bucket.space.range(bucket.optim_axes).intersect(slot.range)
+                if wanted is not None and part.numel:
+                    wanted = wanted.flatten()[part.within(slot.range)]
+                    torch.testing.assert_close(found[part.within(bucket.master.range)], wanted)
+        return str(refused.value)
+
+    on_ranks(2, body)
+
+
+def test_a_gradient_for_weights_that_are_away_is_named() -> None:
+    """Even where backward has read none of them, which nobody can know."""
+
+    class Biased(Way):
+        def forward(self, x: Tensor) -> Tensor:
+            self.losses.append(self.side[0].bias.sum())
+            return self.inner(x)
+
+    def body(rank: int) -> None:
+        model: Any = fresh(build(Biased))
+        model, _ = tz.shard(model, None, "zero3")
+        loss_of(model, batch()).backward()
+        model.zero_grad()
+        only_the_lists(model, batch()).backward()
+
+    with pytest.raises(tz.Misuse, match=r"blocks\.[02]\.side\.0\.bias.*unit 'blocks\.[02]'"):
+        on_ranks(2, body)
+
+
+# -- forwards that return nothing, or raise -----------------------------------------------------------------------
+
+
+class LossAside(Net):
+    """As Lightning's validation_step: puts its loss aside and returns None."""
+
+    def forward(self, tokens: Tensor) -> None:
+        logits = super().forward(tokens[:, :-1])
+        self.loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_a_model_may_return_none(plan: str) -> None:
+    torch.manual_seed(0)
+    base, world = LossAside(), world_of(plan)
+    alone = copy.deepcopy(base)
+    optimizer = adamw(alone.parameters())
+    for step in range(2):
+        for rank in range(world):
+            alone(batch(step, rank))
+            (alone.loss / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> tuple[dict[str, Tensor], float]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan, mesh=mesh_for(plan, world))
+        for step in range(2):
+            model(batch(step, rank))
+            model.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(9))
+        return full_parameters(model), model.loss.item()
+
+    alone(batch(9))
+    for found, loss in on_ranks(world, body):
+        assert_close(found, dict(alone.named_parameters()), 1e-5)
+        assert loss == pytest.approx(alone.loss.item(), abs=1e-5)
+
+
+# -- what cannot be right -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_a_step_between_forward_and_backward_is_named(plan: str) -> None:
+    """Plain PyTorch raises here, too: what backward needs was changed in place."""
+    world = world_of(plan)
+
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(
+            *(lambda net: (net, adamw(net.parameters())))(Net()), plan, mesh=mesh_for(plan, world)
+        )
+        first = loss_of(model, batch(0, rank))
+        loss_of(model, batch(1, rank)).backward()
+        optimizer.step()
+        first.backward()
+
+    with pytest.raises(tz.Misuse, match=r"unit 'blocks\.2'|the root unit"):
+        on_ranks(world, body)
+
+
+@pytest.mark.parametrize("plan", ["zero3", "hpz", "shard_grad_op"])
+def test_a_second_derivative_through_split_weights_is_named(plan: str) -> None:
+    world = world_of(plan)
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Net(), None, plan, mesh=mesh_for(plan, world))
+        loss_of(model, batch(0, rank)).backward(create_graph=True)
+
+    with pytest.raises(tz.Misuse, match=r"create_graph=True.*(unit 'blocks\.2'|the root unit|blocks|head)"):
+        on_ranks(world, body)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
+def test_a_gradient_penalty_on_inputs_where_weights_are_whole(plan: str) -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def penalized(model: Any, rank: int) -> Tensor:
+        x = torch.full((3, 5), 0.1 * (rank + 1), requires_grad=True)
+        out = model(x).square().mean()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + slope.square().sum()
+
+    alone = copy.deepcopy(base)
+    optimizer = adamw(alone.parameters())
+    for _ in range(2):
+        for rank in range(2):
+            (penalized(alone, rank) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan)
+        for _ in range(2):
+            penalized(model, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 1e-5)
+
+
+def test_two_backwards_of_one_forward() -> None:
+    torch.manual_seed(0)
+    base = Net()
+    loss = loss_of(base, batch())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+    def body(rank: int, plan: str) -> None:
+        model, _ = tz.shard(copy.deepcopy(base), None, plan)
+        loss = loss_of(model, batch())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        for bucket in engine_of(model).trainable():
+            for index, member in enumerate(bucket.members):
+                slot, held = bucket.slots[index], bucket.gradient.finished
+                part = held.range.intersect(slot.range)
+                wanted = dict(base.named_parameters())[member.name].grad.flatten()
+                torch.testing.assert_close(held.part(part), wanted[part.start - slot.offset : part.stop - slot.offset])
+
+    for plan in ("zero2", "zero3", "shard_grad_op"):
+        on_ranks(2, lambda rank, plan=plan: body(rank, plan))
+
+
+# -- hooks of others ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_hooks_after_accumulation_see_the_gradient(plan: str, when: str) -> None:
+    def body(rank: int) -> list[str]:
+        model, seen = Net(), []
+
+        def register() -> None:
+            for name, parameter in model.named_parameters():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: seen.append(name) if p.grad is not None else None
+                )
+
+        if when == "before":
+            register()
+        model, _ = tz.shard(model, None, plan)
+        if when == "after":
+            register()
+        loss_of(model, batch(0, rank)).backward()
+        assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+        return seen
+
+    on_ranks(2, body)
+
+
+def test_hooks_on_saved_tensors_still_work() -> None:
+    """Those around the model, in the first forward too, in which the engine watches with hooks of its own."""
+
+    def body(rank: int) -> int:
+        model, _ = tz.shard(Net(), None, "zero3")
+        count = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model, batch(0, rank))
+        loss.backward()
+        return count
+
+    assert all(count > 5 for count in on_ranks(2, body))
+
+
+def test_what_was_changed_in_place_is_still_noticed_by_torch() -> None:
+    class Careless(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = torch.tanh(self.embed(tokens))
+            y = x.square()
+            x.add_(1)
+            return self.head(y)
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Careless(), None, "zero3")
+        loss_of(model, batch(0, rank)).backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        on_ranks(2, body)
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
+    """Operations that keep their own output among them: a hook that holds it would hold the operation, for ever."""
+
+    class Squashed(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return torch.sigmoid(super().forward(tokens))
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Squashed(), None, "zero3")
+        gc.collect()
+        kept = []
+        for _ in range(3):
+            output = model(batch(0, rank)[:, :-1])
+            kept.append(weakref.ref(output))
+            del output
+        assert [ref() for ref in kept] == [None] * 3
+
+    on_ranks(2, body)
+
+
+def test_hooks_on_saved_tensors_may_differ_between_forwards() -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Net(), None, "zero3")
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda kept: kept[0]):
+            first = loss_of(model, batch(0, rank))
+        second = loss_of(model, batch(1, rank))
+        (first + second).backward()
+
+    on_ranks(2, body)

@@ -1,0 +1,152 @@
+"""What users write into parameters outside of the engine's own ways: taken over, or refused by name; never lost."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import terrazzo as tz
+from tests.engine.toys import EVERY_PLAN, Net, assert_close, batch, full_parameters, loss_of, mesh_for, on_ranks
+
+WHOLE = ("zero0", "zero1", "zero2")
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def step(model: Any, optimizer: Any, number: int, rank: int) -> None:
+    loss_of(model, batch(number, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.05)
+
+
+def other_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clamp(-0.05, 0.05)
+
+
+def child_converted(model: Any) -> None:
+    model.blocks[0].to(torch.float64)
+
+
+def replaced(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(17, 13))
+
+
+def removed(model: Any) -> None:
+    del model.head.bias
+    model.head.bias = None
+
+
+@pytest.mark.parametrize("edit", [in_place, other_data])
+@pytest.mark.parametrize("tier", ["", "@cpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("plan", WHOLE)
+def test_edits_of_whole_weights_are_trained_on(plan: str, precision: str, tier: str, edit: Any) -> None:
+    """The master weights are clamped too: after a step of SGD no weight is further from zero than the step."""
+    base = Net()
+
+    def body(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(
+            model, torch.optim.SGD(model.parameters(), lr=1e-4), plan + tier, precision=precision
+        )
+        step(model, optimizer, 0, rank)
+        if tier:
+            full_parameters(model)  # no update is under way any more
+        edit(model)
+        edited = full_parameters(model)
+        step(model, optimizer, 1, rank)
+        return edited, full_parameters(model)
+
+    for edited, after in on_ranks(2, body):
+        for name, value in after.items():
+            assert edited[name].abs().max() <= 0.0501
+            assert value.abs().max() <= 0.051, name
+
+
+@pytest.mark.parametrize("plan", WHOLE)
+def test_as_in_one_process(plan: str) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    optimizer = sgd(alone.parameters())
+    for number in range(3):
+        for rank in range(2):
+            (loss_of(alone, batch(number, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        in_place(alone)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, sgd(model.parameters()), plan)
+        for number in range(3):
+            step(model, optimizer, number, rank)
+            in_place(model)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()))
+
+
+@pytest.mark.parametrize("edit", [child_converted, replaced, removed])
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_what_cannot_be_kept_is_refused_by_name(plan: str, edit: Any) -> None:
+    world = 2 if mesh_plan(plan) is False else 4
+
+    def body(rank: int) -> None:
+        model = Net()
+        model, optimizer = tz.shard(model, sgd(model.parameters()), plan, mesh=mesh_for(plan, world))
+        step(model, optimizer, 0, rank)
+        edit(model)
+        step(model, optimizer, 1, rank)
+
+    with pytest.raises(tz.Misuse, match=r"blocks\.0\.up\.weight|head\.(weight|bias)"):
+        on_ranks(world, body)
+
+
+def mesh_plan(plan: str) -> bool:
+    return plan in ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
+
+
+@pytest.mark.parametrize("edit", [in_place, other_data])
+def test_edits_of_gathered_weights_need_write(edit: Any) -> None:
+    def body(rank: int, write: bool) -> dict[str, Tensor]:
+        model, _ = tz.shard(Net(), None, "zero3")
+        with tz.gathered(model, write=write):
+            edit(model)
+        return full_parameters(model)
+
+    for found in on_ranks(2, lambda rank: body(rank, True)):
+        assert all(value.abs().max() <= 0.0501 for value in found.values())
+    with pytest.raises(tz.Misuse, match=r"embed\.weight.*"):
+        on_ranks(2, lambda rank: body(rank, False))
+
+
+def test_a_forward_that_changes_its_own_weights() -> None:
+    """Taken over where weights are whole, as in plain PyTorch; refused by name where they come and go."""
+
+    def body(rank: int, plan: str) -> dict[str, Tensor]:
+        model = Net()
+        model.embed.max_norm = 0.5
+        model, optimizer = tz.shard(model, sgd(model.parameters()), plan, precision="bf16")
+        for number in range(3):
+            step(model, optimizer, number, 0)
+        return full_parameters(model)
+
+    for found in on_ranks(2, lambda rank: body(rank, "zero2")):
+        norms = found["embed.weight"].norm(dim=1)[batch(2, 0)[:, :-1].flatten()]
+        assert norms.max() < 0.6
+    with pytest.raises(tz.Misuse, match=r"embed\.weight.*written to"):
+        on_ranks(2, lambda rank: body(rank, "zero3"))

@@ -1,0 +1,238 @@
+"""`parameter.grad` after `tz.shard`: torch's own clipping, zeroing and penalties do what they do in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import terrazzo as tz
+from tests.engine.toys import (
+    EVERY_PLAN,
+    Net,
+    adamw,
+    assert_close,
+    batch,
+    follows_one_process,
+    full_parameters,
+    loss_of,
+    mesh_for,
+    on_ranks,
+    sharded,
+)
+
+CLIP = 0.05
+
+
+def clipped_training(model: Any, optimizer: Any, rank: int | None, micros: int = 1, **clip: Any) -> list[float]:
+    """Three steps with torch's clipping; in one process (rank None) on the batches of two ranks."""
+    norms = []
+    for step in range(3):
+        for micro in range(micros):
+            last = micro == micros - 1
+            with contextlib.nullcontext() if last or rank is None else tz.accumulate(model):
+                ranks = [rank] if rank is not None else [0, 1]
+                losses = [loss_of(model, batch(10 * step + micro, each)) for each in ranks]
+                torch.stack(losses).mean().backward()
+        norms.append(clip_grad_norm_(model.parameters(), CLIP, **clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("plan", "micros"),
+    [("zero0", 3), ("zero1", 1), ("zero2", 3), ("zero3", 1), ("zero3", 3), ("zero3@cpu", 3), ("zero2@cpu-all", 1)],
+)
+def test_torchs_clipping_is_that_of_one_process(plan: str, micros: int) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    wanted = clipped_training(alone, adamw(alone.parameters()), None, micros)
+    assert min(wanted) > CLIP
+
+    def body(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+        model, optimizer = sharded(base, plan)
+        return clipped_training(model, optimizer, rank, micros), full_parameters(model)
+
+    for norms, found in on_ranks(2, body):
+        assert norms == pytest.approx(wanted, rel=1e-5)
+        assert_close(found, dict(alone.named_parameters()), 3e-6)
+
+
+def clipped_both_ways(base: nn.Module, rank: int, *arguments: Any, **options: Any) -> list[float]:
+    """Norms of two steps that torch's function clips, then of the same two that the engine's does."""
+    norms = []
+    for clip in (lambda model: clip_grad_norm_(model.parameters(), CLIP), lambda m: tz.clip_grad_norm_(m, CLIP)):
+        model, optimizer = sharded(base, *arguments, **options)
+        for step in range(2):
+            loss_of(model, batch(step, rank)).backward()
+            norms.append(clip(model).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("plan", ["hybrid_shard", "hfsdp", "hpz"])
+def test_torchs_clipping_is_ours_on_two_axes(plan: str) -> None:
+    base = Net()
+
+    for norms in on_ranks(4, lambda rank: clipped_both_ways(base, rank, plan, 4)):
+        assert norms[:2] == pytest.approx(norms[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [{"norm_type": float("inf")}, {"norm_type": 1.0}, {"foreach": False}])
+def test_torchs_other_ways_to_clip(clip: dict[str, Any]) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    wanted = clipped_training(alone, adamw(alone.parameters()), None, **clip)
+    for norms in on_ranks(2, lambda rank: clipped_training(*sharded(base, "zero2"), rank, **clip)):
+        assert norms == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
+def test_torchs_clipping_in_16_bits_is_ours(precision: str) -> None:
+    base = Net()
+
+    for norms in on_ranks(2, lambda rank: clipped_both_ways(base, rank, "zero2", precision=precision)):
+        assert norms[:2] == pytest.approx(norms[2:], rel=1e-2 if precision == "bf16-pure" else 1e-5)
+
+
+def test_a_part_of_the_parameters_can_be_clipped() -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        for number in range(3):
+            loss_of(model, data(number)).backward()
+            clip_grad_norm_(model.blocks[1].parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    follows_one_process(Net(), loop)
+
+
+class Penalty:
+    """A loss with a penalty on all weights, whose gradients come before any of the model's own."""
+
+    def __init__(self, micros: int) -> None:
+        self.micros = micros
+
+    def __call__(self, model: Any, optimizer: Any, data: Any) -> None:
+        accumulate = tz.accumulate if hasattr(model, "set_gradient_denominator") else lambda _: contextlib.nullcontext()
+        for number in range(3):
+            for micro in range(self.micros):
+                with accumulate(model) if micro < self.micros - 1 else contextlib.nullcontext():
+                    loss = loss_of(model, data(10 * number + micro))
+                    penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+                    (1e-2 * penalty + loss).backward()
+            optimizer.step()
+            if number:  # gradients of the first step are there when the second one's come
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
+def test_a_penalty_on_all_weights(plan: str, micros: int) -> None:
+    follows_one_process(Net(), Penalty(micros), plan)
+
+
+def test_two_forwards_before_two_backwards_with_a_penalty() -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        for number in range(3):
+            losses = [loss_of(model, data(10 * number + each)) for each in range(2)]
+            penalties = [sum(parameter.pow(2).sum() for parameter in model.parameters()) for _ in range(2)]
+            for loss, penalty in zip(losses, penalties, strict=True):
+                (penalty + loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    follows_one_process(Net(), loop, "zero0")
+
+
+def test_a_submodules_zero_grad_forgets_its_part_alone() -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        for number in range(3):
+            loss_of(model, data(number)).backward()
+            model.blocks[1].zero_grad()
+            model.blocks[2].zero_grad(set_to_none=False)
+            loss_of(model, data(5 + number)).backward()
+            optimizer.step()
+            model.zero_grad()
+
+    follows_one_process(Net(), loop, "zero2")
+
+
+def test_clipping_between_micro_batches_is_refused() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero1")
+        with tz.accumulate(model):
+            loss_of(model, batch(0, rank)).backward()
+        with pytest.raises(tz.Misuse, match="still being accumulated"):
+            clip_grad_norm_(model.parameters(), 1.0)
+        model.blocks[0].zero_grad()
+        with pytest.raises(tz.Misuse, match="still being accumulated"):
+            loss_of(model, batch(0, rank)).backward()
+        optimizer.zero_grad()
+        loss_of(model, batch(0, rank)).backward()
+        assert clip_grad_norm_(model.parameters(), 1.0).item() > 0
+
+    on_ranks(2, body)
+
+
+def test_gradients_of_the_optimizers_own_tensors_are_refused() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        with pytest.raises(tz.Misuse, match=r"model\.parameters\(\)"):
+            clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 1.0)
+        optimizer.step()
+        loss_of(model, batch(1, rank)).backward()
+        optimizer.step()
+
+    on_ranks(1, body)
+
+
+def test_a_gradient_that_is_replaced_is_refused() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        model.head.bias.grad = torch.zeros(17)
+        with pytest.raises(tz.Misuse, match=r"'head\.bias'.*replaced"):
+            optimizer.step()
+
+    on_ranks(1, body)
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_raises_if_asked(norm: float) -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(nn.Linear(4, 4), "zero2")
+        (model(torch.ones(2, 4)) * (norm if rank else 1.0)).sum().backward()
+        before = tz.clip_grad_norm_(model, float("inf"))
+        with pytest.raises(tz.Diverged, match="cannot be clipped"):
+            tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+        assert not torch.isfinite(before)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        tz.clip_grad_norm_(model, 1.0)
+
+    on_ranks(2, body)
+
+
+def test_every_plan_shows_gradients_where_there_are_some() -> None:
+    class Partly(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.blocks[0](self.embed(tokens)))
+
+    def body(rank: int) -> None:
+        for plan in EVERY_PLAN:
+            model, optimizer = tz.shard(Partly(), adamw, plan, mesh=mesh_for(plan, 4))
+            loss_of(model, batch(0, rank)).backward()
+            shown = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+            assert shown == {n for n, _ in model.named_parameters() if "blocks.1" not in n and "blocks.2" not in n}
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
+
+    on_ranks(4, body)

@@ -1,0 +1,285 @@
+"""Units that are skipped, come late, come in another order on each rank: right, or a named error; never a mix-up."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from terrazzo.engine.order import ENTER, LEAVE, Order
+from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
+
+WIDTH, DEPTH = 13, 5
+SPLIT = ("zero3", "shard_grad_op", "hpz", "hybrid_shard")
+
+Route = Callable[[int, int], list[int]]
+"""(step, rank) to the blocks that run, in order."""
+
+
+class Routed(nn.Module):
+    """Runs the blocks of its route, which may differ between steps and ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 17)
+        self.route: list[int] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index in self.route:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def alone(base: Routed, route: Route, steps: int, world: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Losses of every step and rank, and the weights in the end, in plain PyTorch."""
+    model = copy.deepcopy(base)
+    optimizer, losses = adamw(model.parameters()), []
+    for step in range(steps):
+        each = []
+        for rank in range(world):
+            model.route = route(step, rank)
+            each.append(loss_of(model, batch(step, rank)))
+        torch.stack(each).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in each])
+    return losses, dict(model.named_parameters())
+
+
+def follows(route: Route, plan: str, steps: int = 5, world: int = 2, **options: Any) -> None:
+    """Every rank's losses and the weights are those of one process."""
+    base = Routed()
+    wanted, weights = alone(base, route, steps, world)
+
+    def body(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan, mesh=mesh_for(plan, world), **options)
+        losses = []
+        for step in range(steps):
+            model.route = route(step, rank)
+            loss = loss_of(model, batch(step, rank))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                assert abs(loss_of(model, batch(step, rank)).item()) < 100
+            losses.append(loss.item())
+        return losses, full_parameters(model)
+
+    for rank, (losses, found) in enumerate(on_ranks(world, body)):
+        assert losses == pytest.approx([step[rank] for step in wanted], abs=1e-5)
+        assert_close(found, weights, 1e-5)
+
+
+def world_of(plan: str) -> int:
+    return 4 if mesh_needed(plan) else 2
+
+
+def mesh_needed(plan: str) -> bool:
+    return plan in ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
+
+
+def later(step: int, rank: int) -> list[int]:
+    """The first step runs some of the units only, and later ones all."""
+    return [0, 2] if step == 0 else [0, 1, 2, 3, 4]
+
+
+def dropped(step: int, rank: int) -> list[int]:
+    """Layer drop, another one on each rank."""
+    dice = random.Random(f"{step} {rank}")
+    return [index for index in range(DEPTH) if dice.random() > 0.4]
+
+
+def shuffled(step: int, rank: int) -> list[int]:
+    """Routes in any order, with repeats."""
+    dice = random.Random(f"{step} {rank}")
+    return [dice.randrange(DEPTH) for _ in range(dice.randint(0, 7))]
+
+
+def early(step: int, rank: int) -> list[int]:
+    """Early exit, at a depth of each rank's own."""
+    return list(range(random.Random(f"{step} {rank}").randint(0, DEPTH)))
+
+
+def opposite(step: int, rank: int) -> list[int]:
+    return list(range(DEPTH)) if rank % 2 else list(reversed(range(DEPTH)))
+
+
+@pytest.mark.parametrize("route", [later, dropped, shuffled, early, opposite])
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_units_that_come_as_they_like(plan: str, route: Route) -> None:
+    follows(route, plan, world=world_of(plan))
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("route", [dropped, shuffled])
+@pytest.mark.parametrize("plan", SPLIT)
+def test_with_any_prefetch(plan: str, route: Route, prefetch: int) -> None:
+    follows(route, plan, world=world_of(plan), prefetch=prefetch)
+
+
+@pytest.mark.parametrize("plan", ["zero3@cpu", "zero3@cpu-all", "shard_grad_op@cpu"])
+def test_with_states_in_host_memory(plan: str) -> None:
+    follows(shuffled, plan)
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_bf16_comes_to_the_same_on_all_ranks(precision: str) -> None:
+    base = Routed()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), "zero3", precision=precision)
+        for step in range(4):
+            model.route = shuffled(step, rank)
+            loss_of(model, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    first, second = on_ranks(2, body)
+    assert_close(first, second, 0)
+
+
+def test_accumulated_micro_batches_may_take_other_routes() -> None:
+    base = Routed()
+    model = copy.deepcopy(base)
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        for rank in range(2):
+            for micro in range(2):
+                model.route = shuffled(10 * step + micro, rank)
+                (loss_of(model, batch(10 * step + micro, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), "zero3")
+        for step in range(3):
+            model.route = shuffled(10 * step, rank)
+            with tz.accumulate(model):
+                loss_of(model, batch(10 * step, rank)).backward()
+            model.route = shuffled(10 * step + 1, rank)
+            loss_of(model, batch(10 * step + 1, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(model.named_parameters()), 1e-5)
+
+
+def test_evaluation_may_take_other_routes() -> None:
+    """Also under a plan that keeps weights after forward, and between a forward and its backward."""
+    base = Routed()
+
+    def body(rank: int, plan: str) -> list[float]:
+        model, _ = tz.shard(copy.deepcopy(base), None, plan)
+        losses = []
+        for step in range(4):
+            model.route = [0, 1, 2, 3, 4]
+            training = loss_of(model, batch(step, rank))
+            with torch.no_grad():
+                model.route = shuffled(step, rank)
+                losses.append(loss_of(model, batch(step, rank)).item())
+            training.backward()
+            model.zero_grad()
+        return losses
+
+    for plan in ("zero3", "shard_grad_op"):
+        for rank, losses in enumerate(on_ranks(2, lambda rank, plan=plan: body(rank, plan))):
+            wanted = []
+            for step in range(4):
+                base.route = shuffled(step, rank)
+                wanted.append(loss_of(base, batch(step, rank)).item())
+            assert losses == pytest.approx(wanted, abs=1e-6)
+
+
+def test_an_order_that_has_settled_costs_nothing_more() -> None:
+    def body(rank: int) -> list[int]:
+        model, _ = tz.shard(Routed(), None, "zero3")
+        engine, counts = engine_of(model), []
+        for step in range(3):
+            model.route = later(step, rank)
+            engine.traffic.reset()
+            loss_of(model, batch(step, rank)).backward()
+            model.zero_grad()
+            counts.append(engine.traffic.count["all_gather"])
+        return counts
+
+    for counts in on_ranks(2, body):
+        assert counts == [11, 11, 11]  # unseen units kept their place: nothing was out of order
+
+
+# -- mispairings ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_uneven_micro_batches_are_named(plan: str) -> None:
+    def body(rank: int) -> None:
+        model = Routed()
+        model.route = [0, 1]
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan)
+        for _ in range(2 - rank):
+            with tz.accumulate(model):
+                loss_of(model, batch(0, rank)).backward()
+        loss_of(model, batch(1, rank)).backward()
+        optimizer.step()
+
+    with pytest.raises(tz.RanksApart, match=r"accumulate.*") as caught:
+        on_ranks(2, body)
+    assert "gradient of" in str(caught.value) and "backward 2" in str(caught.value)
+
+
+def test_a_forward_of_one_rank_alone_is_named() -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Routed(), None, "zero3")
+        model.route = [0, 1]
+        if rank == 0:
+            with torch.no_grad():
+                model(batch()[:, :-1])
+        loss_of(model, batch(0, rank)).backward()
+
+    with pytest.raises(tz.RanksApart, match=r"forward 1, without gradients"):
+        on_ranks(2, body)
+
+
+# -- the program ------------------------------------------------------------------------------------------------
+
+
+class _Unit:
+    def __init__(self, index: int, name: str) -> None:
+        self.index, self.name, self.is_root = index, name, not name
+
+
+def order_of(visits: list[tuple[int, int]], names: list[str]) -> Order:
+    units: Any = [_Unit(index, name) for index, name in enumerate(names)]
+    return Order.of_visits(visits, units, agreed=True)
+
+
+def test_units_that_were_not_visited_keep_their_place() -> None:
+    names = ["", "a", "b", "b.x", "b.y", "c"]
+    visits = [(0, ENTER), (1, ENTER), (1, LEAVE), (5, ENTER), (5, LEAVE), (0, LEAVE)]
+    order = order_of(visits, names)
+    assert order.forward == (0, 1, 2, 3, 4, 5)
+    assert order.backward == (0, 5, 2, 4, 3, 1)
+    assert order_of([], names).forward == (0, 1, 2, 3, 4, 5)
+    inner = order_of([(0, ENTER), (2, ENTER), (4, ENTER), (4, LEAVE), (2, LEAVE), (0, LEAVE)], names)
+    assert inner.forward == (0, 1, 2, 3, 4, 5)
+    assert inner.left == ((), (), (1,), (), (3,), (4, 2), (5, 0))

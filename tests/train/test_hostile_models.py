@@ -1,0 +1,246 @@
+"""Model folders, tokenizers and chat templates that somebody made: one clear `BadInput`, in time; nothing is run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.train.config_file import config_from_dict, load_config
+from terrazzo.train.data import rendering
+from terrazzo.train.data.chat import chat_fingerprint, load_chat
+from terrazzo.train.data.records import Document
+from terrazzo.train.data.tokenizer import load_tokenizer
+from terrazzo.train.huggingface import build_causal_lm, read_config
+from terrazzo.train.model import build_model
+from terrazzo.train.preflight import check
+from tests.helpers.chat import save_tokenizer, turns
+
+pytest.importorskip("transformers")
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+KERNEL = "somebody/kernel"
+
+
+def replaced_by_what_has_no_end(file: Path, how: str) -> None:
+    """In place of a file a pipe, a link to a device, or more than can be."""
+    file.unlink(missing_ok=True)
+    if how == "pipe":
+        os.mkfifo(file)
+    elif how == "device":
+        file.symlink_to("/dev/zero")
+    elif how == "link":
+        file.symlink_to("/etc/passwd")
+    else:
+        file.touch()
+        os.truncate(file, 1 << 36)
+
+
+ENDLESS = ("pipe", "device", "link", "huge")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn_implementation": KERNEL}, {"attn_implementation": {"": KERNEL}}, {"attn_implementation": [KERNEL]},
+        {"attn_implementation": {"text_config": {"a": KERNEL}}}, {"experts_implementation": KERNEL},
+        {"text_config": {"attn_implementation": KERNEL}}, {"rope_scaling": [{"attn_implementation": KERNEL}]},
+        {"attn_implementation": f"flash_attention_2|{KERNEL}"}, {"text_config": {"auto_map": {"A": "evil.A"}}},
+        {"hidden_size": "wide"}, {"hidden_size": None}, {"hidden_size": -1}, {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": [2]}, {"vocab_size": 1e400}, {"hidden_act": "no such thing"}, {"hidden_act": {"a": 1}},
+        {"num_attention_heads": 0}, {"model_type": ["llama"]}, {"model_type": None}, {"dtype": "no dtype"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_configs_that_name_code_or_make_no_model(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadInput) as caught:
+        build_model({**LLAMA, **changes})
+    if KERNEL in str(changes):
+        assert "fetched and run" in str(caught.value)
+
+
+def test_a_kernel_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "attn_implementation": KERNEL}))
+    config = {"model": {"kind": "huggingface", "path": str(tmp_path)}, "log": {"folder": str(tmp_path / "run")}}
+    with pytest.raises(BadInput, match="attn_implementation is 'somebody/kernel'"):
+        check(config_from_dict(config), 1)
+    with pytest.raises(BadInput, match="attn_implementation is 'somebody/kernel'"):
+        model_shape({**LLAMA, "model_type": "cohere", "attn_implementation": KERNEL})
+    for known in ("eager", "sdpa"):
+        found = build_causal_lm({**LLAMA, "attn_implementation": known}, __import__("torch").device("meta"), False)
+        assert found.config._attn_implementation == known
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+def test_configs_without_end(tmp_path: Path, how: str) -> None:
+    replaced_by_what_has_no_end(tmp_path / "config.json", how)
+    with pytest.raises(BadInput, match=r"config\.json"):
+        read_config(tmp_path)
+    if how != "link":
+        (tmp_path / "a.yaml").symlink_to("config.json")
+        with pytest.raises(BadInput, match=r"a\.yaml"):
+            load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[]", "1", '"a"', "\xff", '{"a": 1', "9" * 10_000])
+def test_configs_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(BadInput, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+# -- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def copied(source: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in source.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+def test_tokenizers_with_files_without_end(tmp_path: Path, tokenizer: Path, how: str) -> None:
+    names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
+    names += ["merges.txt", "tokenizer.model", "spiece.model", "a.tiktoken", "chat_template.jinja", "config.json"]
+    for name in names:
+        folder = copied(tokenizer, tmp_path / name)
+        replaced_by_what_has_no_end(folder / name, how)
+        for work in (
+            lambda: load_tokenizer(str(folder)),  # noqa: B023 - called at once
+            lambda: chat_fingerprint(str(folder), None, "all"),  # noqa: B023
+            lambda: load_chat(load_tokenizer("bytes"), str(folder), None, "all"),  # noqa: B023
+        ):
+            with pytest.raises(BadInput, match=name):
+                work()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *[("tokenizer.json", text) for text in ("", "[]", "{}", "1", "[" * 100_000, '{"model": {"type": "BPE"}}')],
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}'),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": [["b", "c"]]}}'),
+        *[("tokenizer_config.json", text) for text in ("[]", "1", "{", "[" * 100_000, '{"eos_token": "no token"}')],
+        ("tokenizer_config.json", '{"eos_token": {"content": ["a"]}, "tokenizer_class": 7}'),
+    ],
+)
+def test_tokenizers_that_are_none(tmp_path: Path, tokenizer: Path, name: str, text: str) -> None:
+    folder = copied(tokenizer, tmp_path / "t")
+    (folder / name).write_text(text)
+    before = time.process_time()
+    refused = []
+    try:
+        load_tokenizer(str(folder))
+        load_chat(load_tokenizer("bytes"), str(folder), None, "all")
+    except BadInput as error:
+        refused.append(str(error))
+    assert "tokenizer_class" in text or [str(folder) in said for said in refused] == [True]
+    assert time.process_time() - before < 20
+
+
+def test_no_code_that_comes_with_a_tokenizer_is_run(tmp_path: Path, tokenizer: Path) -> None:
+    folder = copied(tokenizer, tmp_path / "t")
+    mark = tmp_path / "was run"
+    (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    settings |= {"trust_remote_code": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    for work in (
+        lambda: load_tokenizer(str(folder)),
+        lambda: load_chat(load_tokenizer("bytes"), str(folder), None, "all"),
+    ):
+        with contextlib.suppress(BadInput):
+            work()
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "a.tiktoken"])
+def test_older_vocabularies_that_are_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(os.urandom(1000))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    with pytest.raises(BadInput, match=r"cannot make a tokenizer|has no token"):
+        load_tokenizer(str(tmp_path))
+
+
+# -- chat templates ------------------------------------------------------------------------------------------------
+
+MANY = "range(99999)"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (f"{{% for i in {MANY} %}}{{% for j in {MANY} %}}{{% endfor %}}{{% endfor %}}", "was stopped"),
+        ("{% set x = 9 ** (9 ** 9) %}{{ x }}", "was stopped"),
+        ("{{ 'a' * 10 ** 10 }}", "memory|MemoryError"),
+        ("{{ 'a' * 10 ** 8 }}", "has 100,000,000 characters|was stopped"),
+        ("{{ '%99999999999d' % 1 }}", "Error|memory"),
+        ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "RecursionError"),
+        ("{{ range(10 ** 9) | list }}", "OverflowError"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
+        ("{{ messages[0].__class__.__mro__ }}", "SecurityError"),
+        ("{{ ''.format_map({}).__class__ }}", "SecurityError|leaves out"),
+        ("{{ '{0.__class__}'.format(messages) }}", "SecurityError|leaves out"),
+        ("{{ self._TemplateReference__context.environment }}", "SecurityError|UndefinedError"),
+        ("{{ messages[0].update({'role': 'x'}) }}", "SecurityError"),
+        ("{% include '/etc/passwd' %}", "Error"),
+        ("{{ (" * 20_000, "Error|error in line|exit code"),
+    ],
+)
+def test_templates_that_do_not_end_or_reach_out(
+    tmp_path: Path, tokenizer: Path, template: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.jinja").write_text(template)
+    chat = load_chat(load_tokenizer(str(tokenizer)), str(tokenizer), tmp_path / "own.jinja", "all")
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 1.0)
+    with pytest.raises(BadInput, match=f"(?s)({said})"):
+        chat.render(Document("a:1", "", messages=turns("a", "b")))
+
+
+def test_one_interrupt_ends_a_rendering(tokenizer: Path) -> None:
+    """Ctrl-C goes to all processes of a terminal, so to the one that renders."""
+    timer = threading.Timer(1.0, lambda: rendering._process is not None and rendering._process.send_signal(2))
+    endless = {"messages": turns("a", "b"), "chat_template": f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3}
+    rendering.render({"messages": turns("a", "b"), "chat_template": "ready"})
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        rendering.render(endless)
+    timer.join()
+    assert rendering.render({"messages": turns("a", "b"), "chat_template": "{{ 1 + 1 }}"})[0] == "2"
+
+
+def test_a_rendering_ends_with_the_process_that_asked() -> None:
+    program = """
+import os, signal, threading
+from terrazzo.train.data import rendering
+rendering.render({"messages": [{"role": "user", "content": "a"}], "chat_template": "ready"})
+print(rendering._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{done.stdout.strip()}").exists()

@@ -1,0 +1,280 @@
+"""Runs at their edges: folders that are the data, nothing to learn, slow data, signals at odd moments, one bad rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terrazzo import checkpoint
+from terrazzo.checkpoint import complete_checkpoints, latest, open_source
+from terrazzo.engine import engine_of
+from terrazzo.errors import BadInput, Diverged
+from terrazzo.train import loop
+from terrazzo.train.config import Config
+from terrazzo.train.config_file import config_from_dict
+from terrazzo.train.data import IGNORED, SequenceDataset
+from terrazzo.train.loop import Trainer, step_on
+from terrazzo.train.preflight import check
+from terrazzo.train.ranks import Ranks
+from terrazzo.train.session import Session, open_session
+from terrazzo.train.stop import INTERRUPTED, StopRequest
+from tests.checkpoint.faults import reap, spawn_child
+from tests.helpers.threads import run_in_threads
+from tests.train.test_launch import LAUNCH
+from tests.train.test_session import ALONE, StopAfter, config_in, equal, final_state, metrics, trained
+
+# -- before anything starts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["{data}", "{data}/*.txt", "{data}/**/*.txt"])
+@pytest.mark.parametrize("what", ["source", "validation_source"])
+@pytest.mark.parametrize("key", ["log", "checkpoint"])
+def test_a_folder_that_is_the_data_is_refused(tmp_path: Path, key: str, what: str, source: str) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text("the number 1\n" * 100)
+    sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}, "data": {what: source.format(data=data)}}
+    sections[key] = {"folder": str(data)}
+    with pytest.raises(BadInput, match=rf"{key}\.folder is '{data}', which is the data itself"):
+        check(config_from_dict(sections), 1)
+    assert [path.name for path in data.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("key", ["log", "checkpoint"])
+def test_the_root_is_no_folder_for_a_run(tmp_path: Path, key: str) -> None:
+    sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}}
+    sections[key] = {"folder": "/tmp/.."}
+    with pytest.raises(BadInput, match=rf"{key}\.folder is .* or the root"):
+        check(config_from_dict(sections), 1)
+
+
+# -- data ------------------------------------------------------------------------------------------------------
+
+
+def on_ranks_of_a_run(ranks: int, config: Config, work: Callable[[Session], Any]) -> list[Any]:
+    """`work(session)` on ranks that are threads."""
+
+    def body(rank: int) -> Any:
+        session = open_session(config, Ranks(rank, ranks, torch.device("cpu")))
+        try:
+            return work(session)
+        finally:
+            session.loader.close()
+            session.keeper.release()
+
+    return run_in_threads(ranks, body)
+
+
+@pytest.mark.parametrize("empty", [(0,), (0, 1)], ids=["one rank", "all ranks"])
+def test_ranks_with_nothing_to_learn_count_for_nothing(tmp_path: Path, empty: tuple[int, ...]) -> None:
+    """A micro-batch whose targets are all ignored; the oracle is the step on the other rank's alone."""
+    options = {"optimizer": {"weight_decay": 0.0}, "batch": {"micro_batch": 1}}
+
+    def work(session: Session) -> tuple[float, float, dict[str, Tensor]]:
+        batch = session.loader.next_step()
+        if session.ranks.rank in empty:
+            ignored = tuple(
+                replace(part, targets=torch.full_like(part.targets, IGNORED), valid_tokens=0)
+                for part in batch.micro_batches
+            )
+            batch = replace(batch, micro_batches=ignored)
+        valid = 0 if len(empty) == 2 else batch.valid_tokens // 2
+        before = {piece.name: piece.tensor.clone() for piece in engine_of(session.model).pieces()}
+        total, norm = step_on(session, replace(batch, valid_tokens=valid))
+        after = {piece.name: piece.tensor for piece in engine_of(session.model).pieces() if piece.kind == "weight"}
+        moved = {name: (after[name] - value).abs().max() for name, value in before.items()}
+        return float(total), float(norm), moved
+
+    for rank, (total, norm, moved) in enumerate(on_ranks_of_a_run(2, config_in(tmp_path, **options), work)):
+        assert (total == 0.0) is (rank in empty)
+        assert (norm == 0.0) is (len(empty) == 2)
+        assert all(torch.isfinite(value) for value in moved.values())
+        assert any(value > 0 for value in moved.values()) is (len(empty) == 1)
+
+
+def test_slow_data_are_waited_for_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SequenceDataset.batch
+
+    def slow(dataset: SequenceDataset, indices: Any) -> Any:
+        time.sleep(0.2)
+        return real(dataset, indices)
+
+    monkeypatch.setattr(SequenceDataset, "batch", slow)
+    assert trained(config_in(tmp_path, train={"steps": 3}, checkpoint={"every": None})) == 0
+    assert [line["data_wait"] > 0.5 for line in metrics(tmp_path)] == [True] * 3
+
+
+# -- signals ---------------------------------------------------------------------------------------------------
+
+
+class Asked(StopRequest):
+    """Hears of SIGTERM when the test says so: handlers belong to the main thread, and ranks are threads here."""
+
+    def __init__(self) -> None:
+        self._requested, self._interrupts = False, 0
+
+
+@pytest.mark.parametrize("during", ["evaluate", "summed_loss"], ids=["an evaluation", "the first forward"])
+def test_a_stop_within_an_evaluation_or_the_first_step_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    stop, real = Asked(), getattr(loop, during)
+
+    def interrupted(*arguments: Any) -> Any:
+        stop._receive(signal.SIGTERM, None)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, during, interrupted)
+    data, rest = {"validation_fraction": 0.2}, {"eval_every": 2, "steps": 50}
+    config = config_in(tmp_path, data=data, train=rest, checkpoint={"every": None}, schedule={"warmup_steps": 10})
+
+    def body(rank: int) -> int:
+        trainer = Trainer(open_session(config, ALONE), stop)
+        try:
+            return trainer.run()
+        finally:
+            trainer.session.loader.close()
+            for sink in trainer.report._sinks:
+                sink.close()
+
+    assert run_in_threads(1, body) == [75]
+    newest = latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None and newest.endswith("step-00000001")
+
+
+@pytest.mark.parametrize(("times", "code"), [(1, 0), (2, INTERRUPTED)])
+def test_a_second_interrupt_ends_at_once(times: int, code: int) -> None:
+    def work() -> None:
+        stop = StopRequest()
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop._requested
+
+    assert reap(spawn_child(work)) == code
+
+
+STARTS = """
+import ctypes, os, sys, time
+with open(sys.argv[1], "a") as file:
+    file.write(os.environ["RANK"])
+if os.environ["RANK"] == "1":
+    ctypes.string_at(0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+def test_a_crash_in_native_code_is_named_and_nothing_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(STARTS)
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path / "starts")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=kept)
+    assert done.returncode == 1
+    assert "Rank 1 was ended by SIGSEGV" in done.stderr.rstrip().splitlines()[-1]
+    assert sorted((tmp_path / "starts").read_text()) == ["0", "1"]
+
+
+def test_a_queue_starts_again_only_what_was_asked_to_stop() -> None:
+    script = (Path(__file__).parents[2] / "examples" / "slurm.sbatch").read_text()
+    requeue = script[: script.index("scontrol requeue")].rstrip().splitlines()[-1]
+    assert "75" in requeue
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.summed_loss
+
+    def spoilt(model: Any, *arguments: Any) -> Tensor:
+        loss = real(model, *arguments)
+        bad = torch.distributed.get_rank() == 1 and model.spoilt == 2
+        model.spoilt += 1
+        return loss * float("nan") if bad else loss
+
+    def work(session: Session) -> str:
+        session.model.spoilt = 0  # type: ignore[assignment]
+        with pytest.raises(Diverged) as caught:
+            Trainer(session, StopAfter(None)).run()
+        return str(caught.value)
+
+    monkeypatch.setattr(loop, "summed_loss", spoilt)
+    one, other = on_ranks_of_a_run(2, config_in(tmp_path, batch={"micro_batch": 1}), work)
+    assert one == other
+    assert "loss of step 3 is nan" in one
+    saved = [Path(path).name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert saved == ["step-00000001", "step-00000002"]
+
+
+def test_skipped_steps_are_the_same_after_a_resumption(tmp_path: Path) -> None:
+    """Rate, samples and generators move on, moments and step counts do not; scale and counters are kept.
+
+    The first scale is too large for this model: it is halved in several steps on end.
+    """
+
+    def run(name: str, *stops: int | None) -> Path:
+        (tmp_path / name).mkdir()
+        config = config_in(tmp_path / name, precision={"name": "fp16"}, model={"dropout": 0.3}, train={"steps": 6})
+        for stop in stops:
+            trained(config, stop)
+        return tmp_path / name
+
+    whole, part = run("whole", None), run("part", 2, None)
+    skipped = [line["skipped_steps"] for line in metrics(whole)]
+    assert skipped[1] == 2 and skipped[-1] < 6
+    assert equal(final_state(whole), final_state(part))
+    kept = ("step", "loss", "learning_rate", "tokens", "loss_scale", "skipped_steps")
+    assert [[line[key] for key in kept] for line in metrics(whole)] == [
+        [line[key] for key in kept] for line in metrics(part)
+    ]
+
+
+# -- going on --------------------------------------------------------------------------------------------------
+
+
+def test_counters_rate_and_best_are_those_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    def extra(name: str, *stops: int | None) -> dict[str, Any]:
+        (tmp_path / name).mkdir()
+        options: dict[str, Any] = {"data": {"validation_fraction": 0.2}, "train": {"steps": 6, "eval_every": 1}}
+        for stop in stops:
+            trained(config_in(tmp_path / name, **options), stop)
+        newest = latest(tmp_path / name / "run" / "checkpoints")
+        assert newest is not None
+        return {key: value for key, value in open_source(newest).extra.items() if key != "config"}
+
+    whole = extra("whole", None)
+    assert whole == extra("part", 3, None)
+    assert whole["best"]["loss"] <= whole["metric"]
+
+
+def test_other_ranks_draw_anew_and_say_so(tmp_path: Path) -> None:
+    trained(config_in(tmp_path))
+    config = config_in(tmp_path, batch={"micro_batch": 1}, train={"steps": 6})
+    for notes in on_ranks_of_a_run(2, config, lambda session: session.resume_notes):
+        assert any("no random generators of 2 ranks in the checkpoint" in note for note in notes)
+
+
+def test_a_password_in_a_url_is_neither_saved_nor_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "memory://me:pass-word@store/run"
+    trained(config_in(tmp_path, checkpoint={"folder": folder}))
+    assert "saved memory://***@store/run/step-00000001" in (out := capsys.readouterr().out)
+    assert "pass-word" not in out
+    newest = latest(folder)
+    assert newest is not None
+    saved = open_source(newest).extra["config"]
+    assert "pass-word" not in str(saved)
+    assert saved["checkpoint"]["folder"] == "memory://***@store/run"
+    checkpoint.clear(folder)
