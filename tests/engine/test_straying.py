@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import collectives, engine_of
+from terrazzo.engine.collectives import NativeCollectives
 from terrazzo.engine.order import ENTER, LEAVE, Order
 from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
+from tests.helpers.processes import Pool
 
 WIDTH, DEPTH = 13, 5
 SPLIT = ("zero3", "shard_grad_op", "hpz", "hybrid_shard")
@@ -258,6 +261,35 @@ def test_a_forward_of_one_rank_alone_is_named() -> None:
 
     with pytest.raises(tz.RanksApart, match=r"forward 1, without gradients"):
         on_ranks(2, body)
+
+
+def uneven_without_labels(plan: str) -> str:
+    """Run by each process: NCCL's part is played by gloo's own collectives, whose messages say nothing."""
+    before = collectives._KINDS["gloo"]
+    collectives._KINDS["gloo"] = NativeCollectives
+    try:
+        rank = dist.get_rank()
+        model = Routed()
+        model.route = [0, 1]
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan)
+        try:
+            for _ in range(2 - rank):
+                with tz.accumulate(model):
+                    loss_of(model, batch(0, rank)).backward()
+            loss_of(model, batch(1, rank)).backward()
+            optimizer.step()
+        except tz.RanksApart as error:
+            return str(error)
+        return ""
+    finally:
+        collectives._KINDS["gloo"] = before
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_uneven_micro_batches_are_named_where_messages_carry_no_labels(two_processes: Pool, plan: str) -> None:
+    for told in two_processes.run(uneven_without_labels, plan):
+        assert "gradient of" in told and "backward 2" in told and "accumulate" in told
 
 
 # -- the program ------------------------------------------------------------------------------------------------

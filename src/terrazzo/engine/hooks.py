@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from terrazzo.engine import listeners
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.label import Purpose
 from terrazzo.engine.order import Order, Visit, merge
+from terrazzo.engine.pass_end import meet
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.saved import SavedWeights
 from terrazzo.engine.scaler import LossScaler, scale_backward
@@ -200,6 +202,8 @@ class Hooks:
             self.schedule.end_backward()
             if not self.schedule.accumulating:
                 self._agree()
+            elif not self.schedule.sums_locally and self.schedule.meet is None:
+                self._agree_on_flags()  # ranks that have not run the same hear it here
             self.schedule.finish()
             if self.scaler is not None:
                 self.scaler.in_use = False
@@ -269,20 +273,27 @@ class Hooks:
         return [[(row[i], row[i + 1]) for i in range(0, longest, 2) if row[i] >= 0] for row in rows]
 
     def _agree(self) -> None:
-        """One small reduction: which parameters got a gradient, which units got one too late, who left the order."""
-        schedule = self.schedule
-        buckets = [bucket for unit in self.units for bucket in unit.trainable()]
-        late = [int(unit.index in self._late) for unit in self.units]
-        seen = [int(flag) for bucket in buckets for flag in bucket.gradient.seen]
-        values = torch.tensor([int(schedule.strayed), *late, *seen], dtype=torch.int64, device=self._control)
-        flags: list[int] = self.axes.maximum(values).tolist()
-        late, found = flags[1 : 1 + len(late)], iter(flags[1 + len(late) :])
-        for bucket in buckets:
+        """Take over which parameters got a gradient, which units got one too late, who left the order."""
+        strayed, late, seen = self._agree_on_flags()
+        found = iter(seen)
+        for bucket in (bucket for unit in self.units for bucket in unit.trainable()):
             bucket.gradient.seen = [bool(flag) for flag in islice(found, len(bucket.members))]
         for unit in (unit for unit in self.units if late[unit.index]):
-            schedule.start_reducing(unit)
-        if flags[0]:
-            schedule.order = dataclasses.replace(schedule.order, agreed=False)
+            self.schedule.start_reducing(unit)
+        if strayed:
+            self.schedule.order = dataclasses.replace(self.schedule.order, agreed=False)
+
+    def _agree_on_flags(self) -> tuple[int, list[int], list[int]]:
+        """One small reduction: whether any rank has left the order, had each unit late, saw each parameter's gradient.
+
+        Errors: `RanksApart` if the ranks have not run the same.
+        """
+        late = [int(unit.index in self._late) for unit in self.units]
+        buckets = [bucket for unit in self.units for bucket in unit.trainable()]
+        seen = [int(flag) for bucket in buckets for flag in bucket.gradient.seen]
+        label = self.schedule.end_of(Purpose.END_OF_BACKWARD)
+        strayed, *flags = meet(self.axes, label, [int(self.schedule.strayed), *late, *seen])
+        return strayed, flags[: len(late)], flags[len(late) :]
 
 
 def _ignore() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from terrazzo.engine.unit import Unit
 
-__all__ = ["ENTER", "LEAVE", "LEAVE_FOR_GOOD", "Order", "Visit", "contains", "merge"]
+__all__ = ["ENTER", "LEAVE", "LEAVE_FOR_GOOD", "Order", "Visit", "contains", "merge", "position_from"]
 
 ENTER, LEAVE_FOR_GOOD, LEAVE = range(3)
 """What happened to a unit in a forward: it began; it ended and no backward of it will come; it ended."""
@@ -200,3 +200,8 @@ def _steps(visits: Sequence[Visit]) -> dict[_Step, int]:
         steps[(*kind, seen[kind])] = event
         seen[kind] += 1
     return steps
+
+
+def position_from(start: int, units: Sequence[int], unit: int) -> int | None:
+    """Where `unit` comes first in `units`, from `start` on."""
+    return next((position for position in range(start, len(units)) if units[position] == unit), None)

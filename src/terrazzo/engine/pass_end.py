@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
@@ -10,10 +10,10 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.label import Label, moving
 from terrazzo.engine.recipe import Recipe
 
-__all__ = ["MEETING_NUMEL", "meeting_of", "meets"]
+__all__ = ["MEETING_NUMEL", "meet", "meets"]
 
-MEETING_NUMEL = 5
-"""int64 elements that each meeting exchanges over every axis."""
+MEETING_NUMEL = 4
+"""int64 elements that each meeting exchanges over every axis, besides its numbers."""
 
 
 def meets(recipe: Recipe) -> bool:
@@ -21,27 +21,21 @@ def meets(recipe: Recipe) -> bool:
     return bool(recipe.plan.weight.axes)
 
 
-def meeting_of(axes: Axes) -> Callable[[Label, int], int]:
-    """A function of a label and a number that gives the highest number of all ranks; blocks.
+def meet(axes: Axes, label: Label, numbers: Sequence[int]) -> list[int]:
+    """Each the highest of the `numbers` of all data ranks, which meet at `label`; blocks.
 
-    Errors, from the function: `RanksApart` if another rank has come with another label, or has issued other exchanges
-    than this one on a transport whose messages carry no labels.
+    Errors: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
+    transport whose messages carry no labels.
     """
-
-    device = axes.control_device
-
-    def meet(label: Label, number: int) -> int:
-        trail = axes.trail()
-        values = torch.tensor([label.code, ~label.code, trail, ~trail, number], dtype=torch.int64, device=device)
-        before = moving.set(label)
-        try:
-            highest, lowest, most, least, top = axes.maximum(values).tolist()
-        finally:
-            moving.reset(before)
-        label.check(highest, "another rank")
-        label.check(~lowest, "another rank")
-        if most != ~least:
-            axes.compare_trails(label)
-        return int(top)
-
-    return meet
+    trail = axes.trail()
+    values = torch.tensor([label.code, ~label.code, trail, ~trail, *numbers], device=axes.control_device)
+    before = moving.set(label)
+    try:
+        highest, lowest, most, least, *top = axes.maximum(values).tolist()
+    finally:
+        moving.reset(before)
+    label.check(highest, "another rank")
+    label.check(~lowest, "another rank")
+    if most != ~least:
+        axes.compare_trails(label)
+    return [int(number) for number in top]

@@ -41,7 +41,10 @@ def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sum
         schedule.accumulating, schedule.reduce_each = index < micro_batches - 1, not local_sums
         _forward(schedule, units, paper)
         _backward(schedule, paper)
-    _agree(units, traffic)
+        if not schedule.accumulating or (schedule.meet is None and not local_sums):
+            _record_control(recipe, traffic, _flags(units))
+    if recipe.precision.loss_scaling:
+        _record_control(recipe, traffic, 1)  # overflow
     for unit in paper:
         unit.publish()
     return ledger, traffic
@@ -71,7 +74,7 @@ def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
 
 
 def _meet(recipe: Recipe, traffic: Traffic) -> int:
-    _record_control(recipe, traffic, MEETING_NUMEL)
+    _record_control(recipe, traffic, MEETING_NUMEL + 1)
     return 0
 
 
@@ -80,14 +83,9 @@ def _record_control(recipe: Recipe, traffic: Traffic, numel: int) -> None:
         traffic.record("control", numel * torch.int64.itemsize)
 
 
-def _agree(units: Sequence[Unit], traffic: Traffic) -> None:
-    """The small reductions at the end of a step: flags of units and parameters, and of overflow."""
-    recipe = units[0].buckets[0].recipe
-    flags = [1 + len(units) + sum(len(bucket.members) for unit in units for bucket in unit.trainable())]
-    if recipe.precision.loss_scaling:
-        flags.append(1)
-    for numel in flags:
-        _record_control(recipe, traffic, numel)
+def _flags(units: Sequence[Unit]) -> int:
+    """int64 elements of the agreement at the end of backward."""
+    return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for unit in units for bucket in unit.trainable())
 
 
 class PaperUnit:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from terrazzo.engine.label import Label, Purpose
-from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit
+from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit, position_from
 from terrazzo.engine.runnable import Runnable
 from terrazzo.engine.transfer import Transfer
 
@@ -89,7 +89,7 @@ class Schedule:
             return
         self.visits.append((unit.index, ENTER))
         self._begun.setdefault(unit.index, len(self._begun))
-        if (position := _find(self.order.forward, unit.index, self._forward_cursor)) is not None:
+        if (position := position_from(self._forward_cursor, self.order.forward, unit.index)) is not None:
             self._pass_forward(position)
             self._forward_at(position)
         if not unit.at_hand:
@@ -203,8 +203,12 @@ class Schedule:
 
     def _meet(self, pass_end: Purpose, wanted: int) -> int:
         assert self.meet is not None
+        return self.meet(self.end_of(pass_end), wanted)
+
+    def end_of(self, pass_end: Purpose) -> Label:
+        """Where ranks meet at the end of this forward or backward."""
         number = self._forwards if pass_end is Purpose.END_OF_FORWARD else self._backwards
-        return self.meet(self._label(pass_end, number=number), wanted)
+        return self._label(pass_end, number=number)
 
     def _gather_for_others(self, unit: Runnable) -> None:
         was_at_hand = unit.at_hand
@@ -234,7 +238,7 @@ class Schedule:
         """Backward of `unit` begins; returns once its weights may be read."""
         self._awaited.discard(unit.index)
         self._announced = unit.index
-        if (position := _find(self.order.backward, unit.index, self._backward_cursor)) is not None:
+        if (position := position_from(self._backward_cursor, self.order.backward, unit.index)) is not None:
             self._backward_to(position)
         self._have_in_backward(unit)
 
@@ -242,7 +246,7 @@ class Schedule:
         """Forward of `unit` runs again inside of backward, perhaps long before its own backward."""
         cursor, backward = self._backward_cursor, self.order.backward
         running = cursor > 0 and backward[cursor - 1] == unit.index
-        if not running and (position := _find(backward, unit.index, cursor)) is not None:
+        if not running and (position := position_from(cursor, backward, unit.index)) is not None:
             self._fetch_held_back()
             for index in backward[cursor : position + 1]:
                 self._take_part(index, Purpose.BACKWARD, self._backwards)
@@ -393,7 +397,3 @@ class Schedule:
             yield
         finally:
             self.rest()
-
-
-def _find(order: Sequence[int], unit: int, start: int) -> int | None:
-    return next((position for position in range(start, len(order)) if order[position] == unit), None)

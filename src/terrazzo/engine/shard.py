@@ -48,7 +48,7 @@ from terrazzo.engine.needs import Templates, open_store
 from terrazzo.engine.order import Order
 from terrazzo.engine.pages import give_back_freed, keep_freed
 from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
-from terrazzo.engine.pass_end import meeting_of, meets
+from terrazzo.engine.pass_end import meet, meets
 from terrazzo.engine.place import Place, Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.recipe import Recipe
@@ -109,7 +109,7 @@ def shard(  # structure: signature fixed by the design
 
     schedule = Schedule(planned, Order.of_registration(planned), prefetch)
     if meets(recipe):
-        schedule.meet = meeting_of(recipe.axes)
+        schedule.meet = lambda label, number: meet(recipe.axes, label, [number])[0]
     hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, None)
     engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks, store, prepared.templates)
     schedule.denominator = _weak_call(engine.gradient_denominator)
@@ -328,8 +328,9 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) ->
         tiers = recipe.tiers(index, len(specs))
         buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members, owners)]
         units.append(Unit(spec.name, index, spec.module, buckets))
+    names = tuple(spec.name for spec in specs)
     for unit in units:
-        unit.names = tuple(spec.name for spec in specs)
+        unit.names = names
     return units
 
 
