@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import collectives, engine_of
@@ -44,6 +45,61 @@ class Routed(nn.Module):
         return self.head(x)
 
 
+class Grouped(Routed):
+    """Several blocks of the route inside of one checkpointed region.
+
+    Args:
+        size: of a region, in blocks.
+        region: calls a function of one tensor, and recomputes it in backward.
+    """
+
+    def __init__(self, size: int, region: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.size, self.region = size, region
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for start in range(0, len(self.route), self.size):
+            part = self.route[start : start + self.size]
+            x = self.region(self.run, x, part) if torch.is_grad_enabled() else self.run(x, part)
+        return self.head(x)
+
+    def run(self, x: Tensor, route: list[int]) -> Tensor:
+        for index in route:
+            x = self.blocks[index](x)
+        return x * 2
+
+
+def modern(run: Callable[..., Tensor], x: Tensor, route: list[int]) -> Tensor:
+    return checkpoint(run, x, route, use_reentrant=False)
+
+
+def reentrant(run: Callable[..., Tensor], x: Tensor, route: list[int]) -> Tensor:
+    return checkpoint(run, x, route, use_reentrant=True)
+
+
+class _Own(torch.autograd.Function):
+    """Recomputation written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[..., Tensor], route: list[int]) -> Tensor:
+        ctx.run, ctx.route = run, route
+        ctx.save_for_backward(x)
+        return run(x, route)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            output = ctx.run(x, ctx.route)
+        torch.autograd.backward(output, gradient)
+        return x.grad, None, None
+
+
+def own(run: Callable[..., Tensor], x: Tensor, route: list[int]) -> Tensor:
+    return _Own.apply(x, run, route)
+
+
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -64,9 +120,11 @@ def alone(base: Routed, route: Route, steps: int, world: int) -> tuple[list[list
     return losses, dict(model.named_parameters())
 
 
-def follows(route: Route, plan: str, steps: int = 5, world: int = 2, **options: Any) -> None:
+def follows(
+    route: Route, plan: str, steps: int = 5, world: int = 2, base: Routed | None = None, **options: Any
+) -> None:
     """Every rank's losses and the weights are those of one process."""
-    base = Routed()
+    base = base or Routed()
     wanted, weights = alone(base, route, steps, world)
 
     def body(rank: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -119,6 +177,11 @@ def early(step: int, rank: int) -> list[int]:
     return list(range(random.Random(f"{step} {rank}").randint(0, DEPTH)))
 
 
+def opposite_ends(step: int, rank: int) -> list[int]:
+    """All blocks, on one rank or on the other."""
+    return list(range(DEPTH)) if (step + rank) % 2 else []
+
+
 def opposite(step: int, rank: int) -> list[int]:
     return list(range(DEPTH)) if rank % 2 else list(reversed(range(DEPTH)))
 
@@ -134,6 +197,68 @@ def test_units_that_come_as_they_like(plan: str, route: Route) -> None:
 @pytest.mark.parametrize("plan", SPLIT)
 def test_with_any_prefetch(plan: str, route: Route, prefetch: int) -> None:
     follows(route, plan, world=world_of(plan), prefetch=prefetch)
+
+
+def in_turn() -> list[Any]:
+    """Every plan with every way to recompute, and every route with each of both."""
+    return [
+        pytest.param(plan, (dropped, early, shuffled)[(i + j) % 3], region, (2, 5)[(i + j) % 2])
+        for i, plan in enumerate(("zero2", *SPLIT))
+        for j, region in enumerate((modern, reentrant, own))
+    ]
+
+
+@pytest.mark.parametrize(("plan", "route", "region", "size"), in_turn())
+def test_regions_of_several_units(plan: str, route: Route, region: Callable[..., Tensor], size: int) -> None:
+    follows(route, plan, world=world_of(plan), base=Grouped(size, region))
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("region", [modern, reentrant])
+def test_regions_with_any_prefetch(region: Callable[..., Tensor], prefetch: int) -> None:
+    follows(dropped, "zero3", base=Grouped(3, region), prefetch=prefetch)
+
+
+@pytest.mark.parametrize("region", [modern, reentrant, own])
+def test_regions_of_one_unit_cost_no_memory(region: Callable[..., Tensor]) -> None:
+    def peak(model: Routed) -> list[int]:
+        def body(rank: int) -> int:
+            sharded, _ = tz.shard(copy.deepcopy(model), None, "zero3")
+            sharded.route = list(range(DEPTH))
+            ledger = engine_of(sharded).axes.ledger
+            ledger.peak_bytes = 0
+            loss_of(sharded, batch(0, rank)).backward()
+            return ledger.peak_bytes
+
+        return on_ranks(2, body)
+
+    assert peak(Grouped(1, region)) == peak(Routed())
+
+
+def in_regions(rank_route: Route) -> list[float]:
+    """Run by each process."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model: Any = Grouped(5, modern)
+    model, optimizer = tz.shard(model, adamw(model.parameters()), "zero3")
+    losses = []
+    for step in range(3):
+        model.route = rank_route(step, rank)
+        loss = loss_of(model, batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.processes
+def test_regions_that_only_some_ranks_run_in_processes(two_processes: Pool) -> None:
+    """Gathers are waited for there while gradients of others are under way."""
+    torch.manual_seed(0)
+    wanted, _ = alone(Grouped(5, modern), opposite_ends, 3, 2)
+    for rank, losses in enumerate(two_processes.run(in_regions, opposite_ends)):
+        assert losses == pytest.approx([step[rank] for step in wanted], abs=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["zero3@cpu", "zero3@cpu-all", "shard_grad_op@cpu"])

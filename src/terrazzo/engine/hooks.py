@@ -8,7 +8,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from terrazzo.engine import listeners
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.label import Purpose
-from terrazzo.engine.order import Order, Visit, merge
+from terrazzo.engine.order import Order, merge
 from terrazzo.engine.pass_end import meet
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.regions import Regions, is_differentiated
 from terrazzo.engine.saved import SavedWeights
 from terrazzo.engine.scaler import LossScaler, scale_backward
 from terrazzo.engine.schedule import Schedule
@@ -56,6 +57,7 @@ class Hooks:
         self._late: set[int] = set()
         self._passes = 0
         self._control = axes.control_device
+        self._regions = Regions()
         self._surprised = False  # whether backward has come to a unit unannounced
         storages = {
             bucket.full.data.untyped_storage()._cdata: unit.index
@@ -90,6 +92,7 @@ class Hooks:
             if self.scaler is not None:
                 self.scaler.in_use = False
             self.schedule.begin_forward(torch.is_grad_enabled())
+            self._regions.begin()
             if abandoned:
                 self._forget_gradients()
             if torch.is_grad_enabled() and (self._surprised or unsettled):
@@ -126,15 +129,19 @@ class Hooks:
             if self.schedule.in_forward:
                 self.schedule.abandon_forward()
 
-    def before_unit(self, unit: Unit) -> None:
+    def before_unit(self, unit: Unit, args: Any = ()) -> None:
         if _inside_backward():  # activation checkpointing runs the forward again
             self.start_backward()
             self.schedule.recompute(unit)
-        else:
-            self.schedule.enter_forward(unit)
+            return
+        if not self.schedule.order.agreed and (pair := self._regions.enter(unit.index, args)):
+            self.schedule.together.add(pair)
+        self.schedule.enter_forward(unit)
 
     def after_unit(self, unit: Unit, output: Any) -> None:
         if _inside_backward():
+            if is_differentiated() and self._watch(unit, output)[0]:
+                self.schedule.expect_backward(unit)
             return
         training = torch.is_grad_enabled()
         announced, hidden = self._watch(unit, output) if training else (False, False)
@@ -143,7 +150,7 @@ class Hooks:
             self.begun()  # nothing else may announce its backward
             self.schedule.hold_until_backward_ends(unit)
         else:
-            self.schedule.leave_forward(unit, training, announced)
+            self.schedule.leave_forward(unit, training, announced or (not training and self._regions.reentrant))
 
     def before_backward(self, unit: Unit, generation: int) -> None:
         """Backward comes to a call of `unit`, which ran when its weights were those of `generation`."""
@@ -167,8 +174,10 @@ class Hooks:
             self.schedule.enter_backward(unit)
 
     def take_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
-        self.start_backward()
-        self._check_arrival(unit, bucket, index)
+        if not self.schedule.in_backward:
+            self.start_backward()
+        if not bucket.present or torch.is_grad_enabled():
+            self._refuse(unit, bucket, index)
         if self.scaler is not None and not self.scaler.in_use:
             raise Misuse(
                 f"A gradient reached {bucket.members[index].name!r} without passing through the model's output, so "
@@ -182,7 +191,8 @@ class Hooks:
         if unit.index in self.schedule.closed:
             self._late.add(unit.index)
 
-    def _check_arrival(self, unit: Unit, bucket: Bucket, index: int) -> None:
+    def _refuse(self, unit: Unit, bucket: Bucket, index: int) -> NoReturn:
+        """A gradient came where it cannot be taken."""
         if not bucket.present:
             self._surprised = True
             raise Misuse(
@@ -191,11 +201,10 @@ class Hooks:
                 "tensor that the loss is computed from out of that module's forward, in tuples, lists or dicts; or run "
                 "the step again, which is watched more closely from now on."
             )
-        if torch.is_grad_enabled():
-            raise Misuse(
-                f"backward(create_graph=True) reached {bucket.members[index].name!r}, whose gradient goes into flat "
-                "memory and keeps no graph. Take torch.autograd.grad(..., create_graph=True) of inputs instead."
-            )
+        raise Misuse(
+            f"backward(create_graph=True) reached {bucket.members[index].name!r}, whose gradient goes into flat "
+            "memory and keeps no graph. Take torch.autograd.grad(..., create_graph=True) of inputs instead."
+        )
 
     def end_backward(self) -> None:
         if self.schedule.in_backward:
@@ -254,21 +263,24 @@ class Hooks:
 
     def _agree_on_order(self) -> None:
         """Compare what the ranks ran, and make it the program; see `Order`."""
-        axes = self.axes
-        visits = [number for visit in self.schedule.visits for number in visit]
-        digest = zlib.crc32(array("q", visits).tobytes())
-        if all(axes.equal(torch.tensor([len(visits), digest], device=self._control))):
-            merged: list[Visit] | None = self.schedule.visits
+        schedule, axes = self.schedule, self.axes
+        notes = [*schedule.visits, *((one, _WITH + other) for one, other in sorted(schedule.together))]
+        numbers = [number for note in notes for number in note]
+        digest = zlib.crc32(array("q", numbers).tobytes())
+        if all(axes.equal(torch.tensor([len(numbers), digest], device=self._control))):
+            ranks = [notes]
         else:
-            merged = merge(self._visits_of_ranks(visits))
+            ranks = self._notes_of_ranks(numbers)
+        schedule.together.update((one, other - _WITH) for notes in ranks for one, other in notes if other >= _WITH)
+        merged = merge([[note for note in notes if note[1] < _WITH] for notes in ranks])
         if merged is not None:
-            self.schedule.order = Order.of_visits(merged, self.units, agreed=True)
-        self.schedule.strayed = False
+            schedule.order = Order.of_visits(merged, self.units, agreed=True, together=schedule.together)
+        schedule.strayed = False
 
-    def _visits_of_ranks(self, visits: Sequence[int]) -> list[list[Visit]]:
+    def _notes_of_ranks(self, numbers: Sequence[int]) -> list[list[tuple[int, int]]]:
         axes = self.axes
-        longest = int(axes.maximum(torch.tensor([len(visits)], device=self._control)).item())
-        own = torch.tensor([*visits, *[-1] * (longest - len(visits))], dtype=torch.int64, device=self._control)
+        longest = int(axes.maximum(torch.tensor([len(numbers)], device=self._control)).item())
+        own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=self._control)
         rows = axes.rows(own).tolist()
         return [[(row[i], row[i + 1]) for i in range(0, longest, 2) if row[i] >= 0] for row in rows]
 
@@ -296,6 +308,10 @@ class Hooks:
         return strayed, flags[: len(late)], flags[len(late) :]
 
 
+_WITH = 3
+"""Added to the index of a unit in the notes of ranks: past the events of a `Visit`."""
+
+
 def _ignore() -> None:
     """Nobody wants to know."""
 
@@ -315,8 +331,9 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def _put_aside(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Tensors with a gradient function among the attributes of modules."""
-    values = (value for module in modules for value in vars(module).values())
+    """Tensors with a gradient function among the attributes of modules. On torch's own only hooks put any."""
+    own = (module for module in modules if not type(module).__module__.startswith("torch.nn.") or module._forward_hooks)
+    values = (value for module in own for value in vars(module).values())
     return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 

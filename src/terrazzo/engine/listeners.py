@@ -82,7 +82,7 @@ def before_unit(hooks: HooksRef, index: int) -> Callable[..., None]:
 
     def before(module: nn.Module, args: Any) -> None:
         if (live := hooks()) is not None:
-            live.before_unit(live.units[index])
+            live.before_unit(live.units[index], args)
 
     return _eager(before)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from terrazzo.engine.unit import Unit
@@ -39,6 +39,8 @@ class Order:
         agreed: whether the ranks have compared notes.
         left: for each position of `forward`, the units whose forward ends between the position before and this one; one
             entry more for those that end after the last.
+        together: for each position of `backward`, the last one that is gathered at once with it, because both are
+            recomputed in one region.
     """
 
     forward: tuple[int, ...]
@@ -47,19 +49,25 @@ class Order:
     remaining: tuple[int, ...] = field(repr=False)
     agreed: bool = False
     left: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    together: tuple[int, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of_visits(cls, visits: Iterable[Visit], units: Sequence[Unit], agreed: bool) -> Order:
+    def of_visits(
+        cls, visits: Iterable[Visit], units: Sequence[Unit], agreed: bool, together: Iterable[tuple[int, int]] = ()
+    ) -> Order:
         """The program of one forward's visits. Units that it lacks keep their place of registration: who runs one later
         finds it there.
 
         Args:
             units: all of them, in registration order.
+            together: pairs of units that are recomputed in one region.
         """
-        visits = _with_missing(list(visits), units)
+        visits = list(visits)
+        visited = {unit for unit, _ in visits}
+        visits = _with_missing(visits, units)
         forward = [unit for unit, event in visits if event == ENTER]
         order = cls._of(forward, [unit for unit, event in reversed(visits) if event == LEAVE], agreed)
-        return replace(order, left=_departures(visits))
+        return replace(order, left=_departures(visits), together=_bursts(order.backward, visited, together))
 
     @classmethod
     def of_registration(cls, units: Sequence[Unit]) -> Order:
@@ -147,6 +155,24 @@ def _departures(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
             if running[unit] <= 0:
                 since.append(unit)
     return (*left, tuple(since))
+
+
+def _bursts(backward: Sequence[int], visited: Collection[int], pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """`together` of an `Order`. Units that nobody has visited are part of what lies on both their sides."""
+    region: dict[int, set[int]] = {}
+    for pair in pairs:
+        smaller, larger = sorted((region.setdefault(unit, {unit}) for unit in pair), key=len)
+        larger |= smaller
+        region.update(dict.fromkeys(smaller, larger))
+    last = list(range(len(backward)))
+    following: int | None = None
+    for position in reversed(range(len(backward))):
+        unit = backward[position]
+        if unit in visited:
+            if following is not None and backward[following] in region.get(unit, ()):
+                last[position] = last[following]
+            following = position
+    return tuple(last)
 
 
 def contains(outer: Unit, inner: Unit) -> bool:

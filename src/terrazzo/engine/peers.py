@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo.engine.doors import Address, Door, Met, meet
 from terrazzo.engine.ending import Ending, leaves_to_parent
 from terrazzo.engine.label import Label
-from terrazzo.engine.meeting import Address, Door, Met, meet
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 

@@ -10,19 +10,18 @@ held back until half of the running unit's gradient is there.
 
 Whether a unit is gathered at a position of the program follows from the program alone, never from what is in this
 rank's memory: only so do all ranks issue the same. A rank that needs a unit which the program does not have there
-strays. It takes part in the rest of the program, and then asks; the others, at the end of their own pass, hear it.
-
-`hooks` connects these events to a model; `bill` runs the same code on units that only count bytes.
+strays: it takes part in the rest of the program, and then asks; the others hear it at the end of their own pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from terrazzo.engine.label import Label, Purpose
 from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit, position_from
+from terrazzo.engine.reductions import Reductions
 from terrazzo.engine.runnable import Runnable
 from terrazzo.engine.transfer import Transfer
 
@@ -43,6 +42,7 @@ class Schedule:
         meet: the highest of the numbers that the ranks bring to the end of a pass; None where no rank needs another's
             weights.
         visits: what the last forward of the model ran.
+        together: pairs of units that this model recomputes in one region.
         strayed: whether a unit has come elsewhere than in the order, since the last agreement.
         closed: units whose gradients are being reduced, or are complete, in this backward.
         accumulating: whether this micro-batch is not the step's last.
@@ -56,6 +56,7 @@ class Schedule:
         self.meet: Callable[[Label, int], int] | None = None
         self.accumulating, self.reduce_each, self.strayed = False, True, False
         self.visits: list[Visit] = []
+        self.together: set[tuple[int, int]] = set()
         self.closed: set[int] = set()
         self.in_forward = self.in_backward = self._training = False
         self._names = tuple(unit.name for unit in units)
@@ -64,7 +65,7 @@ class Schedule:
         self._begun: dict[int, int] = {}  # in this forward, on this rank: unit to its place among those that began
         self._awaited: set[int] = set()
         self._held: set[int] = set()  # of these, whose weights stay until backward ends
-        self._reducing: list[tuple[int, Transfer]] = []
+        self._reductions = Reductions()
         self._held_back: Sequence[int] = ()
         self._forward_cursor = self._backward_cursor = self._forwards = self._backwards = 0
         self._announced = -1  # the unit whose backward is running
@@ -187,10 +188,7 @@ class Schedule:
         """Gather a unit that the program does not have here, together with all ranks, when they have ended theirs."""
         self.strayed = True
         if self.meet is not None:
-            if pass_end is Purpose.END_OF_FORWARD:
-                self._finish_forward()
-            else:
-                self._finish_backward()
+            self._finish_forward() if pass_end is Purpose.END_OF_FORWARD else self._finish_backward()
             while (served := self._meet(pass_end, unit.index + 1)) != unit.index + 1:
                 self._gather_for_others(self.units[served - 1])
         unit.gather(self._label(Purpose.STRAY, unit.index), from_rest=True)
@@ -243,14 +241,25 @@ class Schedule:
         self._have_in_backward(unit)
 
     def recompute(self, unit: Runnable) -> None:
-        """Forward of `unit` runs again inside of backward, perhaps long before its own backward."""
+        """Forward of `unit` runs again inside of backward, perhaps long before its own backward.
+
+        The program is run up to what it does not know to be recomputed so early: gradients between come late this time.
+        """
         cursor, backward = self._backward_cursor, self.order.backward
-        running = cursor > 0 and backward[cursor - 1] == unit.index
-        if not running and (position := position_from(cursor, backward, unit.index)) is not None:
-            self._fetch_held_back()
-            for index in backward[cursor : position + 1]:
-                self._take_part(index, Purpose.BACKWARD, self._backwards)
+        if unit.index not in self._here:
+            self.halfway()
+            position = position_from(cursor, backward, unit.index)
+            if position is not None and position > self.order.together[cursor]:
+                self.strayed = True
+                self.together.update((backward[cursor], other) for other in backward[cursor + 1 : position + 1])
+                self._backward_to(position)
+            elif position is not None:
+                self._gather_again(backward[cursor : self.order.together[cursor] + 1])
         self._have_in_backward(unit)
+
+    def expect_backward(self, unit: Runnable) -> None:
+        """Forward of `unit` has run again, and its backward will be announced."""
+        self._awaited.add(unit.index)
 
     def _have_in_backward(self, unit: Runnable) -> None:
         if not unit.at_hand:
@@ -269,15 +278,12 @@ class Schedule:
 
     def finish(self) -> None:
         """Wait for every reduction under way."""
-        self._finish_reducing()
+        self._tell(self._reductions.finish())
         self.in_backward = False
 
     def abandon_backward(self) -> None:
         """A backward raised, here and on every other rank: let go of what it left behind."""
-        for _, transfer in self._reducing:
-            with contextlib.suppress(RuntimeError, OSError):
-                transfer.finish()
-        self._reducing.clear()
+        self._reductions.abandon()
         with contextlib.suppress(RuntimeError, OSError):
             self._fetch_held_back()  # a rank that came a little further has done so
         self.in_backward = False
@@ -303,12 +309,12 @@ class Schedule:
                 if self._has_ended(unit):
                     unit.rest()
             running = self.units[order.backward[step]]
-            self._take_part(running.index, Purpose.BACKWARD, self._backwards)
+            self._gather_again(order.backward[step : order.together[step] + 1])
             for unit in ended:
                 self._close(unit)
             ahead = order.backward[step + 1 : step + 1 + self.prefetch]
             self._held_back = [index for index in ahead if self.units[index].regathered]
-            if not (self._reducing and running.fills_gradually):
+            if not (self._reductions.under_way and running.fills_gradually):
                 self._fetch_held_back()
             if step < position:
                 running.wait()
@@ -333,23 +339,21 @@ class Schedule:
         the same order.
         """
         if self._held_back:
-            self._finish_reducing()
+            self._tell(self._reductions.finish())
         self._fetch_held_back()
 
     def _fetch_held_back(self) -> None:
         held_back, self._held_back = self._held_back, ()
-        for index in held_back:
+        self._gather_again(held_back)
+
+    def _gather_again(self, units: Sequence[int]) -> None:
+        for index in units:
             self._take_part(index, Purpose.BACKWARD, self._backwards)
 
-    def _finish_reducing(self) -> None:
-        for unit, transfer in self._reducing:
-            transfer.finish()
-            self._tell(unit)
-        self._reducing.clear()
-
-    def _tell(self, unit: int) -> None:
-        if not self.accumulating:
-            self.reduced(unit)
+    def _tell(self, finished: Iterable[int]) -> None:
+        for unit in finished:
+            if not self.accumulating:
+                self.reduced(unit)
 
     def _close(self, unit: Runnable) -> None:
         """The unit's gradients are complete: start summing them over ranks, unless this micro-batch only adds."""
@@ -359,14 +363,10 @@ class Schedule:
 
     def start_reducing(self, unit: Runnable) -> None:
         """Start summing a unit's gradients, after moving the earlier reductions one collective on."""
-        for reducing, transfer in self._reducing:
-            transfer.advance()
-            if transfer.done:
-                self._tell(reducing)
-        self._reducing = [(reducing, transfer) for reducing, transfer in self._reducing if not transfer.done]
+        self._tell(self._reductions.advance())
         purpose = Purpose.PARTIAL if self.accumulating else Purpose.GRADIENT
         moves = unit.reduce(None if self.accumulating else self.denominator())
-        self._reducing.append((unit.index, Transfer(moves, self._label(purpose, unit.index, self._backwards))))
+        self._reductions.start(unit.index, Transfer(moves, self._label(purpose, unit.index, self._backwards)))
 
     @property
     def awaits_backward(self) -> bool:

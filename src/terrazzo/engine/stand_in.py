@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +63,7 @@ class _Shelf:
         self.bucket = bucket
         self.parameters = [member.parameter for member in bucket.members]
         self.stand_ins = [_stand_in(owner, member, first + i) for i, member in enumerate(bucket.members)]
+        self._numbered = list(zip(range(len(self.parameters)), self.parameters, self.stand_ins, strict=True))
         self.shown: list[tuple[int, nn.Parameter, _StandIn]] = []
 
     @property
@@ -70,8 +72,7 @@ class _Shelf:
         return self.bucket.gradient.is_finished or self.bucket.gradient.unfinished
 
     def show(self) -> None:
-        numbered = zip(range(len(self.parameters)), self.parameters, self.stand_ins, strict=True)
-        self.shown = [each for each, seen in zip(numbered, self.bucket.gradient.seen, strict=True) if seen]
+        self.shown = list(compress(self._numbered, self.bucket.gradient.seen))
         for _, parameter, stand_in in self.shown:
             parameter.grad = stand_in
 
@@ -85,9 +86,11 @@ class _Shelf:
         seen, found = self.bucket.gradient.seen, list[int]()
         for index, parameter, stand_in in self.shown:
             grad = parameter.grad
+            if grad is stand_in:
+                continue
             if grad is None and seen[index]:
                 found.append(index)
-            elif grad is not None and grad is not stand_in:
+            elif grad is not None:
                 raise Misuse(
                     f"The .grad of {self.bucket.members[index].name!r} was replaced by a tensor, but the gradients of "
                     "a sharded model are in memory of the engine. Change them in place (mul_, div_, zero_), or before "
@@ -111,8 +114,10 @@ class _StandIns:
         hooks = engine.hooks
         hooks.begun, hooks.ended, hooks.wanted = self.hide, self.show, self.notice_dropped
         before = _before_gradient(weakref.ref(self))
-        for key in self.keys:
-            _member(key).parameter.register_hook(before)
+        for unit in engine.units:
+            for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
+                for member in bucket.members:
+                    member.parameter.register_hook(before)
 
     @property
     def _engine(self) -> Engine:
