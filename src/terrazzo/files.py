@@ -11,7 +11,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 
-__all__ = ["check_model_file", "read_json", "read_plain"]
+__all__ = ["check_model_file", "read_json", "read_plain", "size_inside"]
 
 MAX_DEPTH = 64
 
@@ -65,29 +65,46 @@ def _check_depth(text: str, path: Path) -> None:
             raise BadInput(f"'{path}' is nested more than {MAX_DEPTH} deep; no file of a model is.")
 
 
-def check_model_file(path: Path, limit_bytes: int) -> None:
-    """That a file in a model's folder can be given to a library that reads all of it.
+def size_inside(path: Path, folder: Path) -> int:
+    """The bytes of a plain file of a folder that somebody else made, `path` being in it or in a subfolder of it.
 
-    A link may lead to another file of the folder, or of the Hugging Face cache that the folder is in.
+    A link may lead to another file beside it. The cache of the Hugging Face Hub keeps the files of a folder
+    `snapshots/<revision>`, and of its subfolders, in `blobs`, two folders up from where that really is.
 
     Raises:
-        BadInput: it is no plain file, is larger than `limit_bytes`, or a link to elsewhere.
+        BadInput: it is no plain file, or a link to elsewhere.
+        OSError: it cannot be read; callers know what should be there.
     """
-    folder = path.parent.resolve()
-    inside = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
     try:
+        root = folder.resolve()
+        beside = root / path.relative_to(folder).parent  # not resolved: a subfolder may be a link, too
         target = path.resolve(strict=True)
         status = target.stat()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise BadInput(f"'{path}' cannot be read: {error}.") from None
-    if target.parent not in inside:
+    except (RuntimeError, ValueError) as error:  # links in a circle, and names with NUL
+        raise OSError(str(error)) from None
+    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+    if target.parent not in (beside, *blobs):
         raise BadInput(
-            f"'{path}' is a link to '{target}', outside of its folder, and is not followed: copy the folder with"
+            f"'{path}' is a link to '{target}', outside of '{folder}', and is not followed: copy the folder with"
             " cp -rL first."
         )
     if not stat.S_ISREG(status.st_mode):
-        raise BadInput(f"'{path}' is not a plain file: no model has one.")
-    if status.st_size > limit_bytes:
-        raise BadInput(
-            f"'{path}' is {status.st_size:,} bytes, and at most {limit_bytes:,} are read: is it another file?"
-        )
+        raise BadInput(f"'{path}' is not a plain file: no model and no checkpoint has one.")
+    return status.st_size
+
+
+def check_model_file(path: Path, limit_bytes: int, folder: Path | None = None) -> None:
+    """That a file in a model's folder can be given to a library that reads all of it.
+
+    Args:
+        folder: of the model, where the file is in a subfolder.
+
+    Raises:
+        BadInput: as for `size_inside`, or it cannot be read, or is larger than `limit_bytes`.
+    """
+    try:
+        size_bytes = size_inside(path, path.parent if folder is None else folder)
+    except OSError as error:
+        raise BadInput(f"'{path}' cannot be read: {error}.") from None
+    if size_bytes > limit_bytes:
+        raise BadInput(f"'{path}' is {size_bytes:,} bytes, and at most {limit_bytes:,} are read: is it another file?")

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,6 +328,60 @@ def test_a_file_system_that_does_not_answer(root: Path, forked: Forked, monkeypa
         assert hidden(root) == []
 
     run_in_threads(1, body)
+
+
+class HeldWriter(ForkedWriter):
+    """As one in a system call that no signal interrupts."""
+
+    def __init__(self, root: Path, command: list[str]) -> None:
+        super().__init__(root, faults.paused_after({3}, lambda: time.sleep(SLOW_S)), command)
+
+    def kill(self) -> None:
+        pass
+
+    terminate = kill
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            return super().wait()
+        time.sleep(timeout)
+        raise subprocess.TimeoutExpired("writer", timeout)
+
+
+@pytest.mark.parametrize("ends", ["close", "leave", "_at_exit"])
+def test_a_writer_that_cannot_be_killed_holds_up_no_end(root: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    writers = []
+
+    def popen(command: list[str], **_: Any) -> HeldWriter:
+        writers.append(HeldWriter(root, command))
+        return writers[-1]
+
+    stub = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(saver_module, "subprocess", stub)
+    monkeypatch.setattr(saver_module, "_BRIEF_S", 0.1)
+    monkeypatch.setattr(saver_module, "_GRACE_S", 0.2)
+
+    def body(rank: int) -> None:
+        model, optimizer = build(2)
+        saver = checkpoint.Saver(model, optimizer, patience_s=0.5)
+        saver.save(step_path(root, 2), {"step": 2})
+        began = time.monotonic()
+        with nullcontext() if ends == "leave" else pytest.raises(SaveFailed, match="no progress"):
+            getattr(saver, ends)()
+        assert time.monotonic() - began < SLOW_S / 3
+        saver.close()  # it has ended
+        assert checkpoint.complete_checkpoints(root) == []
+
+    try:
+        run_in_threads(1, body)
+    finally:
+        for one in writers:
+            os.kill(one.pid, signal.SIGKILL)
+            for thread in threading.enumerate():
+                if thread.name == "terrazzo-saver":  # it has the pipes, and waits for the process
+                    thread.join(SLOW_S)
+            one.stdin.close()
+            one.stdout.close()
 
 
 def dies_alone(rank: int, saver: checkpoint.Saver) -> None:

@@ -26,6 +26,7 @@ from terrazzo.checkpoint.exporters.huggingface import (
 )
 from terrazzo.checkpoint.source import Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput, Damaged, SaveFailed
+from terrazzo.files import size_inside
 from terrazzo.train.data.tokenizer import ByteTokenizer
 from terrazzo.train.model import Decoder, DecoderConfig
 
@@ -298,3 +299,65 @@ def test_memory_is_a_piece_of_a_tensor(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "large-hf")
     assert grown_kib * 1024 < 100_000_000 + (256 << 20)
     assert grown_kib << 10 < 160 << 20  # pieces of 32 MiB, not a tensor
+
+
+# -- folders that somebody made ------------------------------------------------------------------------------------
+
+NAMES = ("config.json", "generation_config.json", "tokenizer.json", "vocab.txt", "x.model", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["link", "folder's link", "pipe", "device", "huge"])
+def test_nothing_from_outside_of_the_folder_is_exported(tmp_path: Path, name: str, how: str) -> None:
+    folder, secret = tmp_path / "model", tmp_path / "private" / name
+    for path in (folder, secret.parent):
+        path.mkdir()
+    (folder / "config.json").write_text("{}")
+    secret.write_text('{"secret": 1}')
+    (folder / name).unlink(missing_ok=True)
+    if how == "link":
+        (folder / name).symlink_to(secret)
+    elif how == "folder's link":
+        (folder / "own").symlink_to(secret.parent)
+        (folder / name).symlink_to(Path("own") / name)
+    elif how == "pipe":
+        os.mkfifo(folder / name)
+    elif how == "device":
+        (folder / name).symlink_to("/dev/zero")
+    else:
+        (folder / name).touch()
+        os.truncate(folder / name, 1 << 36)
+    with pytest.raises(BadInput, match=name):
+        describe_folder(folder)
+
+
+def test_the_cache_of_the_hub_is_exported_as_the_files_it_links_to(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "cache/snapshots/abc", tmp_path / "cache/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in NAMES:
+        (blobs / f"of-{name}").write_text(json.dumps({"name": name}))
+        (snapshot / name).symlink_to(f"../../blobs/of-{name}")
+    (tmp_path / "model").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "model"):
+        described = describe_folder(folder)
+        assert described.config == {"name": "config.json"}
+        assert described.files == {name: json.dumps({"name": name}).encode() for name in NAMES[1:]}
+
+
+def test_files_of_subfolders_follow_the_same_rule(tmp_path: Path) -> None:
+    snapshot, blobs, name = tmp_path / "cache/snapshots/abc", tmp_path / "cache/blobs", "templates/a.jinja"
+    (snapshot / "templates").mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "1").write_text("12345")
+    (snapshot / name).symlink_to("../../../blobs/1")
+    assert size_inside(snapshot / name, snapshot) == 5
+    (tmp_path / "a.jinja").write_text("secret")
+    for target in ("../../../../a.jinja", "../../../../cache/blobs/../../a.jinja", "/etc/passwd"):
+        (snapshot / name).unlink()
+        (snapshot / name).symlink_to(target)
+        with pytest.raises(BadInput, match="is not followed"):
+            size_inside(snapshot / name, snapshot)
+    (snapshot / "linked").symlink_to(tmp_path)
+    with pytest.raises(BadInput, match="is not followed"):
+        size_inside(snapshot / "linked" / "a.jinja", snapshot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
 import os
 import random
 import shutil
@@ -128,13 +129,19 @@ def test_loss_scalers_that_are_none(saved: Path, tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "good", model, optimizer, {})
         manifest = json.loads((tmp_path / "good" / "manifest.json").read_text())
         good = optimizer.scaler_state()
-        for scaler in ({"scale": 2.0}, good | {"scale": 0.0}, good | {"scale": -2.0}, good | {"skipped_steps": -1}):
+        lacking = [{name: value for name, value in good.items() if name != absent} for absent in good]
+        changed = [("scale", 0.0), ("scale", -2.0), ("scale", math.inf), ("skipped_steps", -1)]
+        changed += [("good_steps", math.inf), ("patience", math.nan), ("patience", -math.inf)]
+        with torch.no_grad():
+            weights = [parameter.add_(1.0).clone() for parameter in model.parameters()]
+        for scaler in ({"scale": 2.0}, *lacking, *(good | {name: value} for name, value in changed)):
             manifest["optimizer"]["scaler"] = scaler
             forged = Path(shutil.copytree(tmp_path / "good", tmp_path / "bad", dirs_exist_ok=True))
             path = sealed(forged, json.dumps(manifest).encode())
             with pytest.raises(BadInput):
                 checkpoint.load(path, model, optimizer)
             assert optimizer.scaler_state() == good
+            assert all(torch.equal(*pair) for pair in zip(model.parameters(), weights, strict=True))
 
     run_in_threads(1, body)
 

@@ -155,6 +155,24 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == f"{tmp_path}/step-00000001"
 
 
+def test_a_program_ends_though_its_writer_cannot_be_killed(tmp_path: Path) -> None:
+    """As one in a system call that no signal interrupts."""
+    held = """
+import os, signal
+from terrazzo.checkpoint import saver as module
+module._BRIEF_S = 0.2
+saver.save(sys.argv[1] + "/step-00000000", {"step": 0})
+saver.wait()  # by now the writer is tied to this process
+os.kill(saver._writer.pid, signal.SIGSTOP)
+saver._writer._process.kill, saver._patience_s = lambda: None, 0.5
+"""
+    begun, ended = PROGRAM.split("saver.save")
+    command = [sys.executable, "-c", f"{begun}{held}saver.save{ended}", str(tmp_path), "ends"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert "made no progress" in done.stderr
+    assert checkpoint.complete_checkpoints(tmp_path) == [f"{tmp_path}/step-00000000"]
+
+
 def test_a_writer_does_not_outlive_its_program(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), "stays"], stdout=subprocess.PIPE) as program:
         assert program.stdout is not None

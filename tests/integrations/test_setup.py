@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from terrazzo.dialects.description import LOADED, Description, Extra, Setting, build
@@ -15,6 +17,7 @@ from terrazzo.engine import LossScaling, Plan
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.setup import ActivationCheckpointing, Setup, setup_for
 from tests.helpers.fake import fake_group
+from tests.helpers.threads import run_in_threads
 
 CPU = torch.device("cpu")
 
@@ -126,6 +129,39 @@ def test_nodes_are_replicas_where_torchrun_tells_them(node: int, monkeypatch: py
         mesh = made(mesh__dp_replicate=None, **of_row("hybrid_shard")).mesh
         assert mesh is not None
         assert (mesh.mesh_dim_names, mesh.shape) == (("dp_replicate", "dp_shard"), (8 // node, node))
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *sizes: str | None) -> None:
+    """Each rank, a thread, is told of as many ranks on its node."""
+
+    def get(name: str, default: str) -> str:
+        size = sizes[dist.get_rank()]
+        return default if size is None else size
+
+    monkeypatch.setattr("terrazzo.integrations.setup.os", SimpleNamespace(environ=SimpleNamespace(get=get)))
+
+
+def test_nodes_alike_are_replicas_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, *["2"] * 4)
+    meshes = run_in_threads(4, lambda rank: made(mesh__dp_replicate=None, **of_row("hybrid_shard")).mesh)
+    assert [mesh.shape for mesh in meshes if mesh is not None] == [(2, 2)] * 4
+
+
+@pytest.mark.parametrize(
+    "sizes", [("3", "3", "3", "1"), ("2", "2", "1", "1"), ("2", "2", "2", None), ("4", "4", "x", "4")]
+)
+def test_unlike_nodes_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch, sizes: tuple[str | None, ...]) -> None:
+    """Else those that can make a mesh of it wait for those that cannot."""
+    told(monkeypatch, *sizes)
+
+    def said(rank: int) -> str:
+        with pytest.raises(BadInput) as caught:
+            made(mesh__dp_replicate=None, **of_row("hybrid_shard"))
+        return str(caught.value)
+
+    texts = run_in_threads(4, said, timeout_s=20)
+    assert len(set(texts)) == 1
+    assert f"LOCAL_WORLD_SIZE is '{sizes[0]}' on rank 0 and" in texts[0]
 
 
 @pytest.mark.parametrize(

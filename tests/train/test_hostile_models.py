@@ -158,6 +158,48 @@ def test_tokenizers_that_are_none(tmp_path: Path, tokenizer: Path, name: str, te
     assert time.process_time() - before < 20
 
 
+def test_data_beside_a_tokenizer_are_no_concern_of_it(tmp_path: Path, tokenizer: Path) -> None:
+    """Not what nothing reads, whatever it is called; of a file's own folder only what states the end is read."""
+    folder = copied(tokenizer, tmp_path / "corpus")
+    for name in ("tokens.bin", "tokens.npy", "vocab.bin", "train_tokens.idx"):
+        replaced_by_what_has_no_end(folder / name, "huge")
+    load_chat(load_tokenizer(str(folder)), str(folder), None, "all")
+    load_chat(load_tokenizer("bytes"), str(folder / "tokenizer.json"), None, "all")
+    for name in ("vocab.json", "other.model", "config.json", "word_tokens.json"):
+        replaced_by_what_has_no_end(folder / name, "huge")
+    given = load_tokenizer(str(folder / "tokenizer.json"))
+    assert given.fingerprint == load_tokenizer(str(tokenizer)).fingerprint
+    for how in ENDLESS:
+        replaced_by_what_has_no_end(folder / "tokenizer_config.json", how)
+        with pytest.raises(BadInput, match=r"tokenizer_config\.json"):
+            load_tokenizer(str(folder / "tokenizer.json"))
+
+
+def in_the_cache_of_the_hub(source: Path, cache: Path) -> Path:
+    """A snapshot of `source`, all of it links to blobs."""
+    snapshot, blobs = cache / "snapshots" / "0a1b", cache / "blobs"
+    for file in (file for file in source.rglob("*") if file.is_file()):
+        link = snapshot / file.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        blobs.mkdir(exist_ok=True)
+        (blobs / link.name).write_bytes(file.read_bytes())
+        link.symlink_to(os.path.relpath(blobs / link.name, link.parent))
+    return snapshot
+
+
+def test_the_cache_of_the_hub_with_templates_in_a_subfolder(tmp_path: Path, tokenizer: Path) -> None:
+    folder = copied(tokenizer, tmp_path / "t")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    snapshot = in_the_cache_of_the_hub(folder, tmp_path / "cache")
+    assert (snapshot / "additional_chat_templates" / "rag.jinja").is_symlink()
+    load_chat(load_tokenizer(str(snapshot)), str(snapshot), None, "all")
+    assert chat_fingerprint(str(snapshot), None, "all") == chat_fingerprint(str(folder), None, "all")
+    (snapshot / "additional_chat_templates" / "secret.jinja").symlink_to("/etc/passwd")
+    with pytest.raises(BadInput, match=r"secret\.jinja"):
+        load_tokenizer(str(snapshot))
+
+
 def test_no_code_that_comes_with_a_tokenizer_is_run(tmp_path: Path, tokenizer: Path) -> None:
     folder = copied(tokenizer, tmp_path / "t")
     mark = tmp_path / "was run"

@@ -134,10 +134,9 @@ def _optimizer_misfits(source: Source, model: torch.nn.Module) -> Iterator[str]:
         holder = scaler_of(model)
         for key in holder.scaler_state() if holder and saved.scaler else ():
             value = saved.scaler.get(key, math.nan)
-            if not (
-                value > 0 if key == "scale" else value >= 0 or key == "patience"
-            ):  # which earlier releases let sink
-                yield f"{key} of its loss scaler is {value}"
+            allowed = value > 0 if key == "scale" else value >= 0 or key == "patience"  # earlier releases let it sink
+            if not (math.isfinite(value) and allowed):
+                yield f"{key} of its loss scaler is {value if key in saved.scaler else 'missing'}"
         yield from _group_misfits(source, model)
 
 

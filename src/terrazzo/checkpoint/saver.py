@@ -35,7 +35,7 @@ from terrazzo.tether import tethered
 __all__ = ["Saver"]
 
 
-_GRACE_S = 10.0  # for a save under way when the run ends with an error: the other ranks may be gone
+_GRACE_S = 10.0  # for a save under way that nobody waits for any more: the other ranks may be gone
 _BRIEF_S = 5.0  # for what should take no time, on a file system that may not answer
 _BUSY, _DONE, _FAILED, _LATE = "busy", "done", "failed", "late"  # what a rank knows of the save under way
 
@@ -129,7 +129,7 @@ class Saver:
             self._conclude(_DONE in states, next((text for _, text in known if text), ""))
 
     def close(self) -> None:
-        """Wait, and end the writer. Collective."""
+        """Wait, and end the writer. Collective. An error that breaks the waiting off leaves as `leave` does."""
         try:
             self.wait()
         finally:
@@ -137,7 +137,7 @@ class Saver:
 
     def leave(self) -> None:
         """For a run that ends with an error: give the save under way ten seconds, since other ranks may be gone."""
-        self._end(_GRACE_S)
+        self._end()
 
     def leave_to_parent(self) -> None:
         """In a forked child: the writer and the save under way are the parent's."""
@@ -149,7 +149,7 @@ class Saver:
 
     def _prepare(self, snapshot: Snapshot) -> None:
         if not self._writer.is_alive():
-            self._writer.end()
+            self._writer.end(_BRIEF_S)
             self._writer = _Writer(self._staging.descriptor, self._patience_s)
         parts = snapshot.job.parts
         size_bytes = parts[-1].offset + parts[-1].count_bytes if parts else 0
@@ -234,12 +234,13 @@ class Saver:
         if state != _DONE:
             raise SaveFailed(f"The checkpoint '{job.where}' was not saved: {problem} Earlier ones are as they were.")
 
-    def _end(self, patience_s: float | None = None) -> None:
+    def _end(self) -> None:
+        """With a save under way, an error came before its end was known; else a writer still busy cannot be killed."""
         if self._ended:
             return
         self._ended = True
         atexit.unregister(self._at_exit)
-        self._writer.end(patience_s)
+        self._writer.end(_GRACE_S if self._under_way is not None else 0.0)
         self._staging.close()
         if self._under_way is not None:
             (_, draft), self._under_way = self._under_way, None
@@ -294,9 +295,8 @@ class _Writer:
     def start(self, job: Job) -> None:
         """Hand over a job."""
         self._answered.clear()
-        start_thread(
-            "terrazzo-saver", lambda: self._listen(job), self._process.kill
-        )  # asked, nobody waits for it any more
+        thread = start_thread("terrazzo-saver", lambda: self._listen(job), self._process.kill)
+        thread.patience_s = _BRIEF_S  # asked, nobody waits for it any more, nor for a writer that cannot be killed
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -315,8 +315,8 @@ class _Writer:
             self._process.kill()
         return self.done(_BRIEF_S)
 
-    def end(self, patience_s: float | None = None) -> None:
-        """Let it finish what it is at, for so long at most, and end it."""
+    def end(self, patience_s: float) -> None:
+        """Let it finish what it is at, for so long at most, and end it; leave it where the system does not let go."""
         self._answered.wait(patience_s)
         self._process.kill()  # an idle one too: a process forked from this one would keep its input open
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -281,8 +281,9 @@ _QUOTED = re.compile(
     re.DOTALL,
 )
 """Text in quotes, and comments."""
-_LONG_NAME = re.compile(rf"(?:^|[{{,])[^\S\n]*\[*(?:[^\n.,={{}}]*\.){{{MAX_DEPTH}}}", re.MULTILINE)
-"""A name that goes down as deep as nothing may: each key below it would cost as much."""
+_LONG_NAME = re.compile(rf"(?:^|[{{,])(?:[^\n.,={{}}]*\.){{{MAX_DEPTH}}}", re.MULTILINE)
+"""A name that goes down as deep as nothing may: each key below it would cost as much. Blanks and brackets before it
+match as part of it: a pattern of their own would make the search quadratic in how many there are."""
 
 
 def _toml(text: str, origin: str) -> Any:

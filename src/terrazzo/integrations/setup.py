@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.dialects.description import LOADED, Description, Setting
 from terrazzo.dialects.understand import degrees
 from terrazzo.engine import LossScaling, Offload, Plan, Precision, checkpoint_activations, compile_units, shard
@@ -234,15 +235,27 @@ def _shape(description: Description, world: int) -> tuple[int, ...]:
 
 
 def _nodes(description: Description, world: int) -> tuple[int, int]:
-    """Replicas are nodes and shards a node's ranks, as FSDP has it where it is not told."""
-    on_this = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if not on_this or world % on_this:
+    """Replicas are nodes and shards a node's ranks, as FSDP has it where it is not told. Collective.
+
+    What each rank was told is compared first: else some would make one mesh, and others another, or none.
+    """
+    told = gather_json(os.environ.get("LOCAL_WORLD_SIZE", ""))
+    sizes = [int(size) if size.isdecimal() else 0 for size in told]
+    on_each = sizes[0]
+    if not on_each or len(set(sizes)) > 1 or world % on_each:
+        other = next((rank for rank, size in enumerate(sizes) if size != on_each), 0)
+        why = (
+            f"nodes have unlike numbers of ranks (LOCAL_WORLD_SIZE is {told[0]!r} on rank 0 and {told[other]!r} on rank"
+            f" {other})"
+            if other
+            else "how many nodes there are is not said"
+        )
         raise BadInput(
             f"{_name(description, 'sharding.weight')} splits over the ranks of one node and copies between nodes, and "
-            "how many nodes there are is not said: say the number of replicas, start with torchrun, which tells the "
-            "ranks of a node (LOCAL_WORLD_SIZE), or shard over all ranks."
+            f"{why}: say the number of replicas, start with torchrun and as many ranks on each node, which tells them "
+            "how many (LOCAL_WORLD_SIZE), or shard over all ranks."
         )
-    return world // on_this, on_this
+    return world // on_each, on_each
 
 
 # -- the rest ------------------------------------------------------------------------------------------------------

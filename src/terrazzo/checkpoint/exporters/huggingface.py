@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
 from terrazzo.checkpoint.manifest import DTYPES
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.errors import BadInput
+from terrazzo.files import check_model_file, read_json, read_plain
 
 __all__ = [
     "ModelDescription",
@@ -41,6 +43,8 @@ TOKENIZER_PATTERNS = (
     "*.model",
     "chat_template.*",
 )
+MAX_CONFIG_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 28  # of one other file; the largest vocabularies have some 30 MB
 
 
 @dataclass(frozen=True)
@@ -101,29 +105,31 @@ def export_huggingface(
 
 
 def describe_folder(folder: Path) -> ModelDescription:
-    """The description in the Hugging Face folder that a model was built from. Errors: `BadInput` for a bad config."""
+    """The description in the Hugging Face folder that a model was built from.
+
+    Errors: `BadInput` for a bad config, and for files that are links to elsewhere, too large or no plain files.
+    """
     path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise BadInput(
-            f"'{path}' cannot be read ({error.strerror}): give a folder that save_pretrained wrote."
-        ) from None
-    except ValueError as error:
-        raise BadInput(f"'{path}' is not JSON ({error}): give a folder that save_pretrained wrote.") from None
+    if not os.path.lexists(path):
+        raise BadInput(f"'{path}' cannot be read (there is none): give a folder that save_pretrained wrote.")
+    check_model_file(path, MAX_CONFIG_BYTES)
+    config = read_json(path, MAX_CONFIG_BYTES)
     if not isinstance(config, dict):
         raise BadInput(f"'{path}' holds a JSON {type(config).__name__}, and a model's config is an object.")
     return ModelDescription(config, _read_files(folder, (GENERATION_FILE, *TOKENIZER_PATTERNS)))
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of the tokenizer in a Hugging Face folder, by name."""
+    """The files of the tokenizer in a Hugging Face folder, by name. Errors: those of `describe_folder`."""
     return _read_files(folder, TOKENIZER_PATTERNS)
 
 
 def _read_files(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
-    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-    return {path.name: path.read_bytes() for path in paths}
+    """Files that go into what is exported, so none that the folder only links to: it may be somebody else's."""
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if not path.is_dir()]
+    for path in paths:
+        check_model_file(path, MAX_FILE_BYTES)
+    return {path.name: read_plain(path, MAX_FILE_BYTES) for path in paths}
 
 
 # -- which tensors -------------------------------------------------------------------------------------------------

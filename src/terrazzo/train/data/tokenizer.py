@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,15 +17,17 @@ from terrazzo.files import check_model_file, read_json
 __all__ = ["BYTES", "ByteTokenizer", "Tokenizer", "load_tokenizer"]
 
 BYTES = "bytes"
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 # Tried in this order when a folder does not say which token ends a document.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 FEWEST_TOKENS = 16
 MAX_BYTES = 1 << 28  # of one file; the largest vocabularies have some 30 MB
-READ_BY_LIBRARIES = (
-    *("*config*.json", "*token*", "*vocab*", "*merges*", "chat_template*", "tekken.json"),
-    *("*.model", "*.spm", "*.tiktoken", "*.bpe", "additional_chat_templates/*.jinja"),
+READ_BY_LIBRARIES = (  # no more than that: data may lie beside, in files of any size such as tokens.bin
+    *("*config*.json", "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "dict.txt", "tekken.json"),
+    *("byte_maps.json", "emoji.json", "normalizer.json", "word_*.json", "chat_template*.json", "chat_template*.jinja"),
+    *("*.model", "tokenizer.model.*", "*.tokenizer", "*.spm", "*.tiktoken", "*.bpe", "*.codes"),
+    "additional_chat_templates/*.jinja",
 )
 
 TokenArray = npt.NDArray[np.integer[Any]]
@@ -98,9 +101,12 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
             f"holds a {TOKENIZER_FILE}; tokenizers are never downloaded."
         )
     file = path / TOKENIZER_FILE if path.is_dir() else path
-    check_files(file.parent)
-    if not path.is_dir():
-        check_model_file(path, MAX_BYTES)
+    if path.is_dir():
+        check_files(path)
+    else:  # its folder may hold anything; of that, only what states the end is read
+        for one in (path, path.parent / SETTINGS_FILE):
+            if os.path.lexists(one):
+                check_model_file(one, MAX_BYTES)
     backend = read_backend(file) if file.is_file() else convert_backend(path)
     content = backend.to_str()
     end = find_end(backend, end_of_document or stated_end(file.parent), name)
@@ -112,7 +118,7 @@ def check_files(folder: Path) -> None:
     found = [path for pattern in READ_BY_LIBRARIES for path in folder.glob(pattern)]
     for path in sorted(found):
         if not path.is_dir():
-            check_model_file(path, MAX_BYTES)
+            check_model_file(path, MAX_BYTES, folder)
 
 
 def read_backend(file: Path) -> Any:
@@ -160,11 +166,11 @@ def missing_extra(package: str) -> BadInput:
 def stated_end(folder: Path) -> str | None:
     """The `eos_token` that a tokenizer's folder states, if it does."""
     try:
-        values = read_json(folder / "tokenizer_config.json", MAX_BYTES)
+        values = read_json(folder / SETTINGS_FILE, MAX_BYTES)
     except FileNotFoundError:
         return None
     if not isinstance(values, dict):
-        raise BadInput(f"'{folder}/tokenizer_config.json' holds a JSON {type(values).__name__}, expected an object.")
+        raise BadInput(f"'{folder / SETTINGS_FILE}' holds a JSON {type(values).__name__}, expected an object.")
     value = values.get("eos_token")
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
