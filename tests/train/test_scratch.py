@@ -62,10 +62,10 @@ def test_a_folder_that_vanishes_while_it_is_joined_leaves_nothing_open(
             os.rmdir(os.readlink(f"/proc/self/fd/{descriptor}"))
         return real(descriptor, kind)
 
-    opened = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(scratch, "_lock", removed_meanwhile)
-    with Scratch("a"):
-        assert len(os.listdir("/proc/self/fd")) == opened + 1
+    with Scratch("a") as used:
+        held = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        assert [path for path in held if path.startswith(str(temporary))] == [str(used)]
 
 
 def test_notes_stay_for_those_that_are_still_to_come(temporary: Path) -> None:
