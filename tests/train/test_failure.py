@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train import failure
 from terrazzo.train.failure import FAILED, REPORT, run_rank
 from tests.checkpoint.faults import reap, spawn_child
@@ -111,3 +112,23 @@ def test_the_cause_is_said_where_reporting_it_fails(
     assert shown.err.count("Traceback") == (0 if mendable else 1)
     assert shown.out == "what was printed before"
     os.close(unwritable)
+
+
+@pytest.mark.parametrize("kind", [SaveFailed, OSError])
+def test_a_password_in_an_error_is_not_shown(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    """Nor in what torchrun shows in the end."""
+    report = temporary / "attempt_0" / "0" / "error.json"
+    report.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+
+    def work() -> int:
+        raise kind("The checkpoint 's3://key:sec/ret@host/run' was not saved.")
+
+    assert reap(spawn_rank(0, work)) == FAILED
+    said, written = capfd.readouterr().err, report.read_text()
+    for text in (said, json.loads(written)["message"]["message"]):
+        assert "The checkpoint 's3://***@host/run' was not saved." in text
+    assert "ret@host" not in said + written
+    assert ("py_callstack" in written) is (kind is OSError)

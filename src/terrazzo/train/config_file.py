@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import read_plain
 from terrazzo.train.config import Config
+from terrazzo.train.secrets import without_passwords
 
 __all__ = ["config_from_dict", "flatten", "load_config"]
 
@@ -189,7 +190,7 @@ def _expected(kind: str, context: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "empty" if value is None else repr(value)
+    text = "empty" if value is None else without_passwords(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -21,11 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
 from terrazzo.errors import BadInput, SaveFailed, SwapFailed
 from terrazzo.tether import PARENT
 from terrazzo.train.scratch import Scratch
+from terrazzo.train.secrets import without_passwords
 
 __all__ = [
     "BAD_INPUT",
@@ -211,16 +210,15 @@ def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) ->
         print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)
     if report is None or not isinstance(error, Exception):
         return
-    if not isinstance(error, _MENDABLE):
-        with contextlib.suppress(OSError):
-            ErrorHandler().record_exception(error)
-    elif is_first:
-        said = {"message": failure.text, "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):
-            Path(report).write_text(json.dumps({"message": said}))
-    else:
+    if isinstance(error, _MENDABLE) and not is_first:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SIBLING_GRACE_S)
+        return
+    said, more = failure.text, {"timestamp": str(int(time.time()))}
+    if not isinstance(error, _MENDABLE):  # as torch's own handler has it, which would write passwords
+        said, more["py_callstack"] = without_passwords(f"{type(error).__name__}: {error}"), failure.text
+    with contextlib.suppress(OSError):
+        Path(report).write_text(json.dumps({"message": {"message": said, "extraInfo": more}}))
 
 
 def _exit_code(error: BaseException) -> int:
@@ -234,10 +232,11 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """A paragraph for what the user can mend, the whole traceback for everything else."""
+    """A paragraph for what the user can mend, the whole traceback for everything else; no passwords."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted."
-    return str(error) if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
+    said = str(error) if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
+    return str(without_passwords(said))
 
 
 def _claim(path: Path) -> bool:
