@@ -208,6 +208,29 @@ def test_no_whole_checkpoint_is_an_error_and_never_a_new_start(tmp_path: Path) -
         trained(config_in(tmp_path))
 
 
+@pytest.mark.parametrize("why", ["damaged", "cannot begin"])
+def test_a_run_that_cannot_be_opened_leaves_no_swap_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    swap = tmp_path / "run" / "swap"
+    config = config_in(tmp_path, plan={"name": "zero3@nvme"}, offload={"path": str(swap)})
+    if why == "damaged":
+        trained(config)
+        for path in (tmp_path / "run" / "checkpoints").iterdir():
+            (path / "manifest.json").write_text("{}")
+    else:
+
+        def fails(config: Config) -> None:
+            assert list(swap.iterdir())
+            raise BadInput("The weights are of another model.")
+
+        monkeypatch.setattr(session, "clear_checkpoints", fails)
+    with pytest.raises(BadInput) as caught:
+        trained(config)
+    assert list(swap.iterdir()) == [], "while the error still holds everything"
+    assert caught.type is (Damaged if why == "damaged" else BadInput)
+
+
 def test_changed_data_are_refused_unless_allowed(tmp_path: Path) -> None:
     trained(config_in(tmp_path))
     changed = {"max_bytes": 3000}
