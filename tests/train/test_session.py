@@ -278,6 +278,26 @@ def test_a_finished_run_with_a_hugging_face_folder_goes_on(tmp_path: Path) -> No
     assert longer == {"hf-1": first}
 
 
+def test_a_hugging_face_folder_of_another_step_is_not_taken_for_the_last_ones(tmp_path: Path) -> None:
+    """The run went on without one, and is started again with nothing left to do."""
+    pytest.importorskip("transformers")
+
+    def run(steps: int, save_format: str = "hf") -> dict[str, bytes]:
+        assert trained(config_in(tmp_path, checkpoint={"save_format": save_format}, train={"steps": steps})) == 0
+        return {path.parent.name: path.read_bytes() for path in tmp_path.glob("run/hf*/model.safetensors")}
+
+    first = run(2)["hf"]
+    assert run(4, "terrazzo") == {"hf": first}
+    later = run(4)
+    assert later.pop("hf") != first
+    assert later == {"hf-1": first}
+    notes = {path.name: json.loads(path.read_text())["step"] for path in tmp_path.glob("run/hf*.json")}
+    assert notes == {"hf.json": 4, "hf-1.json": 2}
+    (tmp_path / "run" / "hf.json").unlink()
+    assert sorted(run(4)) == ["hf", "hf-1", "hf-2"], "nobody knows of what it was"
+    assert sorted(run(4)) == ["hf", "hf-1", "hf-2"]
+
+
 def test_a_resume_with_nothing_left_changes_and_promises_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
