@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from terrazzo import cli
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, SaveFailed
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +45,24 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(
     assert shown.err.startswith("Error: ")
     assert "Did you mean 'zero3'" in shown.err
     assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(("error", "code"), [(BadInput, 2), (SaveFailed, 1), (OSError, 1)])
+def test_a_password_in_an_error_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception], code: int
+) -> None:
+    def fails(*_: object) -> None:
+        raise error("'s3://key:secret@host/run' is not there.")
+
+    monkeypatch.setattr("terrazzo.train.run.train_command", fails)
+    monkeypatch.setattr(sys, "argv", ["terrazzo", "train", "a.yaml"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    shown = capsys.readouterr().err
+    assert caught.value.code == code
+    assert "'s3://***@host/run' is not there." in shown
+    assert "key:secret" not in shown
+    assert ("Traceback" in shown) is (error is OSError)
 
 
 @pytest.mark.processes

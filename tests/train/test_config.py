@@ -98,7 +98,21 @@ def test_overrides_are_yaml_values_and_reach_into_shorthands(tmp_path: Path) -> 
     assert config.optimizer.options == {"betas": [0.9, 0.95]}
 
 
-@pytest.mark.parametrize("override", ["train.steps", "=3", "train.steps.deep=3", "train.steps={"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.steps",
+        "=3",
+        "train.steps.deep=3",
+        "train.steps={",
+        "log.note=2024-13-45",
+        "train.steps={? [a] : 1}",
+        "train.steps=!!bool maybe",
+        pytest.param("train.steps=" + "[" * 3000, id="deep"),
+        pytest.param("train.steps=" + "9" * 5000, id="long"),
+        pytest.param("train=0x" + "f" * 5000, id="long hexadecimal"),
+    ],
+)
 def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("train: {steps: 7}\n")
@@ -116,6 +130,15 @@ def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
         ("a.toml", "train: 1", "not valid TOML"),
         ("a.yaml", "- 1", "expected sections"),
         ("a.yaml", "train: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("a.yaml", "log: {note: 2024-13-45}", r"not valid YAML: month must be in 1\.\.12"),
+        ("a.yaml", "train: {? [steps] : 1}", "not valid YAML.*unhashable key"),
+        ("a.yaml", "train: {steps: !!timestamp x}", "not valid YAML"),
+        ("a.yaml", "train: {steps: !!bool maybe}", "not valid YAML: KeyError: 'maybe'"),
+        *(
+            pytest.param(f"a.{kind.lower()}", text.replace("N", digits), f"not valid {kind}", id=f"{kind} {digits[:3]}")
+            for kind, text in (("YAML", "train: {steps: N}"), ("TOML", "train.steps = N"), ("JSON", '{"train": N}'))
+            for digits in ("9" * 5000, "9" * 500, "0x" + "f" * 5000)
+        ),
     ],
 )
 def test_malformed_files_are_refused(tmp_path: Path, name: str, text: str, words: str) -> None:

@@ -260,6 +260,34 @@ def test_templates_that_do_not_end_or_reach_out(
         chat.render(Document("a:1", "", messages=turns("a", "b")))
 
 
+@pytest.mark.parametrize("how", ["ignored", "blocked"])
+def test_a_template_that_does_not_end_is_stopped_whatever_the_parent_ignores(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are passed on to the processes that it starts."""
+    endless = {"messages": turns("a", "b"), "chat_template": f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3}
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
+    rendering._end()
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN if how == "ignored" else signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF] if how == "blocked" else [])
+    ends = threading.Timer(10.0, rendering._end)
+    ends.start()
+    try:
+        with pytest.raises(rendering.Failed, match="processor time was over"):
+            rendering.render(endless)
+    finally:
+        ends.cancel()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGPROF, before)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_folder_in_the_place_of_a_chat_template_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(BadInput, match=f"{name}' is a folder: name a file"):
+        chat_fingerprint(str(tmp_path), None, "all")
+
+
 def test_one_interrupt_ends_a_rendering(tokenizer: Path) -> None:
     """Ctrl-C goes to all processes of a terminal, so to the one that renders."""
     timer = threading.Timer(1.0, lambda: rendering._process is not None and rendering._process.send_signal(2))

@@ -8,8 +8,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from terrazzo.errors import BadInput
+from terrazzo.train import joining
 from terrazzo.train.joining import meet
 
 
@@ -69,3 +71,30 @@ def test_ranks_that_come_late_are_waited_for(port: int) -> None:
 def test_ranks_that_do_not_come_are_named(port: int) -> None:
     for said in all_meet({0: 0.0, 2: 0.1, 4: 0.0}, 5, 1.0).values():
         assert said.startswith(f"Ranks 1, 3 have not come to localhost:{port}, ")
+
+
+@pytest.fixture
+def agents(port: int, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """The store of torchrun's agents, which stays while the ranks are started again."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(joining, "_LOOK_AGAIN_S", 0.05)
+    return dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+
+
+def test_ranks_that_were_started_again_do_not_take_the_earlier_ones_for_each_other(
+    port: int, agents: dist.Store
+) -> None:
+    everyone = {0: 0.0, 1: 0.0, 2: 0.0}
+    assert set(all_meet(everyone, 3, 20.0).values()) == {"met"}
+    for late in (0, 2):
+        assert set(all_meet(everyone | {late: 0.3}, 3, 20.0).values()) == {"met"}
+    for said in all_meet({0: 0.2, 1: 0.0}, 3, 0.5).values():
+        assert said.startswith(f"Rank 2 has not come to localhost:{port}, ")
+    assert set(all_meet(everyone, 3, 20.0).values()) == {"met"}
+
+
+def test_what_the_earlier_ones_have_stored_is_not_found(agents: dist.Store) -> None:
+    for _ in range(2):
+        store = meet(0, 1, 20.0)
+        assert not store.check(["key"])
+        store.set("key", "value")

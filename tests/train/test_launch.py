@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from terrazzo.errors import BadInput
 from terrazzo.train.config import LaunchConfig
 from terrazzo.train.failure import Failure, first_failure
-from terrazzo.train.launch import adopt_slurm, first_host, local_ranks, resolve_device
+from terrazzo.train.launch import _report, adopt_slurm, first_host, local_ranks, resolve_device
 
 RANK = """
 import os, sys, torch, torch.distributed as dist
@@ -83,7 +84,7 @@ def test_a_killed_launcher_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert found
-    assert list((tmp_path / "temporary").glob("terrazzo-*")) == []
+    assert list((tmp_path / "temporary").glob("*terrazzo-*")) == []
 
 
 @pytest.mark.processes
@@ -119,6 +120,47 @@ def test_the_earliest_failure_is_the_first() -> None:
     found = first_failure([None, *failures])
     assert found is not None
     assert found.rank == 1
+
+
+class Ended(NamedTuple):
+    """A rank, as far as it is reported on."""
+
+    rank: int
+    code: int
+    failure: Failure | None = None
+    ended_ns: int = 0
+    ended_by_us: bool = False
+
+
+S = 10**9
+CAUSE = Ended(0, 1, Failure(0, 100 * S, 1, "ZeroDivisionError: the cause"), 101 * S)
+REFUSAL = Ended(0, 2, Failure(0, 100 * S, 2, "not a fruit"), 101 * S)
+WORDS = {
+    "killed": "Rank 1 was ended by SIGKILL (often the kernel's out-of-memory killer); the other ranks were stopped.",
+    "cause": "Rank 0 failed first:\nZeroDivisionError: the cause",
+    "follows": "Rank 0 failed as well:\nZeroDivisionError: the cause",
+    "refusal": "not a fruit",
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said", "code"),
+    [
+        ([CAUSE, Ended(1, -9, ended_ns=103 * S)], ["killed", "cause"], 1),
+        ([REFUSAL, Ended(1, -9, ended_ns=103 * S)], ["killed", "refusal"], 2),
+        ([CAUSE, Ended(1, -9, ended_ns=98 * S)], ["follows", "killed"], 1),
+        ([CAUSE, Ended(1, -9, ended_ns=100 * S + S // 20)], ["follows", "killed"], 1),  # seen a little late
+        ([CAUSE, Ended(1, -9, ended_ns=98 * S), Ended(2, -11, ended_ns=99 * S)], ["follows", "killed"], 1),
+        ([Ended(0, -15, ended_by_us=True), Ended(1, -9)], ["killed"], 1),
+        ([CAUSE, Ended(1, -9, ended_ns=103 * S, ended_by_us=True)], ["cause"], 1),
+        ([Ended(0, 75), Ended(1, 75)], [], 75),
+    ],
+)
+def test_a_death_and_a_failure_are_both_said_the_first_one_last(
+    ranks: list[Any], said: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _report(ranks) == code
+    assert capsys.readouterr().err.strip() == "\n\n".join(WORDS[name] for name in said)
 
 
 @pytest.mark.parametrize(

@@ -277,4 +277,7 @@ def test_a_password_in_a_url_is_neither_saved_nor_logged(tmp_path: Path, capsys:
     saved = open_source(newest).extra["config"]
     assert "pass-word" not in str(saved)
     assert saved["checkpoint"]["folder"] == "memory://***@store/run"
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert "config.json" in [path.name for path in written]
+    assert not any(b"pass-word" in path.read_bytes() for path in written)
     checkpoint.clear(folder)

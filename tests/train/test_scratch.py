@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from terrazzo.errors import BadInput
+from terrazzo.train import scratch
 from terrazzo.train.scratch import Scratch
+
+PREFIX = f".terrazzo-scratch-{os.getuid()}-"
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +32,40 @@ def test_the_last_one_to_leave_removes_it(temporary: Path) -> None:
 
 
 def test_what_the_dead_leave_is_removed_and_what_is_in_use_stays(temporary: Path) -> None:
-    (temporary / f"terrazzo-{os.getuid()}-dead").mkdir(mode=0o700)
-    others = temporary / f"terrazzo-{os.getuid() + 1}-dead"
-    others.mkdir(mode=0o700)
+    dead = Scratch("dead")
+    dead.leave(keep=True)
+    others = temporary / f".terrazzo-scratch-{os.getuid() + 1}-dead"
+    shutil.copytree(dead.path, others)
     with Scratch("a") as used, Scratch("b"):
         assert used.exists()
+        assert not dead.path.exists()
     assert os.listdir(temporary) == [others.name]
+
+
+@pytest.mark.parametrize("name", [f"terrazzo-{os.getuid()}-steps", f"{PREFIX}mine"])
+def test_a_folder_of_the_users_own_stays_whatever_its_name(temporary: Path, name: str) -> None:
+    (temporary / name).mkdir(mode=0o700)
+    (temporary / name / "thesis.txt").touch()
+    with Scratch("a"):
+        pass
+    assert [path.name for path in temporary.rglob("*")] == [name, "thesis.txt"]
+
+
+def test_a_folder_that_vanishes_while_it_is_joined_leaves_nothing_open(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = scratch._lock, 20
+
+    def removed_meanwhile(descriptor: int, kind: int) -> bool:
+        nonlocal left
+        if (left := left - 1) > 0:
+            os.rmdir(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return real(descriptor, kind)
+
+    monkeypatch.setattr(scratch, "_lock", removed_meanwhile)
+    with Scratch("a") as used:
+        held = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        assert [path for path in held if path.startswith(str(temporary))] == [str(used)]
 
 
 def test_notes_stay_for_those_that_are_still_to_come(temporary: Path) -> None:
@@ -46,7 +78,7 @@ def test_notes_stay_for_those_that_are_still_to_come(temporary: Path) -> None:
 
 @pytest.mark.parametrize("how", ["link", "open to all", "file"])
 def test_a_folder_that_others_may_write_to_is_refused(temporary: Path, how: str) -> None:
-    path = temporary / f"terrazzo-{os.getuid()}-a"
+    path = temporary / f"{PREFIX}a"
     if how == "link":
         path.symlink_to(temporary)
     elif how == "file":

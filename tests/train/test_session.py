@@ -208,6 +208,29 @@ def test_no_whole_checkpoint_is_an_error_and_never_a_new_start(tmp_path: Path) -
         trained(config_in(tmp_path))
 
 
+@pytest.mark.parametrize("why", ["damaged", "cannot begin"])
+def test_a_run_that_cannot_be_opened_leaves_no_swap_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    swap = tmp_path / "run" / "swap"
+    config = config_in(tmp_path, plan={"name": "zero3@nvme"}, offload={"path": str(swap)})
+    if why == "damaged":
+        trained(config)
+        for path in (tmp_path / "run" / "checkpoints").iterdir():
+            (path / "manifest.json").write_text("{}")
+    else:
+
+        def fails(config: Config) -> None:
+            assert list(swap.iterdir())
+            raise BadInput("The weights are of another model.")
+
+        monkeypatch.setattr(session, "clear_checkpoints", fails)
+    with pytest.raises(BadInput) as caught:
+        trained(config)
+    assert list(swap.iterdir()) == [], "while the error still holds everything"
+    assert caught.type is (Damaged if why == "damaged" else BadInput)
+
+
 def test_changed_data_are_refused_unless_allowed(tmp_path: Path) -> None:
     trained(config_in(tmp_path))
     changed = {"max_bytes": 3000}
@@ -253,6 +276,26 @@ def test_a_finished_run_with_a_hugging_face_folder_goes_on(tmp_path: Path) -> No
     longer = run(4)
     assert longer.pop("hf") != first
     assert longer == {"hf-1": first}
+
+
+def test_a_hugging_face_folder_of_another_step_is_not_taken_for_the_last_ones(tmp_path: Path) -> None:
+    """The run went on without one, and is started again with nothing left to do."""
+    pytest.importorskip("transformers")
+
+    def run(steps: int, save_format: str = "hf") -> dict[str, bytes]:
+        assert trained(config_in(tmp_path, checkpoint={"save_format": save_format}, train={"steps": steps})) == 0
+        return {path.parent.name: path.read_bytes() for path in tmp_path.glob("run/hf*/model.safetensors")}
+
+    first = run(2)["hf"]
+    assert run(4, "terrazzo") == {"hf": first}
+    later = run(4)
+    assert later.pop("hf") != first
+    assert later == {"hf-1": first}
+    notes = {path.name: json.loads(path.read_text())["step"] for path in tmp_path.glob("run/hf*.json")}
+    assert notes == {"hf.json": 4, "hf-1.json": 2}
+    (tmp_path / "run" / "hf.json").unlink()
+    assert sorted(run(4)) == ["hf", "hf-1", "hf-2"], "nobody knows of what it was"
+    assert sorted(run(4)) == ["hf", "hf-1", "hf-2"]
 
 
 def test_a_resume_with_nothing_left_changes_and_promises_nothing(

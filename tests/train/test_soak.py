@@ -267,7 +267,7 @@ def killed(folder: Path, starts: list[Start], kinds: list[Kind], seed: int) -> s
         committed = max(committed, run.committed())
         all_are_whole(checkpoints, committed)
         print(f"{count.total()} kills, {getattr(kind, '__name__', 'done')}: {run.start}, quiet after {took:.2f} s")
-        assert list(run.temporary.glob("terrazzo-*")) == []
+        assert list(run.temporary.glob("*terrazzo-*")) == []
         run = None
     assert [path.name for path in checkpoints.iterdir() if path.name.startswith(".")] == []
     used = Counter(starts[index % len(starts)] for index in range(began))

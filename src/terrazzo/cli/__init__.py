@@ -7,6 +7,7 @@ read the report has gone (`terrazzo ... | head`), which ends any verb but `train
 from __future__ import annotations
 
 import sys
+import traceback
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from terrazzo.cli.plan import plan
 from terrazzo.cli.reader import ending_unread
 from terrazzo.cli.train import train
 from terrazzo.errors import BadInput, SaveFailed, printable
+from terrazzo.train.secrets import without_passwords
 
 __all__ = ["app", "main"]
 
@@ -66,5 +68,9 @@ def _run() -> None:
     try:
         app()
     except (BadInput, SaveFailed) as error:
-        print(f"Error: {printable(str(error))}", file=sys.stderr)  # names in it may come from a stranger's file
+        said = printable(without_passwords(str(error)))  # names in it may come from a stranger's file
+        print(f"Error: {said}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadInput) else 1)
+    except Exception as error:  # as Python would show it, but for passwords
+        print(without_passwords("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        sys.exit(1)

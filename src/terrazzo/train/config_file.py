@@ -19,10 +19,12 @@ from pydantic import BaseModel, ValidationError
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import read_plain
 from terrazzo.train.config import Config
+from terrazzo.train.secrets import without_passwords
 
 __all__ = ["config_from_dict", "flatten", "load_config"]
 
 MAX_BYTES = 1 << 20
+MAX_INT_BITS = 64
 SHORTHANDS = ("plan", "precision")  # sections that may be given as just their name
 
 
@@ -52,6 +54,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # a list as a key, which is refused below
             if (key := key_node.value) in seen:
                 raise BadInput(f"key '{key}' appears twice in one section (line {key_node.start_mark.line + 1})")
             seen.add(key)
@@ -113,9 +117,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise BadInput(f"The configuration file '{path}' cannot be read as text: {error}.") from None
     try:
         raw = _parse(text, path.suffix.lower())
-    except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except BadInput:
+        raise
+    except Exception as error:  # values that are none, as the 45th of a month: YAML's constructors raise what they like
         kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix.lower(), "YAML")
-        raise BadInput(f"'{path}' is not valid {kind}: {' '.join(str(error).split())}.") from None
+        raise BadInput(f"'{path}' is not valid {kind}: {_said(error)}.") from None
     if raw is None or raw == {}:
         raise BadInput(
             f"'{path}' is empty, so there is nothing to train: write sections such as 'model:', 'data:' and 'train:',"
@@ -128,12 +134,31 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse(text: str, suffix: str) -> Any:
     if suffix == ".json":
-        return json.loads(text, object_pairs_hook=_no_twins)
-    return tomllib.loads(text) if suffix == ".toml" else _yaml(text)
+        return _no_giants(json.loads(text, object_pairs_hook=_no_twins))
+    return _no_giants(tomllib.loads(text)) if suffix == ".toml" else _yaml(text)
 
 
 def _yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader: plain values only
+    return _no_giants(yaml.load(text, Loader=_Loader))  # noqa: S506 - a SafeLoader: plain values only
+
+
+def _no_giants(value: Any) -> Any:
+    """`value`, without whole numbers that can be read (as hexadecimal digits), but not printed or made a float."""
+    left, seen = [value], set()
+    while left:
+        one = left.pop()
+        if isinstance(one, int) and one.bit_length() > MAX_INT_BITS:
+            raise ValueError(f"a whole number of {one.bit_length():,} bits, and at most {MAX_INT_BITS} are taken")
+        if isinstance(one, dict | list) and id(one) not in seen:  # an alias may lead back to where it is
+            seen.add(id(one))
+            left.extend([*one.keys(), *one.values()] if isinstance(one, dict) else one)
+    return value
+
+
+def _said(error: Exception) -> str:
+    """In one line; of errors that say a bare word, with what they are."""
+    text = " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}: {text}" if isinstance(error, LookupError) else text
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -149,8 +174,10 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
         value = _yaml(text)
-    except yaml.YAMLError:
-        raise BadInput(f"The value of override '{override}' is not valid YAML: quote it.") from None
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(f"The value of override '{override}' is not valid YAML: quote it ({_said(error)}).") from None
     *parents, last = key.split(".")
     target = raw
     for depth, name in enumerate(parents):
@@ -189,7 +216,7 @@ def _expected(kind: str, context: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "empty" if value is None else repr(value)
+    text = "empty" if value is None else without_passwords(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,6 +23,7 @@ from terrazzo.checkpoint.exporters.huggingface import (
     tokenizer_files,
 )
 from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.train.build import decoder_config
 from terrazzo.train.config import Config
@@ -32,30 +36,51 @@ __all__ = ["describe_model", "export"]
 def export(session: Session, *, trained: bool) -> Path:
     """Write the newest checkpoint's weights to `log.folder`/hf; rank 0 writes, in pieces. Collective.
 
-    Of a run with adapters it is a PEFT folder, with the adapters alone. Where the run has written one before, it stays
-    if nothing was `trained` since, and else goes to the first free name of `hf-1`, `hf-2`, ...
+    Of a run with adapters it is a PEFT folder, with the adapters alone. One that is there stays if it is of this run
+    and step, as `hf.json` beside it says, and nothing was `trained` since. Else it goes to the first free name of
+    `hf-1`, `hf-2`, ...
     """
     out = session.config.log.folder / "hf"
-    if gather_json(out.exists())[0]:
-        if not trained:
-            return out
-        together(lambda: _set_aside(out) if dist.get_rank() == 0 else None, SaveFailed)
+    origin = {"run": session.keeper.run, "step": session.step}
+    if not trained and gather_json(out.exists() and _origin(out) == origin)[0]:
+        return out
+    _on_first(lambda: _set_aside(out))
     if session.config.lora.rank is not None:
         save_adapter(session.model, out)
-        return out
-    path = checkpoint.step_path(session.config.checkpoint_folder, session.step)
-
-    def work() -> None:
-        if dist.get_rank() == 0:
-            export_huggingface(checkpoint.open_source(path), out, describe_model(session.config))
-
-    together(work, SaveFailed)
+    else:
+        path = checkpoint.step_path(session.config.checkpoint_folder, session.step)
+        _on_first(lambda: export_huggingface(checkpoint.open_source(path), out, describe_model(session.config)))
+    _on_first(lambda: _note(out).write_text(json.dumps(origin) + "\n", encoding="utf-8"))
     return out
 
 
+def _on_first(work: Callable[[], object]) -> None:
+    together(lambda: work() if dist.get_rank() == 0 else None, SaveFailed)
+
+
+def _note(folder: Path) -> Path:
+    """Of which run and step an exported folder is."""
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _origin(folder: Path) -> Any:
+    """What the note says; None where there is none that can be read."""
+    try:
+        return read_json(_note(folder), 1 << 10)
+    except (OSError, BadInput):
+        return None
+
+
 def _set_aside(folder: Path) -> None:
+    """Make room for another one. Its note goes first: without one, a folder is never taken for what it is not."""
+    if not folder.exists():
+        _note(folder).unlink(missing_ok=True)
+        return
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    folder.rename(next(name for name in names if not name.exists()))
+    aside = next(name for name in names if not name.exists() and not _note(name).exists())
+    with contextlib.suppress(FileNotFoundError):
+        _note(folder).rename(_note(aside))
+    folder.rename(aside)
 
 
 def describe_model(config: Config) -> ModelDescription:

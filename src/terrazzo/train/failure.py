@@ -8,6 +8,7 @@ instead of the connection errors that follow it, and those that are stuck with a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -20,11 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
 from terrazzo.errors import BadInput, SaveFailed, SwapFailed
 from terrazzo.tether import PARENT
 from terrazzo.train.scratch import Scratch
+from terrazzo.train.secrets import without_passwords
 
 __all__ = [
     "BAD_INPUT",
@@ -114,9 +114,10 @@ class _ToSiblings:
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         part = self._folder / f"failure.{failure.rank}.part"
-        part.write_text(json.dumps(asdict(failure)))
-        part.rename(part.with_suffix(".json"))
-        _tell_torchrun(error, failure, is_first=_claim(self._folder / "reported"))
+        with contextlib.suppress(OSError):  # such as a full disk: they hear of it from their connections
+            part.write_text(json.dumps(asdict(failure)))
+            part.rename(part.with_suffix(".json"))
+        _tell_torchrun(error, failure, is_first=_is_first(self._folder / "reported"))
 
     def leave(self, code: int) -> None:
         if self._scratch is not None:
@@ -151,15 +152,21 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
         _reporter = _reporter_of(rank)
         code = work()
     except BaseException as error:
-        failure = Failure(rank, time.monotonic_ns(), _exit_code(error), _text(error))
-        code = failure.exit_code
-        _reporter.fail(failure, error)
+        code = _exit_code(error)
+        _tell(Failure(rank, time.monotonic_ns(), code, _text(error)), error)
     finally:
-        with contextlib.suppress(Exception):  # such as a pipe that nobody reads any more
-            _reporter.leave(code)
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for last in (lambda: _reporter.leave(code), sys.stdout.flush, sys.stderr.flush):
+            with contextlib.suppress(Exception):  # such as a pipe that nobody reads any more
+                last()
         os._exit(code)
+
+
+def _tell(failure: Failure, error: BaseException) -> None:
+    """Through the reporter, or on screen where that fails: the process ends here, and nobody else can say it."""
+    try:
+        _reporter.fail(failure, error)
+    except BaseException:
+        print(failure.text, file=sys.stderr)
 
 
 def register_rank() -> None:
@@ -172,11 +179,24 @@ def _reporter_of(rank: int) -> _Reporter:
         return _ToLauncher(int(report))
     if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
         return _ToSiblings(rank, Path(elastic).parent.parent)
-    if job := os.environ.get("SLURM_JOB_ID"):
-        step = os.environ.get("SLURM_STEP_ID", "batch")
-        scratch = Scratch(f"{job}-{step}-{os.environ.get('SLURM_RESTART_COUNT', '0')}")
-        return _ToSiblings(rank, scratch.path, scratch)
-    return _Alone()
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None or os.environ.get("WORLD_SIZE") == "1":
+        return _Alone()
+    step = os.environ.get("SLURM_STEP_ID") or os.environ.get("SLURM_STEPID", "batch")
+    restarts, port = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("MASTER_PORT", "0")
+    scratch = Scratch(f"{job}-{step}-{restarts}-{port}")
+    return _ToSiblings(rank, _folder_of_run(scratch.path, rank), scratch)
+
+
+def _folder_of_run(shared: Path, rank: int) -> Path:
+    """A folder for this run alone: the script of a job step may start one after another, and what failed stays.
+
+    Every rank takes part in every run, so that the number of its runs so far is the same for all.
+    """
+    number = next(number for number in itertools.count(1) if _claim(shared / f"rank.{rank}.{number}"))
+    folder = shared / f"run.{number}"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) -> None:
@@ -190,14 +210,15 @@ def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) ->
         print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)
     if report is None or not isinstance(error, Exception):
         return
-    if not isinstance(error, _MENDABLE):
-        ErrorHandler().record_exception(error)
-    elif is_first:
-        said = {"message": failure.text, "extraInfo": {"timestamp": int(time.time())}}
-        Path(report).write_text(json.dumps({"message": said}))
-    else:
+    if isinstance(error, _MENDABLE) and not is_first:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SIBLING_GRACE_S)
+        return
+    said, more = failure.text, {"timestamp": str(int(time.time()))}
+    if not isinstance(error, _MENDABLE):  # as torch's own handler has it, which would write passwords
+        said, more["py_callstack"] = without_passwords(f"{type(error).__name__}: {error}"), failure.text
+    with contextlib.suppress(OSError):
+        Path(report).write_text(json.dumps({"message": {"message": said, "extraInfo": more}}))
 
 
 def _exit_code(error: BaseException) -> int:
@@ -211,10 +232,11 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """A paragraph for what the user can mend, the whole traceback for everything else."""
+    """A paragraph for what the user can mend, the whole traceback for everything else; no passwords."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted."
-    return str(error) if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
+    said = str(error) if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
+    return str(without_passwords(said))
 
 
 def _claim(path: Path) -> bool:
@@ -224,6 +246,14 @@ def _claim(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _is_first(path: Path) -> bool:
+    """Whether nobody has said anything yet, for all that this process can find out: rather twice than never."""
+    try:
+        return _claim(path)
+    except OSError:
+        return True
 
 
 def _watch(folder: Path, rank: int) -> None:

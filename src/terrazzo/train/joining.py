@@ -1,9 +1,16 @@
-"""Where the ranks of a run meet: the address that they were all given, and who has not come there in time."""
+"""Where the ranks of a run meet: the address that they were all given, and who has not come there in time.
+
+The store at that address may be older than the run. torchrun's agents serve it for as long as they live, and what ranks
+have said there before a restart stays; the agents' counts of restarts differ, since each counts only those that its own
+ranks were the cause of. So rank 0 draws a name under which everything of this run is said, and answers to each rank's
+own call, which is a new one: whoever has found an older name gets no answer there, and looks again.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,10 +21,11 @@ __all__ = ["meet"]
 
 _GRACE = timedelta(seconds=10)
 """For what is said at the end of the time to arrive."""
+_LOOK_AGAIN_S = 1.0
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, once all ranks have come there; every rank calls this.
+    """The run's own part of the store at MASTER_ADDR and MASTER_PORT, once all ranks have come; every rank calls this.
 
     Raises:
         BadInput: the address cannot be used, or ranks, which are named, have not come within `timeout_s`.
@@ -42,22 +50,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             f" {_first_line(error)}. MASTER_ADDR must name the host of rank 0, and MASTER_PORT a free port there that"
             " the other hosts can reach."
         ) from None
-    _call_roll(store, rank, world_size, timeout, address)
-    return dist.PrefixStore("run", store)
-
-
-def _call_roll(store: dist.Store, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
-    """Rank 0 says who is missing, so that all hear the same; it leaves, and its store with it, when they have heard."""
-    store.set(f"here/{rank}", "yes")
-    if rank == 0:
-        absent = _absent(store, world_size, timeout)
-        store.set("absent", json.dumps(absent))
-        present = [number for number in range(1, world_size) if number not in absent]
-        if absent and present:
-            _comes(store, [f"heard/{number}" for number in present], _GRACE)
-    else:
-        absent = json.loads(store.get("absent")) if _comes(store, ["absent"], timeout + _GRACE) else [0]
-        store.set(f"heard/{rank}", "yes")
+    run, absent = _call_roll(store, world_size, timeout) if rank == 0 else _answer(store, rank, timeout + _GRACE)
     if absent:
         shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         who = f"Ranks {shown} have" if len(absent) > 1 else f"Rank {shown} has"
@@ -65,6 +58,36 @@ def _call_roll(store: dist.Store, rank: int, world_size: int, timeout: timedelta
             f"{who} not come to {address}, where the {world_size} ranks of this run meet, within"
             f" {timeout.total_seconds():g} s: look at what became of them, or give them longer with launch.timeout_s."
         )
+    return run
+
+
+def _call_roll(store: dist.Store, world_size: int, timeout: timedelta) -> tuple[dist.Store, list[int]]:
+    """Rank 0's part: the run's store, and who is missing, which all that are there hear before it leaves."""
+    name = os.urandom(8).hex()
+    run = dist.PrefixStore(name, store)
+    run.set("here/0", name)
+    store.set("run", name)
+    absent = _absent(run, world_size, timeout)
+    present = [number for number in range(1, world_size) if number not in absent]
+    for number in present:
+        run.set(f"absent/{run.get(f'here/{number}').decode()}", json.dumps(absent))
+    if absent and present:
+        _comes(run, [f"heard/{number}" for number in present], _GRACE)
+    return run, absent
+
+
+def _answer(store: dist.Store, rank: int, timeout: timedelta) -> tuple[dist.Store, list[int]]:
+    """The part of any other rank."""
+    call, deadline = os.urandom(8).hex(), time.monotonic() + timeout.total_seconds()
+    while (left := deadline - time.monotonic()) > 0:
+        if _comes(store, ["run"], timedelta(seconds=left)):
+            run = dist.PrefixStore(store.get("run").decode(), store)
+            run.set(f"here/{rank}", call)
+            if _comes(run, [f"absent/{call}"], timedelta(seconds=min(left, _LOOK_AGAIN_S))):
+                absent: list[int] = json.loads(run.get(f"absent/{call}"))
+                run.set(f"heard/{rank}", "yes")
+                return run, absent
+    return store, [0]
 
 
 def _absent(store: dist.Store, world_size: int, timeout: timedelta) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 
 from terrazzo.errors import BadInput
 from terrazzo.train.config import LaunchConfig
-from terrazzo.train.failure import BAD_INPUT, FAILED, first_failure, register_rank
+from terrazzo.train.failure import BAD_INPUT, FAILED, Failure, first_failure, register_rank
 from terrazzo.train.local import LocalRank, LocalRanks, Signals
 
 __all__ = [
@@ -29,6 +29,9 @@ __all__ = [
     "resolve_device",
     "set_threads",
 ]
+
+_SEEN_LATE_NS = 200_000_000
+"""By how much a death may be seen too late. The others' errors, of connections to the dead, come as soon as it."""
 
 
 def is_rank() -> bool:
@@ -104,19 +107,31 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _report(ranks: Sequence[LocalRank]) -> int:
-    """Say what ended the run; its exit code."""
-    killed = next((rank for rank in ranks if rank.code is not None and rank.code < 0 and not rank.ended_by_us), None)
-    if killed is not None:  # died without a word: the errors of the others follow from it
-        assert killed.code is not None
-        name = signal.Signals(-killed.code).name
-        hint = " (often the kernel's out-of-memory killer)" if name == "SIGKILL" else ""
-        print(f"Rank {killed.rank} was ended by {name}{hint}; the other ranks were stopped.", file=sys.stderr)
-        return FAILED
+    """Say what ended the run, what came first last; its exit code."""
     first = first_failure(rank.failure for rank in ranks)
-    if first is None:
+    killed = first_failure(_killed(rank) for rank in ranks)
+    if first is None and killed is None:
         return max((rank.code for rank in ranks if rank.code is not None and not rank.ended_by_us), default=FAILED)
+    if first is None or (killed is not None and killed.time_ns < first.time_ns + _SEEN_LATE_NS):
+        assert killed is not None
+        if first is not None:
+            print(f"Rank {first.rank} failed as well:\n{first.text}\n", file=sys.stderr)
+        print(killed.text, file=sys.stderr)
+        return FAILED
+    if killed is not None:
+        print(f"{killed.text}\n", file=sys.stderr)
     if first.exit_code == BAD_INPUT:
         print(first.text, file=sys.stderr)
     else:
         print(f"Rank {first.rank} failed first:\n{first.text}", file=sys.stderr)
     return first.exit_code
+
+
+def _killed(rank: LocalRank) -> Failure | None:
+    """How a rank died without a word; None for one that did not."""
+    if rank.code is None or rank.code >= 0 or rank.ended_by_us:
+        return None
+    name = signal.Signals(-rank.code).name
+    hint = " (often the kernel's out-of-memory killer)" if name == "SIGKILL" else ""
+    said = f"Rank {rank.rank} was ended by {name}{hint}; the other ranks were stopped."
+    return Failure(rank.rank, rank.ended_ns or 0, FAILED, said)

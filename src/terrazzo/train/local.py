@@ -48,11 +48,15 @@ class Signals:
 
 
 class LocalRank:
-    """The process of one rank. `code` is its exit code, negative for a signal, once it has ended."""
+    """The process of one rank. `code` is its exit code, negative for a signal, once it has ended, `ended_ns` when.
+
+    That is on the clock of a `Failure`, and as seen from here: late by what it takes to look.
+    """
 
     def __init__(self, rank: int, environment: dict[str, str], arguments: Sequence[str]) -> None:
         self.rank, self.begun, self.ended_by_us = rank, False, False
         self.code: int | None = None
+        self.ended_ns: int | None = None
         self.failure: Failure | None = None
         self.line, theirs = os.pipe()
         self._unread = b""
@@ -74,6 +78,7 @@ class LocalRank:
                 *lines, self._unread = (self._unread + data).split(b"\n")
                 for line in lines:
                     self._heard(json.loads(line))
+            self._note_end()  # sooner than the system has its exit code
             return False
         return True
 
@@ -81,6 +86,7 @@ class LocalRank:
         """See whether it has ended."""
         if self.code is None and (code := self._process.poll()) is not None:
             self.code = code
+            self._note_end()
 
     def send(self, number: int) -> None:
         if self.code is None:
@@ -92,6 +98,9 @@ class LocalRank:
         if self.code is None:
             self.ended_by_us = True
             self._process.kill()
+
+    def _note_end(self) -> None:
+        self.ended_ns = self.ended_ns or time.monotonic_ns()
 
     def _heard(self, said: dict[str, object]) -> None:
         self.begun = self.begun or "begun" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -62,7 +63,9 @@ class Report:
         if session.step >= session.config.train.steps:
             return  # nothing is left to be done, and what was written of it stays as it is
         log.folder.mkdir(parents=True, exist_ok=True)
-        (log.folder / "config.json").write_text(session.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        config = without_passwords(session.config.model_dump(mode="json"))
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (log.folder / "config.json").write_text(text + "\n", encoding="utf-8")
         self._metrics_file = JsonLines(log.folder / "metrics.jsonl", session.step)
         self._sinks.append(self._metrics_file)
         if log.tensorboard:

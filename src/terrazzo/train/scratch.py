@@ -15,19 +15,22 @@ from terrazzo.errors import BadInput
 
 __all__ = ["Scratch"]
 
+_MARKER = ".terrazzo-scratch"
+"""A file in each folder, without which none is removed for another's sake: a user may have folders of any name."""
+
 
 class Scratch:
     """A folder that processes of one user share under a `name`; the last of them to leave removes it.
 
-    Each has a shared lock on it for as long as it lives. One that nobody has locked belongs to the dead: whoever opens
-    another folder removes it.
+    Each has a shared lock on it for as long as it lives. One of ours, by its name and the marker in it, that nobody has
+    locked belongs to the dead: whoever opens another folder removes it.
 
     Raises:
         BadInput: somebody else has a folder of that name.
     """
 
     def __init__(self, name: str) -> None:
-        prefix = f"terrazzo-{os.getuid()}-"
+        prefix = f".terrazzo-scratch-{os.getuid()}-"
         self.path = Path(tempfile.gettempdir()) / f"{prefix}{name}"
         for path in self.path.parent.glob(f"{prefix}*"):
             if path != self.path:
@@ -40,12 +43,19 @@ class Scratch:
                 with contextlib.suppress(FileExistsError):
                     self.path.mkdir(mode=0o700)
                 descriptor = _open(self.path)
-                _lock(descriptor, fcntl.LOCK_SH)  # waits for nobody but one that is removing it
-                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
-                    return descriptor
-                os.close(descriptor)
             except FileNotFoundError:
                 continue  # removed by the last one before us
+            try:
+                _lock(descriptor, fcntl.LOCK_SH)  # waits for nobody but one that is removing it
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    (self.path / _MARKER).touch()
+                    return descriptor
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
 
     def leave(self, *, keep: bool = False) -> None:
         """Let go of it; the last one removes it, but with `keep` for those that are still to come."""
@@ -89,6 +99,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 def _remove_if_dead(path: Path) -> None:
     with contextlib.suppress(OSError, BadInput), _opened(path) as descriptor:
+        os.stat(_MARKER, dir_fd=descriptor, follow_symlinks=False)
         if _lock(descriptor, fcntl.LOCK_EX):
             shutil.rmtree(path, ignore_errors=True)
 

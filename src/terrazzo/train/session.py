@@ -160,19 +160,29 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
     )
-    if config.model.weights == "pretrained" and config.model.path is not None and not newest:
+    try:
+        if not newest:
+            _load_pretrained(config, model)
+        torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
+        schedule = build_schedule(config.schedule, config.train.steps, sharded)
+        session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper)
+        session.base_bytes = base_bytes
+        if newest:
+            session.resume()
+        else:  # last, so that nothing is lost to a run that cannot start
+            together(lambda: clear_checkpoints(config) if ranks.is_first else None, BadInput)
+    except BaseException:
+        engine_of(model).store.close()  # its files would stay: ranks end without the interpreter's help
+        raise
+    return session
+
+
+def _load_pretrained(config: Config, model: nn.Module) -> None:
+    """The weights that a new run begins with, where they are given. Collective."""
+    if config.model.weights == "pretrained" and config.model.path is not None:
         weight_files(config.model.path)
         load = checkpoint.load_weights if config.lora.rank is None else load_base
         load(model, config.model.path)
-    torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
-    schedule = build_schedule(config.schedule, config.train.steps, sharded)
-    session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper)
-    session.base_bytes = base_bytes
-    if newest:
-        session.resume()
-    else:  # last, so that nothing is lost to a run that cannot start
-        together(lambda: clear_checkpoints(config) if ranks.is_first else None, BadInput)
-    return session
 
 
 def _seed(seed: int, step: int, rank: int) -> int:

@@ -61,8 +61,10 @@ def run_trials(config: Config) -> list[Trial]:
         if length > 1:
             batch = config.batch.model_copy(update={"sequence_length": length})
             session = open_session(config.model_copy(update={"batch": batch}), ranks)
-            trials.append(_measure(session))
-            session.close()
+            try:
+                trials.append(_measure(session))
+            finally:
+                session.close()
             session.loader.close()
             session.keeper.release()
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ from terrazzo.errors import BadInput
 from terrazzo.files import read_plain
 from terrazzo.train.data.records import ASSISTANT, Document
 from terrazzo.train.data.rendering import Failed, render
-from terrazzo.train.data.tokenizer import BYTES, TokenArray, Tokenizer, check_files, missing_extra
+from terrazzo.train.data.tokenizer import BYTES, MAX_BYTES, TokenArray, Tokenizer, check_files, missing_extra
 
 __all__ = ["Chat", "LossOn", "Rendered", "chat_fingerprint", "load_chat"]
 
@@ -77,7 +77,11 @@ def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss
 
 
 def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) -> str:
-    """Changes with whatever decides how a conversation is rendered; reads small files, and imports nothing."""
+    """Changes with whatever decides how a conversation is rendered; reads small files, and imports nothing.
+
+    Raises:
+        BadInput: one of them is no plain file, or is too large.
+    """
     digest = hashlib.sha256(loss_on.encode())
     if template is not None:
         digest.update(read_template(Path(template)).encode())
@@ -85,9 +89,8 @@ def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) ->
         folder = folder_of(Path(name).expanduser())
         check_files(folder)
         found = [path for pattern in TEMPLATE_FILES for path in sorted(folder.glob(pattern))]
-        digest.update(
-            "".join(f"{path.name}:{hashlib.sha256(path.read_bytes()).hexdigest()};" for path in found).encode()
-        )
+        digests = [hashlib.sha256(read_plain(path, MAX_BYTES)).hexdigest() for path in found]
+        digest.update("".join(f"{path.name}:{one};" for path, one in zip(found, digests, strict=True)).encode())
     return digest.hexdigest()
 
 

@@ -138,7 +138,10 @@ def _receive(stream: BinaryIO | Any) -> bytes | None:
 def main() -> None:
     """Answer requests until their pipe ends, or none has come for a while."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+    # What the parent ignores or blocks would be so here as well, and nothing would end a rendering.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGPROF, signal.SIGALRM})
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     from transformers.utils.chat_template_utils import render_jinja_template

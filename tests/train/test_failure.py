@@ -1,0 +1,134 @@
+"""What a rank says as it ends, whatever else fails with it: in children of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.train import failure
+from terrazzo.train.failure import FAILED, REPORT, run_rank
+from tests.checkpoint.faults import reap, spawn_child
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody has started this process as a rank, and its children look around often."""
+    for name in ("TORCHELASTIC_ERROR_FILE", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID", "MASTER_PORT", REPORT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(failure, "WATCH_EVERY_S", 0.005)
+    monkeypatch.setattr(failure, "SIBLING_GRACE_S", 0.05)
+    return tmp_path
+
+
+def spawn_rank(rank: int, work: Callable[[], int]) -> int:
+    def body() -> None:
+        failure.PARENT = os.getppid()
+        run_rank(rank, work)
+
+    return spawn_child(body)
+
+
+def explode() -> int:
+    raise ZeroDivisionError("the cause of it all")
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_under_slurm_a_lone_rank_says_it_each_time(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for _ in range(2):
+        assert reap(spawn_rank(0, explode)) == FAILED
+        assert capfd.readouterr().err.count("ZeroDivisionError: the cause") == 1
+    assert os.listdir(temporary) == []
+
+
+def test_a_second_run_of_a_job_step_is_not_the_first_one(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def hang() -> int:
+        time.sleep(0.1)
+        (temporary / "lived").touch()
+        time.sleep(30)
+        return 0
+
+    assert [reap(spawn_rank(rank, explode)) for rank in (0, 1)] == [FAILED, FAILED]
+    assert capfd.readouterr().err.count("ZeroDivisionError: the cause") == 1
+    hanging = spawn_rank(0, hang)
+    wait_for(temporary / "lived")  # the first run's failures have not ended it
+    assert reap(spawn_rank(1, explode)) == FAILED
+    assert reap(hanging, 10) == FAILED
+    assert capfd.readouterr().err.count("ZeroDivisionError: the cause") == 1
+
+
+@pytest.mark.parametrize("to", ["launcher", "torchrun", "slurm"])
+@pytest.mark.parametrize("mendable", [False, True])
+def test_the_cause_is_said_where_reporting_it_fails(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], to: str, mendable: bool
+) -> None:
+    """As on a full disk: here the folders are gone, and the pipe is closed."""
+    (temporary / "attempt_0" / "0").mkdir(parents=True)
+    unwritable = os.open(os.devnull, os.O_RDONLY)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    variable, value = {
+        "launcher": (REPORT, str(unwritable)),
+        "torchrun": ("TORCHELASTIC_ERROR_FILE", f"{temporary}/attempt_0/0/error.json"),
+        "slurm": ("SLURM_JOB_ID", "7"),
+    }[to]
+    monkeypatch.setenv(variable, value)
+
+    def work() -> int:
+        print("what was printed before", end="")
+        for folder in temporary.iterdir():
+            shutil.rmtree(folder)
+        if mendable:
+            raise BadInput("The value 7 is not a fruit.")
+        return explode()
+
+    assert reap(spawn_rank(0, work)) == (2 if mendable else FAILED)
+    shown = capfd.readouterr()
+    assert shown.err.count("not a fruit" if mendable else "ZeroDivisionError: the cause") == 1
+    assert shown.err.count("Traceback") == (0 if mendable else 1)
+    assert shown.out == "what was printed before"
+    os.close(unwritable)
+
+
+@pytest.mark.parametrize("kind", [SaveFailed, OSError])
+def test_a_password_in_an_error_is_not_shown(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    """Nor in what torchrun shows in the end."""
+    report = temporary / "attempt_0" / "0" / "error.json"
+    report.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+
+    def work() -> int:
+        raise kind("The checkpoint 's3://key:sec/ret@host/run' was not saved.")
+
+    assert reap(spawn_rank(0, work)) == FAILED
+    said, written = capfd.readouterr().err, report.read_text()
+    for text in (said, json.loads(written)["message"]["message"]):
+        assert "The checkpoint 's3://***@host/run' was not saved." in text
+    assert "ret@host" not in said + written
+    assert ("py_callstack" in written) is (kind is OSError)
