@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from terrazzo.engine.buffer import Buffer, Resting, Space
 from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
-from terrazzo.engine.pages import use_large_pages
+from terrazzo.engine.pages import use_large_pages, with_room
 from terrazzo.engine.parameter import Guard
 from terrazzo.engine.recipe import Recipe, Tiers
 from terrazzo.engine.store.store import Store
@@ -282,7 +282,7 @@ class Bucket:
         source: Resting = self.weight if from_rest or self._held is None else self._held
         storage = self.full.data.untyped_storage()
         if storage.size() == 0:
-            storage.resize_(self.full.data.nbytes)
+            storage.resize_(with_room(self.full.data.nbytes, self.full.data.device))
             use_large_pages(self.full.data)
             self.recipe.axes.ledger.take(self.full.data.nbytes)
         return (yield from self.full.gather(source))

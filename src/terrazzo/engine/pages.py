@@ -7,18 +7,21 @@ pages of 2 MiB, which it still has to clear (docs/decisions.md). Elsewhere than 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import sys
 
+import torch
 from torch import Tensor
 
-__all__ = ["give_back_freed", "keep_freed", "use_large_pages"]
+__all__ = ["give_back_freed", "keep_freed", "use_large_pages", "with_room"]
 
 _LARGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _SMALL_BLOCK_BYTES = 256 << 10
 _LARGEST_IN_HEAP_BYTES, _INT_MAX = 32 << 20, (1 << 31) - 1
+_ROOM_STEP_BYTES, _ROOM_STEPS = 256, 4096
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _kept_bytes = 0
 
@@ -30,6 +33,20 @@ def use_large_pages(tensor: Tensor) -> Tensor:
         size_bytes = (tensor.data_ptr() + tensor.nbytes - first) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size_bytes), _MADV_HUGEPAGE)
     return tensor
+
+
+def with_room(size_bytes: int, device: torch.device) -> int:
+    """How much to take for a block that comes and goes: up to 1 MiB more than its bytes, and each time a little less.
+
+    An aligned block needs more room in glibc's heap than it has in the end, so that the next one of the same size does
+    not fit where it was, and the heap grows by a block a time. A smaller one fits.
+    """
+    if _libc is None or device.type != "cpu" or size_bytes < 2 * _LARGE_PAGE_BYTES:
+        return size_bytes
+    return size_bytes + (-next(_blocks) % _ROOM_STEPS) * _ROOM_STEP_BYTES
+
+
+_blocks = itertools.count()
 
 
 def keep_freed(count_bytes: int) -> None:
