@@ -182,7 +182,8 @@ def test_a_crash_in_native_code_is_named_and_nothing_is_started_again(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=kept)
     assert done.returncode == 1
     assert "Rank 1 was ended by SIGSEGV" in done.stderr.rstrip().splitlines()[-1]
-    assert sorted((tmp_path / "starts").read_text()) == ["0", "1"]
+    starts = (tmp_path / "starts").read_text()  # the other rank may not have come so far
+    assert starts.count("1") == 1 and starts.count("0") <= 1
 
 
 def test_a_queue_starts_again_only_what_was_asked_to_stop() -> None:

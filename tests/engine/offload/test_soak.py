@@ -16,7 +16,6 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.ending import Ending
 from tests.engine.census import census, live_bytes
 from tests.engine.offload.runs import MODES, SMALL_BLOCK, TIERS
 from tests.engine.toys import Net, adamw, train
@@ -101,11 +100,15 @@ def test_a_dropped_model_gives_everything_back(tiers: str, mode: str, tmp_path: 
     def files() -> int:
         return len(list(tmp_path.iterdir()))
 
+    def held() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
     gc.collect()
     until(no_threads)  # of earlier tests
     with fake_group(1):
-        Ending(object, int)  # the thread that stays has begun
-        before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        built(tmp_path, tiers, mode)  # what is begun once has begun
+        until(lambda: no_threads() and files() == 0)
+        threads, descriptors = held()
         for number in range(3):
             with census():
                 model, optimizer = built(tmp_path, tiers, mode)
@@ -117,7 +120,7 @@ def test_a_dropped_model_gives_everything_back(tiers: str, mode: str, tmp_path: 
                 del model, optimizer
                 until(lambda: live_bytes() == 0)
             until(lambda: files() == 0)
-            until(lambda: (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before)
+            until(lambda: held()[0] <= threads and held()[1] <= descriptors)
 
 
 def test_a_model_that_failed_gives_everything_back(tmp_path: Path) -> None:
