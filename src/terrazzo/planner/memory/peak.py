@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from terrazzo.planner.estimate import Memory
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes

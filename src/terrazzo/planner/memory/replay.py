@@ -22,7 +22,7 @@ from terrazzo.engine.rehearsal import PaperUnit
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.transfer import Ledger, Moves, Traffic
 from terrazzo.engine.unit import Unit
-from terrazzo.planner.estimate import Memory
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes
 from terrazzo.planner.memory.tiers import disk_writes, tier_terms

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from terrazzo.planner.estimate import Traffic
+from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.machine.links import Group, Move, Network, group_of
 from terrazzo.planner.memory.rules import placed_units, rules_of
