@@ -278,10 +278,10 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
     if layered:
         findings += [
             *check_direction(modules),
-            *check_named(modules),
             *check_cycles(modules),
             *check_collectives(modules, root.name),
             *(Finding(found.path, found.line, found.text) for found in find_waits(modules)),
+            *check_named(modules),
         ]
     return findings
 
