@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine.bucket import Bucket, Member
+from terrazzo.engine.collectives import NEAR_BLOCK_BYTES
 from terrazzo.engine.order import Order
 from terrazzo.engine.place import DATA_AXES, Place, Plan
 from terrazzo.engine.precision import Precision
@@ -39,9 +40,6 @@ FORMULAS |= {
         "terrazzo/planner/memory/trace.py and replay.py; terrazzo/engine/rehearsal.py",
     ),
 }
-
-NEAR_BLOCK_BYTES = 1 << 20
-"""What a CPU rank receives at a time from a rank of the same machine (`terrazzo.engine.collectives`)."""
 
 
 @dataclass(frozen=True)
