@@ -79,6 +79,39 @@ def test_cycles_between_modules_and_between_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "from importlib import import_module\nimport_module('terrazzo.engine.place').x\n",
+        "import importlib as load\nload.import_module(f'terrazzo.engine.{name}')\n",
+        "from importlib import import_module\nTABLE = {'x': 'terrazzo.engine.place.Place'}\nimport_module(TABLE[x])\n",
+        "import importlib\nimportlib.import_module('.place', __package__)\n",
+        "from importlib import import_module as load\nload('terrazzo.engine.place')\n",
+        "\n__import__('terrazzo.engine.place')\n",
+        "import pkgutil\npkgutil.resolve_name('terrazzo.engine.place:x')\n",
+    ],
+)
+def test_a_string_that_names_a_module_for_import(tmp_path: Path, source: str) -> None:
+    package = _tree(tmp_path, engine__unit=source, engine__place="")
+    (package / "engine" / "__init__.py").write_text("")
+    (finding,) = _texts(package)
+    assert finding.startswith("engine/unit.py:2: the string names '")
+
+
+def test_strings_that_import_nothing_here_are_free(tmp_path: Path) -> None:
+    package = _tree(
+        tmp_path,
+        engine__unit="import importlib\nimportlib.import_module('torch')\nrun(['-m', 'terrazzo.engine.place'])\n",
+        planner__cite="SOURCE = 'terrazzo.engine.place'\n",
+        dialects__registry="from importlib import import_module\nimport_module('terrazzo.dialects.json')\n",
+        dialects__json="",
+    )
+    assert _texts(package) == []
+    (package / "dialects" / "json.py").write_text("from terrazzo.dialects import registry\n")
+    (finding,) = _texts(package)
+    assert "import cycle: " in finding and "registry" in finding
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "import torch.distributed as dist\ndist.all_reduce(x)\n",
         "import torch\ntorch.distributed.barrier()\n",
         "from torch import distributed as d\nd.all_gather_single(x, y)\n",

@@ -1,4 +1,4 @@
-"""Checks what ruff and mypy do not: directions and cycles of imports, finalizers that may wait, and size budgets.
+"""Checks what ruff and mypy do not: how modules import one another, finalizers that may wait, and size budgets.
 
     python tools/lint_structure.py src/terrazzo [more folders, for the size budgets only]
 
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, this file has its own folder there alone
@@ -44,6 +45,12 @@ COLLECTIVE = re.compile(
     r"(all_gather|reduce_scatter|all_reduce|all_to_all|broadcast|scatter|gather|reduce|barrier|monitored_barrier"
     r"|send|recv|isend|irecv|batch_isend_irecv)(_single|_tensor|_into_tensor|_object|_object_list|_coalesced)?"
 )
+BY_NAME = {"import_module", "__import__", "find_spec", "resolve_name", "locate", "run_module", "load_module"}
+NAMES_MODULES = {
+    "terrazzo": "__getattr__ loads what training does not need, and what it loads imports the package",
+    "terrazzo.dialects.registry": "of eight dialects a command needs one or two; what it names counts as imported",
+}
+"""Modules that may import modules of their own package by a string, and why."""
 UNFINISHED = re.compile(r"\b(TO[D]O|FIX[M]E|X{3})\b")  # brackets: not to find itself
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -110,6 +117,45 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*parts, node.module] if node.module else parts)
 
 
+def named_modules(module: Module, known: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    """(line, module) for every string that names a module in `known`, where something is imported by name.
+
+    A string may also name an attribute of the module, or begin its name, as in an f-string. What follows a "-m" is a
+    program that another process runs.
+    """
+    nodes, programs = list(ast.walk(module.tree)), set(_programs(module.tree))
+    if not any(_spelled(node) in BY_NAME for node in nodes):
+        return
+    for node in nodes:
+        if isinstance(node, ast.Call) and _spelled(node.func) in BY_NAME and node.args:
+            text = ast.unparse(node.args[0]).strip("'\"")
+            yield from [(node.lineno, text)] if text.startswith(".") else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in programs:
+            name = node.value.rstrip(".").partition(":")[0]
+            targets = [target for target in (name, name.rpartition(".")[0]) if target in known and "." in node.value]
+            yield from ((node.lineno, target) for target in targets[:1])
+
+
+def _spelled(node: ast.AST) -> str | None:
+    """The last word of a name, an attribute, or what a `from` import takes."""
+    return getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
+
+
+def _programs(tree: ast.Module) -> Iterator[ast.expr]:
+    """What follows a "-m" in a list, a tuple or the arguments of a call."""
+    for node in ast.walk(tree):
+        row = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.List | ast.Tuple) else []
+        yield from (after for flag, after in pairwise(row) if isinstance(flag, ast.Constant) and flag.value == "-m")
+
+
+def check_named(modules: dict[str, Module]) -> Iterator[Finding]:
+    """Modules of the package are imported by statements: a string hides its import from the rules on imports."""
+    for name, module in modules.items():
+        for line, target in () if name in NAMES_MODULES else named_modules(module, modules):
+            text = f"the string names '{target}' for import: write an import, or a reason into NAMES_MODULES"
+            yield Finding(module.path, line, text)
+
+
 def check_direction(modules: dict[str, Module]) -> Iterator[Finding]:
     """Imports point down the layers."""
     for module in modules.values():
@@ -129,7 +175,8 @@ def check_cycles(modules: dict[str, Module]) -> Iterator[Finding]:
     by_module: dict[str, set[str]] = {name: set() for name in modules}
     by_part: dict[str, set[str]] = {}
     for name, module in modules.items():
-        for line, target in imports_of(module, modules):
+        hidden = named_modules(module, modules) if module.part and name in NAMES_MODULES else ()
+        for line, target in (*imports_of(module, modules), *hidden):
             if target != name:
                 by_module[name].add(target)
                 lines.setdefault((name, target), (module.path, line))
@@ -234,6 +281,7 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
             *check_cycles(modules),
             *check_collectives(modules, root.name),
             *(Finding(found.path, found.line, found.text) for found in find_waits(modules)),
+            *check_named(modules),
         ]
     return findings
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.planner.rows import Row
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimate import Memory, Time
+from terrazzo.planner.figures import Memory, Time
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.timing.step import time_of

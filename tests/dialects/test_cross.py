@@ -16,9 +16,10 @@ from terrazzo.dialects.description import settings as settings_of
 from terrazzo.dialects.dialect import Context, Dialect, Reading
 from terrazzo.dialects.emit import to_text
 from terrazzo.dialects.files import Loaded, parse
+from terrazzo.dialects.meaning import agree
 from terrazzo.dialects.reader import flatten, split
 from terrazzo.dialects.registry import NAMES, dialect
-from terrazzo.dialects.understand import agree, read_document
+from terrazzo.dialects.understand import read_document
 from terrazzo.dialects.verdict import Verdict
 from terrazzo.train.config_file import config_from_dict
 from tests.dialects.samples import SAMPLES

@@ -14,7 +14,8 @@ from terrazzo.cli import app
 from terrazzo.engine import PRECISIONS, Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate
-from terrazzo.planner.estimate import Estimate, Time
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.figures import Time
 from terrazzo.planner.machine.calibration import (
     Calibration,
     Software,
@@ -28,7 +29,7 @@ from terrazzo.planner.machine.calibration import (
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
-from terrazzo.planner.search.search import Frontier
+from terrazzo.planner.search.frontier import Frontier
 from terrazzo.planner.setup.setup import Mesh, Setup
 from terrazzo.planner.timing.measured import fitted_pace
 from terrazzo.planner.timing.step import BAND, time_of

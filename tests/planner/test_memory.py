@@ -360,12 +360,12 @@ def test_a_long_row_may_be_shortened(
 
 
 def _step_units(made: Setup, saved: int) -> list[StepUnit]:
-    from terrazzo.planner.memory.rules import rules_of
+    from terrazzo.planner.memory.placement import placement_of
     from terrazzo.planner.memory.states import unit_states
 
-    rules = rules_of(made)
+    placement = placement_of(made)
     return [
-        StepUnit(unit_states(unit, rules), count, float(saved) if unit.block else 0.0, saved / 3)
+        StepUnit(unit_states(unit, placement), count, float(saved) if unit.block else 0.0, saved / 3)
         for unit, count in stage_units(made, 0)
     ]
 

@@ -15,7 +15,7 @@ from terrazzo.engine.partition import find_units, partition
 from terrazzo.engine.place import OFFLOADS
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.rules import rules_of
+from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms, unit_states
 from terrazzo.planner.memory.tiers import tier_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
@@ -156,5 +156,5 @@ def test_what_gloo_receives(ranks: int, per_node: int) -> None:
     host = Device("host", kind="cpu", per_node=per_node)
     unit = UnitShape("", (TensorShape("matrix", (2048, 1024)),))
     setup = Setup(ModelShape("one", (unit,)), Cluster(host, ranks), Plan.named("zero3"), Mesh(dp_shard=ranks))
-    states = unit_states(unit, rules_of(setup))
+    states = unit_states(unit, placement_of(setup))
     assert states.reduction == ((True, collectives.receive_bytes(states.pending)),)

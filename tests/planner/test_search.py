@@ -16,7 +16,8 @@ from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.schema import StatesReport
 from terrazzo.planner.search.candidates import CHECKPOINTING, DATA_PARALLEL, MICRO_BATCHES
-from terrazzo.planner.search.search import Frontier, Refusal, search
+from terrazzo.planner.search.frontier import Frontier, Refusal
+from terrazzo.planner.search.search import search
 from terrazzo.planner.search.sizing import Sizing, floor_gpus, min_gpus
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup, counts_of

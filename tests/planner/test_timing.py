@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrazzo.engine import PRECISIONS, Offload, Plan, Precision
-from terrazzo.planner.estimate import Time
+from terrazzo.planner.figures import Time
 from terrazzo.planner.formulas import FORMULAS, Term
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.links import Group, Move, Network, group_of

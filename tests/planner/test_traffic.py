@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
-from terrazzo.planner.estimate import Traffic
+from terrazzo.planner.figures import Traffic
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape

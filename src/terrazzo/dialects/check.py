@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from terrazzo.dialects.description import DTYPES, PATHS, Description
 from terrazzo.dialects.dialect import Finding
-from terrazzo.dialects.understand import TWO_AXES, Understood, data_ranks, degrees
+from terrazzo.dialects.meaning import TWO_AXES, data_ranks, degrees
+from terrazzo.dialects.understand import Understood
 from terrazzo.dialects.verdict import Verdict
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput

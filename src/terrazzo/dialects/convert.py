@@ -12,8 +12,9 @@ from typing import Any
 
 from terrazzo.dialects.description import Description, Extra, Setting, inactive, settings, shown
 from terrazzo.dialects.dialect import Context, Dialect, Reading, Writing
+from terrazzo.dialects.meaning import agree, extras_by_key, idle
 from terrazzo.dialects.reader import flatten
-from terrazzo.dialects.understand import Understood, agree, extras_by_key, idle, read_document
+from terrazzo.dialects.understand import Understood, read_document
 from terrazzo.dialects.verdict import Verdict, worst
 
 __all__ = ["Conversion", "convert", "convert_reading"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from terrazzo.dialects.description import MEANING, PATHS, Description, Setting, inactive
-from terrazzo.dialects.understand import agree, extras_by_key, idle
+from terrazzo.dialects.meaning import agree, extras_by_key, idle
 
 __all__ = ["Difference", "compare"]
 

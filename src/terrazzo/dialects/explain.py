@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.description import LOADED, MEANING, Description, Extra, Setting, settings, shown
-from terrazzo.dialects.understand import Understood, data_ranks, degrees, extras_by_key
+from terrazzo.dialects.meaning import data_ranks, degrees, extras_by_key
+from terrazzo.dialects.understand import Understood
 from terrazzo.dialects.verdict import Verdict
 from terrazzo.engine import LossScaling
 

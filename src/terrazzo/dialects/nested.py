@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.dialects.description import Extra, Setting, settings
-from terrazzo.dialects.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.dialect import Context, Dialect, Document, Finding, Reading
 from terrazzo.dialects.files import load
-from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verdict import Verdict, worst
 from terrazzo.errors import BadInput
 
@@ -33,13 +32,13 @@ class Nested:
     inner: Reading
 
 
-def read_nested(name: str, document: Document, context: Context, section: str, file: Any = None) -> Nested:
-    """Read a document of the dialect `name` that stands at the key `section` of another.
+def read_nested(dialect: Dialect, document: Document, context: Context, section: str, file: Any = None) -> Nested:
+    """Read a document of `dialect` that stands at the key `section` of another.
 
     Args:
         file: the name of the file where the document is one that `section` names; all is reported under that key.
     """
-    reading = dialect(name).read(document, context)
+    reading = dialect.read(document, context)
 
     def key(inner: str) -> str:
         return section if file is not None else f"{section}.{inner}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.dialects.description import Description, Setting
-from terrazzo.dialects.understand import degrees
+from terrazzo.dialects.meaning import degrees
 
 __all__ = ["COLUMNS", "Cost", "Precisions", "costs", "precisions"]
 

@@ -12,14 +12,14 @@ __all__ = ["NAMES", "dialect", "recognise"]
 
 # In the order of recognition: those whose keys are least like another's first.
 _CLASSES = {
-    "accelerate": "accelerate.Accelerate",
-    "deepspeed": "deepspeed.DeepSpeed",
-    "torchtitan": "torchtitan.Torchtitan",
-    "terrazzo": "terrazzo.Terrazzo",
-    "lightning": "lightning.Lightning",
-    "trainer": "trainer.TrainingArguments",
-    "fsdp2": "fsdp.fsdp2.FSDP2",
-    "fsdp1": "fsdp.fsdp1.FSDP1",
+    "accelerate": "terrazzo.dialects.accelerate.Accelerate",
+    "deepspeed": "terrazzo.dialects.deepspeed.DeepSpeed",
+    "torchtitan": "terrazzo.dialects.torchtitan.Torchtitan",
+    "terrazzo": "terrazzo.dialects.terrazzo.Terrazzo",
+    "lightning": "terrazzo.dialects.lightning.Lightning",
+    "trainer": "terrazzo.dialects.trainer.TrainingArguments",
+    "fsdp2": "terrazzo.dialects.fsdp.fsdp2.FSDP2",
+    "fsdp1": "terrazzo.dialects.fsdp.fsdp1.FSDP1",
 }
 NAMES = tuple(_CLASSES)
 
@@ -30,7 +30,7 @@ def dialect(name: str) -> Dialect:
     if name not in _CLASSES:
         raise BadInput(f"There is no dialect {name!r}.{did_you_mean(name, NAMES)} Dialects are {', '.join(NAMES)}.")
     module, _, attribute = _CLASSES[name].rpartition(".")
-    found: Dialect = getattr(import_module(f"terrazzo.dialects.{module}"), attribute)()  # from the table, never a file
+    found: Dialect = getattr(import_module(module), attribute)()  # from the table, never a file
     return found
 
 

@@ -32,7 +32,7 @@ from terrazzo.engine.sums import add_in_order, divide
 from terrazzo.engine.transfer import Handle, Ledger, Moves, Traffic
 from terrazzo.engine.worker import Worker
 
-__all__ = ["Collectives", "backend_of", "collectives_for"]
+__all__ = ["NEAR_BLOCK_BYTES", "Collectives", "backend_of", "collectives_for"]
 
 
 TRAIL = 16
@@ -129,7 +129,7 @@ class Collectives(ABC):
 _Source = Tensor | Memory
 """A rank's chunk: in memory of this process, or of another."""
 
-_BLOCK_BYTES = 1 << 20
+NEAR_BLOCK_BYTES = 1 << 20
 """Read at a time from another process when the next thing is to add it up: half of a core's second-level cache."""
 
 
@@ -197,7 +197,7 @@ class GlooCollectives(Collectives):
             space[self.rank] = chunks[self.rank]
 
             def add(sources: Sequence[_Source]) -> None:
-                step = max(1, _BLOCK_BYTES // full.itemsize)
+                step = max(1, NEAR_BLOCK_BYTES // full.itemsize)
                 for start in range(0, total.numel(), step):
                     stop = min(start + step, total.numel())
                     parts = [
@@ -223,7 +223,7 @@ class GlooCollectives(Collectives):
 
     def _receive_bytes(self, rank: int, chunk_bytes: int) -> int:
         """Memory for what comes from `rank` to be summed: all of it, or a block at a time."""
-        return chunk_bytes if rank in self._far else min(chunk_bytes, _BLOCK_BYTES) if rank in self._near else 0
+        return chunk_bytes if rank in self._far else min(chunk_bytes, NEAR_BLOCK_BYTES) if rank in self._near else 0
 
     def _exchange(
         self, kind: str, outgoing: Sequence[Tensor], space: Sequence[Tensor], use: Callable[[Sequence[_Source]], None]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.dialects.description import LOADED, Description, Setting
-from terrazzo.dialects.understand import degrees
+from terrazzo.dialects.meaning import degrees
 from terrazzo.engine import LossScaling, Offload, Plan, Precision, checkpoint_activations, compile_units, shard
 from terrazzo.errors import BadInput, Misuse
 

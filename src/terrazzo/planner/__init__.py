@@ -1,16 +1,18 @@
 """The planner: what a sharded training run takes, from shapes alone, before any hardware is booked.
 
-It costs the same `Plan` that the engine runs. Read setup, estimate, memory, traffic, timing, search, in that order.
+It costs the same `Plan` that the engine runs. Read setup, figures, memory, traffic, timing, estimate, search, in order.
 """
 
 from terrazzo.planner.api import estimate, estimate_request, plan
-from terrazzo.planner.estimate import Estimate, Memory, Time, Traffic
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.gate.gate import findings, runnable
 from terrazzo.planner.gate.stack import Finding, Stack
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
-from terrazzo.planner.search.search import Frontier, search
+from terrazzo.planner.search.frontier import Frontier
+from terrazzo.planner.search.search import search
 from terrazzo.planner.search.sizing import Sizing, min_gpus
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Mesh, Setup

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.planner.assemble import assemble
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.machine.calibration import Calibration, find_calibration, measured_memory
-from terrazzo.planner.memory.peak import memory_of
-from terrazzo.planner.setup.checks import check
+from terrazzo.planner.machine.calibration import Calibration, find_calibration
+from terrazzo.planner.search.frontier import Frontier
+from terrazzo.planner.search.search import search
 from terrazzo.planner.setup.request import Model, Request, assumptions, build_setup
 from terrazzo.planner.setup.setup import Setup
 
-if TYPE_CHECKING:
-    from terrazzo.planner.search.search import Frontier
-
 __all__ = ["calibration_of", "estimate", "estimate_here", "estimate_request", "plan"]
-
-
-def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
-    """Memory, traffic and time of one setup, with the warnings of the gate.
-
-    Errors: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
-    """
-    check(setup)
-    memory = memory_of(setup)
-    memory = memory if calibration is None else measured_memory(memory, calibration, setup)
-    return assemble(setup, memory, calibration)
 
 
 def estimate_here(setup: Setup) -> Estimate:
@@ -72,8 +58,6 @@ def plan(
 
     Errors: `BadInput` for unknown options and impossible input.
     """
-    from terrazzo.planner.search.search import search
-
     known = [field.name for field in fields(Request)]
     for name in options:
         if name not in known:

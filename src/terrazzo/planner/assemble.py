@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from terrazzo.planner.estimate import Estimate, Memory
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.machine.calibration import Calibration
+from terrazzo.planner.machine.calibration import Calibration, measured_memory
+from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.step import time_of
 from terrazzo.planner.traffic.volumes import traffic_of
 
-__all__ = ["assemble"]
+__all__ = ["assemble", "estimate"]
+
+
+def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
+    """Memory, traffic and time of one setup, with the warnings of the gate.
+
+    Errors: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
+    """
+    check(setup)
+    memory = memory_of(setup)
+    memory = memory if calibration is None else measured_memory(memory, calibration, setup)
+    return assemble(setup, memory, calibration)
 
 
 def assemble(setup: Setup, memory: Memory, calibration: Calibration | None) -> Estimate:

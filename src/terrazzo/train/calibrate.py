@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terrazzo.errors import BadInput, TerrazzoError
-from terrazzo.planner.estimate import Time
+from terrazzo.planner.figures import Time
 from terrazzo.planner.machine.calibration import Calibration, Software, processor, run_of
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.compute import step_flops

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimate import Memory
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Stack

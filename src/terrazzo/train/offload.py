@@ -12,7 +12,7 @@ from terrazzo.engine import Plan
 from terrazzo.engine.store.disk import free_bytes, inspect_folder, sweep
 from terrazzo.engine.store.disk_folder import mount_of
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimate import Memory
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.build import build_offload, build_plan

@@ -14,7 +14,8 @@ from torch import nn
 from terrazzo.engine.partition import find_units
 from terrazzo.engine.store.drive import cell_numel
 from terrazzo.planner.api import estimate
-from terrazzo.planner.estimate import Estimate, Memory
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.calibration import find_calibration, measured_memory
 from terrazzo.planner.machine.devices import Cluster

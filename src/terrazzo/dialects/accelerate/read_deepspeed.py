@@ -58,7 +58,7 @@ def _from_file(source: Source, name: str, context: Context) -> Settings:
     if fault:
         source.refuse(FILE, fault)
         return {}
-    nested = read_nested("deepspeed", document, context, FILE, file=name)
+    nested = read_nested(DeepSpeed(), document, context, FILE, file=name)
     for key in [f"{_D}.{each}" for each in PLUGIN.values()]:
         source.refuse(key, "Accelerate refuses it beside deepspeed_config_file: say it in that file")
     verdict = nested.verdicts[0] if nested.verdicts else None

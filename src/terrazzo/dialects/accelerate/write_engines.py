@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.accelerate.rows import AUTOCAST
 from terrazzo.dialects.description import LOADED
 from terrazzo.dialects.fsdp.words import ON_CPU, SHARDING, Pen
-from terrazzo.dialects.understand import NVME_ONLY, TWO_AXES
+from terrazzo.dialects.meaning import NVME_ONLY, TWO_AXES
 
 __all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.deepspeed.pen import Pen
 from terrazzo.dialects.deepspeed.versions import REMOVED
 from terrazzo.dialects.fsdp.words import ON_CPU
-from terrazzo.dialects.understand import TWO_AXES
+from terrazzo.dialects.meaning import TWO_AXES
 from terrazzo.dialects.verdict import Kind
 
 __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "write_sharding"]

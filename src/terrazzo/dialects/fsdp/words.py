@@ -12,8 +12,8 @@ from typing import Any
 
 from terrazzo.dialects.description import PATHS, Description, Origin, Setting, inactive, row_name
 from terrazzo.dialects.draft import Draft
+from terrazzo.dialects.meaning import NVME_ONLY
 from terrazzo.dialects.reader import Reader, derived, matches
-from terrazzo.dialects.understand import NVME_ONLY
 from terrazzo.engine import Plan
 
 __all__ = [

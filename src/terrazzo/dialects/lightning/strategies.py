@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Extra, Setting
 from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.fsdp.fsdp1 import FSDP1
 from terrazzo.dialects.fsdp.words import offload, row_settings
 from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, MODEL_PARALLEL, SHARED
 from terrazzo.dialects.nested import load_named, merge, read_nested
@@ -101,7 +103,7 @@ def _fsdp(strategy: Strategy, reader: Reader, context: Context) -> Found:
     own = (*FSDP, *SHARED)
     inner = {name: value for name, value in strategy.arguments.items() if name not in own}
     section = f"{strategy.where}.init_args"
-    nested = read_nested("fsdp1", inner, context, section)
+    nested = read_nested(FSDP1(), inner, context, section)
     given = {path: _at_strategy(setting, strategy, section) for path, setting in nested.given.items()}
     if "sharding_strategy" not in strategy.arguments:  # the name of the strategy asks for full sharding
         for path in ("sharding.weight", "sharding.between", "sharding.grad", "sharding.optim"):
@@ -234,7 +236,7 @@ def _deepspeed(strategy: Strategy, context: Context, trainer: Mapping[str, Any])
     if config is not None:
         return _configured(strategy, config, context, trainer)
     document, source = deepspeed_document(strategy.arguments, trainer)
-    nested = read_nested("deepspeed", document, context, "inner")
+    nested = read_nested(DeepSpeed(), document, context, "inner")
 
     def arguments(setting: Setting[Any]) -> list[str]:
         keys: list[str] = []
@@ -291,7 +293,7 @@ def _configured(strategy: Strategy, config: Any, context: Context, trainer: Mapp
         return Found({}, [Verdict(where, config, "refused", "", fault)], [])
     said = set(document)
     complete(document, {name: default for name, (default, _) in DEEPSPEED.items()} | dict(strategy.arguments), trainer)
-    nested = read_nested("deepspeed", document, context, where, file=named)
+    nested = read_nested(DeepSpeed(), document, context, where, file=named)
     added = {f"{where}.{name}" for name in set(document) - said}
     verdicts = [verdict for verdict in nested.verdicts if not _is_of(verdict.key, added)]
     given = {path: _from_trainer(setting, where, added) for path, setting in _without_loop(nested.given, said).items()}

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import LOADED, PATHS, Description, Setting
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.fsdp.fsdp1 import NAMES, write_arguments
 from terrazzo.dialects.fsdp.words import OFFLOAD, SHARDING, TORCH_NAMES, Pen, nearest_row, wants_deepspeed
 from terrazzo.dialects.lightning.rows import WORDS, precision_row
-from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["write"]
@@ -254,7 +254,7 @@ def _mixed_precision(pen: Pen, kind: str, row: Mapping[str, Setting[Any]]) -> di
 
 def _deepspeed(pen: Pen, context: Context) -> Writing:
     """DeepSpeedStrategy with a whole configuration; accumulation and clipping are the Trainer's."""
-    inner = dialect("deepspeed").write(pen.description, context)
+    inner = DeepSpeed().write(pen.description, context)
     config = deepcopy(inner.document)
     for key in ("gradient_accumulation_steps", "train_batch_size"):
         config.pop(key, None)

@@ -6,10 +6,10 @@ import inspect
 
 from terrazzo.dialects.description import Description, shown
 from terrazzo.dialects.dialect import Context, Writing
+from terrazzo.dialects.meaning import degrees
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.precision import write_precision
-from terrazzo.dialects.understand import degrees
 from terrazzo.engine.place import OFFLOADS
 from terrazzo.engine.stock import ELEMENTWISE
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.dialect import Context, Document, Finding, Reading
 from terrazzo.dialects.nested import keyed, read_nested
 from terrazzo.dialects.reader import flatten
-from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.source import canonical_key
 
@@ -38,8 +38,8 @@ def findings(document: Document, reading: Reading, context: Context) -> Iterable
     if isinstance(document.get("deepspeed"), Mapping):
         yield from _mismatches(document["deepspeed"], document)
         within = replace(context, trainer={"output_dir": None, **document})
-        nested = read_nested("deepspeed", document["deepspeed"], within, "deepspeed")
-        inner = dialect("deepspeed").findings(nested.document, nested.inner, within)
+        nested = read_nested(DeepSpeed(), document["deepspeed"], within, "deepspeed")
+        inner = DeepSpeed().findings(nested.document, nested.inner, within)
         filled = {key for key, value in flatten(nested.document).items() if value == "auto"}
         yield from keyed([finding for finding in inner if finding.key not in filled], "deepspeed")
     saves = flat.get("save_strategy", "steps") != "no" and not flat.get("save_only_model")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Extra, Setting
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.nested import Nested, load_named, merge, read_nested
@@ -99,7 +100,7 @@ class Source(Reader):
         value = document["deepspeed"]
         context = replace(self.context, trainer={"output_dir": None, **dict(document), **dict(self.context.trainer)})
         if isinstance(value, Mapping) and value:
-            self.nested = read_nested("deepspeed", value, context, "deepspeed")
+            self.nested = read_nested(DeepSpeed(), value, context, "deepspeed")
             return
         self.flat["deepspeed"] = value
         if not value:
@@ -109,7 +110,7 @@ class Source(Reader):
         if fault:
             self.refuse("deepspeed", fault)
         else:
-            self.nested = read_nested("deepspeed", inner, context, "deepspeed", file=value)
+            self.nested = read_nested(DeepSpeed(), inner, context, "deepspeed", file=value)
             self.say("deepspeed", "applied")
 
     # -- the end ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.fsdp.words import Pen, wants_deepspeed
-from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.write_loop import write_loop
 from terrazzo.dialects.trainer.write_parallel import write_ddp, write_fsdp, write_precision
@@ -54,7 +54,7 @@ def _outer(description: Description) -> tuple[Any, ...]:
 
 
 def _with_deepspeed(pen: Pen, context: Context) -> Writing:
-    inner = dialect("deepspeed").write(pen.description, context)
+    inner = DeepSpeed().write(pen.description, context)
     _switches(pen, inner.document)
     outer = pen.finish()
     spoken = {

@@ -16,8 +16,9 @@ from terrazzo.dialects.deepspeed.table import TABLE
 from terrazzo.dialects.description import Description, Setting, settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.files import Loaded, load
+from terrazzo.dialects.meaning import extras_by_key
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import Understood, extras_by_key, read_document
+from terrazzo.dialects.understand import Understood, read_document
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup, setup_for
 

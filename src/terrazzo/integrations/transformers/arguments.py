@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.dialects.description import PATHS, Description
 from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.meaning import agree
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import agree, read_document
+from terrazzo.dialects.understand import read_document
 from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup

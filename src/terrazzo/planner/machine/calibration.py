@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimate import Memory
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from terrazzo.planner.estimate import Memory
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
-from terrazzo.planner.memory.rules import placed_units, rules_of
+from terrazzo.planner.memory.placement import placed_units, placement_of
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
@@ -135,9 +135,9 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     Args:
         states_only: without activations, logits, finished gradients and the update: the engine's `transient_bytes`.
     """
-    rules = rules_of(setup)
+    placement = placement_of(setup)
     parts = [(unit_states(u, own), u.block, n) for u, n, own in placed_units(setup, stage)]
-    local = setup.accumulate_locally or not rules.grad
+    local = setup.accumulate_locally or not placement.grad
     plain = StepSettings(
         has_root=parts[0][1] is None,
         prefetch=setup.prefetch,
@@ -204,8 +204,8 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
     if peak.parts[LOGITS]:
         head = head_activations(setup)
         extras[LOGITS] = max(0.0, head.loss_upper - peak.parts[LOGITS])
-    rules, precision = rules_of(setup), setup.precision
-    sums_up = setup.micro_batches > 1 and (setup.accumulate_locally or not rules.grad)
+    placement, precision = placement_of(setup), setup.precision
+    sums_up = setup.micro_batches > 1 and (setup.accumulate_locally or not placement.grad)
     if sums_up and precision.compute.itemsize < precision.accumulate.itemsize:
         extras[UNREDUCED] = peak.parts[UNREDUCED] * precision.compute.itemsize / precision.accumulate.itemsize
     return extras

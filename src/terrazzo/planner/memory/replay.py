@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine.bucket import Bucket, Member
+from terrazzo.engine.collectives import NEAR_BLOCK_BYTES
 from terrazzo.engine.order import Order
 from terrazzo.engine.place import DATA_AXES, Place, Plan
 from terrazzo.engine.precision import Precision
@@ -22,7 +23,7 @@ from terrazzo.engine.rehearsal import PaperUnit
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.transfer import Ledger, Moves, Traffic
 from terrazzo.engine.unit import Unit
-from terrazzo.planner.estimate import Memory
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes
 from terrazzo.planner.memory.tiers import disk_writes, tier_terms
@@ -39,9 +40,6 @@ FORMULAS |= {
         "terrazzo/planner/memory/trace.py and replay.py; terrazzo/engine/rehearsal.py",
     ),
 }
-
-NEAR_BLOCK_BYTES = 1 << 20
-"""What a CPU rank receives at a time from a rank of the same machine (`terrazzo.engine.collectives`)."""
 
 
 @dataclass(frozen=True)

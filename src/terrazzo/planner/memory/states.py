@@ -13,10 +13,12 @@ from functools import lru_cache
 
 import torch
 
+from terrazzo.engine.collectives import NEAR_BLOCK_BYTES
+from terrazzo.engine.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.layout import ALIGN, round_up
 from terrazzo.engine.store.drive import padded_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
-from terrazzo.planner.memory.rules import Rules, placed_units, rules_of
+from terrazzo.planner.memory.placement import Placement, placed_units, placement_of
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
@@ -93,15 +95,15 @@ class UnitStates:
 
 
 @lru_cache(maxsize=8192)
-def unit_states(unit: UnitShape, rules: Rules) -> UnitStates:
+def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
     """The bytes of one such unit. The root's weights stay from forward to backward."""
-    return _sum([_space_states(space, not unit.block) for space in spaces(unit, rules)])
+    return _sum([_space_states(space, not unit.block) for space in spaces(unit, placement)])
 
 
 @lru_cache(maxsize=8192)
-def spaces(unit: UnitShape, rules: Rules) -> tuple[Space, ...]:
+def spaces(unit: UnitShape, placement: Placement) -> tuple[Space, ...]:
     """The flat index spaces of one such unit."""
-    return tuple(Space(members, rules) for members in _buckets(unit.tensors, rules.ep > 1))
+    return tuple(Space(members, placement) for members in _buckets(unit.tensors, placement.ep > 1))
 
 
 def _buckets(tensors: tuple[TensorShape, ...], experts_apart: bool) -> list[tuple[TensorShape, ...]]:
@@ -114,23 +116,23 @@ def _buckets(tensors: tuple[TensorShape, ...], experts_apart: bool) -> list[tupl
 
 @lru_cache(maxsize=8192)
 def _space_states(space: Space, root: bool) -> UnitStates:
-    tensors, rules = space.tensors, space.rules
-    precision, trainable = rules.precision, space.trainable
-    weight_axes, between = rules.weight, () if root else rules.between
-    optim_axes = rules.optim if trainable else rules.weight
+    tensors, placement = space.tensors, space.placement
+    precision, trainable = placement.precision, space.trainable
+    weight_axes, between = placement.weight, () if root else placement.between
+    optim_axes = placement.optim if trainable else placement.weight
     own_master, stored = space.has_own_master, space.weight_dtype
     compute, accumulate = precision.compute.itemsize, precision.accumulate.itemsize
-    on_device = rules.tiers.weight == "device"
+    on_device = placement.tiers.weight == "device"
     resident = not weight_axes and stored == precision.compute and on_device
     full = 0 if resident else space.numel(()) * compute
     fetched_again = between == weight_axes and not on_device
     keep = not resident and (root or (between == () and not fetched_again))
     optim_numel = space.numel(optim_axes) if trainable else 0
-    grad_here = rules.tiers.grad == "device"
+    grad_here = placement.tiers.grad == "device"
     return UnitStates(
-        weight=space.resting(weight_axes, stored.itemsize, rules.tiers.weight),
-        master=space.resting(optim_axes, precision.master.itemsize, rules.tiers.optim) if own_master else 0,
-        grad=space.resting(optim_axes, accumulate, rules.tiers.grad) if trainable else 0,
+        weight=space.resting(weight_axes, stored.itemsize, placement.tiers.weight),
+        master=space.resting(optim_axes, precision.master.itemsize, placement.tiers.optim) if own_master else 0,
+        grad=space.resting(optim_axes, accumulate, placement.tiers.grad) if trainable else 0,
         finished=optim_numel * accumulate * grad_here,
         moments=_moment_bytes(space) if trainable else 0,
         full=full,
@@ -139,9 +141,9 @@ def _space_states(space: Space, root: bool) -> UnitStates:
         regathered=not resident and not keep,
         pending=space.numel(()) * precision.reduce.itemsize if trainable else 0,
         pending_local=space.numel(()) * accumulate if trainable else 0,
-        partial=space.numel(rules.grad) * accumulate * grad_here if trainable else 0,
-        reduction=_reduction(space, rules, last=True) if trainable else (),
-        early_reduction=_reduction(space, rules, last=False) if trainable else (),
+        partial=space.numel(placement.grad) * accumulate * grad_here if trainable else 0,
+        reduction=_reduction(space, placement, last=True) if trainable else (),
+        early_reduction=_reduction(space, placement, last=False) if trainable else (),
         largest_grad=max(map(space.share, tensors)) * compute if trainable else 0,
         optim_numel=optim_numel,
         trainable=trainable,
@@ -151,9 +153,9 @@ def _space_states(space: Space, root: bool) -> UnitStates:
 
 def _gathers_apart(space: Space) -> bool:
     """Whether collectives cannot write where the weights rest; see `Bucket.gathers_apart`."""
-    rules, tier = space.rules, space.rules.tiers.weight
-    reached = tier == "device" or (tier == "cpu" and rules.host > 0)
-    return space.trainable and not reached and rules.weight != rules.optim
+    placement, tier = space.placement, space.placement.tiers.weight
+    reached = tier == "device" or (tier == "cpu" and placement.host > 0)
+    return space.trainable and not reached and placement.weight != placement.optim
 
 
 class Space:
@@ -162,37 +164,38 @@ class Space:
     Of its trainable or frozen tensors, or, under expert parallelism, of its experts, which fewer data ranks share.
     """
 
-    def __init__(self, tensors: tuple[TensorShape, ...], rules: Rules) -> None:
-        self.tensors, self.rules = tensors, rules
-        self.ep = rules.ep if tensors[0].role == "expert" else 1
+    def __init__(self, tensors: tuple[TensorShape, ...], placement: Placement) -> None:
+        self.tensors, self.placement = tensors, placement
+        self.ep = placement.ep if tensors[0].role == "expert" else 1
         self.trainable = tensors[0].trainable
-        self.padded = rules.padded
-        pad = ALIGN if rules.padded else 1
+        self.padded = placement.padded
+        pad = ALIGN if placement.padded else 1
         self.end = sum(round_up(self.share(tensor), pad) for tensor in tensors)
-        self.whole = round_up(self.end, ALIGN * self._ranks(rules.shards)) if rules.padded else self.end
+        self.whole = round_up(self.end, ALIGN * self._ranks(placement.shards)) if placement.padded else self.end
 
     @property
     def has_own_master(self) -> bool:
         """As `Bucket` decides it."""
-        precision, tiers, same_axes = self.rules.precision, self.rules.tiers, self.rules.weight == self.rules.optim
+        precision, tiers = self.placement.precision, self.placement.tiers
+        same_axes = self.placement.weight == self.placement.optim
         if not self.trainable or tiers.weight != tiers.optim:
             return self.trainable
         if precision.weight == precision.master:
             return not same_axes and tiers.weight == "nvme"
-        cast_away = same_axes and self.rules.weight != () and precision.weight == precision.compute
+        cast_away = same_axes and self.placement.weight != () and precision.weight == precision.compute
         return not (self.padded and tiers.weight == "device" and cast_away)
 
     @property
     def weight_dtype(self) -> torch.dtype:
         """Of the weights at rest."""
-        precision = self.rules.precision
+        precision = self.placement.precision
         return precision.weight if self.has_own_master or not self.trainable else precision.master
 
     @property
     def moment_itemsize(self) -> float:
         """Bytes of one element of a moment."""
-        chosen = self.rules.optimizer.moment_bytes
-        return self.rules.precision.moments.itemsize if chosen is None else chosen
+        chosen = self.placement.optimizer.moment_bytes
+        return self.placement.precision.moments.itemsize if chosen is None else chosen
 
     def resting(self, axes: tuple[str, ...], itemsize: float, tier: str) -> int:
         """Bytes that a state takes on a rank; away from the device it has pages of its own."""
@@ -201,7 +204,7 @@ class Space:
 
     def share(self, tensor: TensorShape) -> int:
         """Elements of a tensor on a rank, before data ranks divide it."""
-        parts = (self.rules.tp if tensor.split != "none" else 1) * self.ep
+        parts = (self.placement.tp if tensor.split != "none" else 1) * self.ep
         return -(-tensor.numel // parts)
 
     def _ranks(self, ranks: int) -> int:
@@ -209,7 +212,7 @@ class Space:
 
     def numel(self, axes: tuple[str, ...]) -> int:
         """Of one rank, when the space is split over `axes`."""
-        ranks = self._ranks(self.rules.ranks(axes))
+        ranks = self._ranks(self.placement.ranks(axes))
         return self.whole // ranks if self.padded else -(-self.whole // ranks)
 
     def runs(self, held: int) -> int:
@@ -220,59 +223,56 @@ class Space:
 
 def _moment_bytes(space: Space) -> float:
     """On the device of the first rank, which no rank exceeds but by a step count: padding has no moments there."""
-    rules, recipe, item = space.rules, space.rules.optimizer, space.moment_itemsize
-    if rules.tiers.optim != "device":
-        return recipe.moments * space.resting(rules.optim, item, rules.tiers.optim)
-    held = min(space.end, space.numel(rules.optim))
+    placement, recipe, item = space.placement, space.placement.optimizer, space.moment_itemsize
+    if placement.tiers.optim != "device":
+        return recipe.moments * space.resting(placement.optim, item, placement.tiers.optim)
+    held = min(space.end, space.numel(placement.optim))
     counts = space.runs(held) * recipe.fixed_bytes if space.padded else 0
     return held * item * recipe.moments + counts
 
 
-def _reduction(space: Space, rules: Rules, last: bool) -> tuple[Phase, ...]:
+def _reduction(space: Space, placement: Placement, last: bool) -> tuple[Phase, ...]:
     """What is held while each collective of a unit's reduction is in flight; see `Bucket.reduce`."""
-    first = rules.grad or (rules.optim if last else ())
-    phases = [(True, received) for received in _scatter(space, rules, (), first)]
+    first = placement.grad or (placement.optim if last else ())
+    phases = [(True, received) for received in _scatter(space, placement, (), first)]
     if not last:
         return tuple(phases)
-    replicas = tuple(axis for axis, _ in rules.sizes if axis not in rules.optim)
-    moves = first != rules.optim or bool(replicas)
-    base = space.numel(first) * rules.precision.accumulate.itemsize if first and moves else 0
-    phases += [(not first, base + received) for received in _scatter(space, rules, first, rules.optim)]
+    replicas = tuple(axis for axis, _ in placement.sizes if axis not in placement.optim)
+    moves = first != placement.optim or bool(replicas)
+    base = space.numel(first) * placement.precision.accumulate.itemsize if first and moves else 0
+    phases += [(not first, base + received) for received in _scatter(space, placement, first, placement.optim)]
     for axis in replicas:
-        received = _received(rules, axis, space.numel(rules.optim) * rules.precision.reduce.itemsize)
-        phases += [(not first, base + received), *([(not first, base)] if rules.host else [])]
+        received = _received(placement, axis, space.numel(placement.optim) * placement.precision.reduce.itemsize)
+        phases += [(not first, base + received), *([(not first, base)] if placement.host else [])]
     return tuple(phases)
 
 
-def _scatter(space: Space, rules: Rules, source: tuple[str, ...], target: tuple[str, ...]) -> list[int]:
+def _scatter(space: Space, placement: Placement, source: tuple[str, ...], target: tuple[str, ...]) -> list[int]:
     received = []
     for axis in target[len(source) :]:
-        received.append(_received(rules, axis, space.numel(source) * rules.precision.reduce.itemsize))
+        received.append(_received(placement, axis, space.numel(source) * placement.precision.reduce.itemsize))
         source = (*source, axis)
     return received
 
 
-RECEIVE_BLOCK_BYTES = 1 << 20
-"""Read at a time from a rank of the same CPU host; see `GlooCollectives`."""
-MANY_FAR, ROUNDS = 32, 4
-"""More ranks on other CPU hosts than these exchange by columns, in so many rounds at a time; see `Columns`."""
+def _received(placement: Placement, axis: str, full_bytes: int) -> int:
+    """What arrives from the other ranks of an axis to be summed; NCCL sums as it receives.
 
-
-def _received(rules: Rules, axis: str, full_bytes: int) -> int:
-    """What arrives from the other ranks of an axis to be summed; NCCL sums as it receives."""
-    if not rules.host:
+    On a CPU, ranks of one host are read block by block, and many on other hosts in rounds; see `GlooCollectives`.
+    """
+    if not placement.host:
         return 0
-    size, inner = dict(rules.sizes)[axis], 1
-    for name, ranks in rules.sizes:
+    size, inner = dict(placement.sizes)[axis], 1
+    for name, ranks in placement.sizes:
         if name == axis:
             break
         inner *= ranks
-    near = max(1, min(size, rules.host // inner))
+    near = max(1, min(size, placement.host // inner))
     chunk, together = full_bytes // size, 0
     if size - near > MANY_FAR:
         near = near if size % near == 0 else 1
         together = min(ROUNDS, size // near - 1) * near if near > 1 else 0
-    return (near - 1) * min(chunk, RECEIVE_BLOCK_BYTES) + (size - near + together) * chunk
+    return (near - 1) * min(chunk, NEAR_BLOCK_BYTES) + (size - near + together) * chunk
 
 
 def _sum(buckets: list[UnitStates]) -> UnitStates:
@@ -322,21 +322,22 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
     if not setup.model.aligned:
         return _bare_terms(setup, tier)
     values = dict.fromkeys(("weights", "gradients", "master", "moments"), 0.0)
-    for unit, count, rules in placed_units(setup, stage):
-        for space in spaces(unit, rules):
+    for unit, count, placement in placed_units(setup, stage):
+        for space in spaces(unit, placement):
             if space.trainable or not updated:
-                states, tiers = _space_states(space, not unit.block), rules.tiers
+                states, tiers = _space_states(space, not unit.block), placement.tiers
                 values["weights"] += count * states.weight * (tier in (None, tiers.weight))
                 values["gradients"] += count * states.grad * (tier in (None, tiers.grad))
                 values["master"] += count * states.master * (tier in (None, tiers.optim))
                 values["moments"] += count * states.moments * (tier in (None, tiers.optim))
     elements = float(sum(unit.numel * count for unit, count, _ in placed_units(setup, stage)))
-    return tuple(_term(name, value, elements, rules_of(setup)) for name, value in values.items())
+    return tuple(_term(name, value, elements, placement_of(setup)) for name, value in values.items())
 
 
 def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
-    numel, precision, rules = setup.model.numel / (setup.mesh.tp * setup.mesh.pp), setup.precision, rules_of(setup)
-    own, recipe = numel / rules.ranks(rules.optim), setup.optimizer
+    numel, precision = setup.model.numel / (setup.mesh.tp * setup.mesh.pp), setup.precision
+    placement = placement_of(setup)
+    own, recipe = numel / placement.ranks(placement.optim), setup.optimizer
     moment = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
     same = precision.weight == precision.master
     weight, grad, optim = (
@@ -344,20 +345,20 @@ def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
         for place in (setup.plan.weight, setup.plan.grad, setup.plan.optim)
     )
     values = {
-        "weights": weight * numel / rules.ranks(rules.weight) * precision.weight.itemsize,
-        "gradients": grad * numel / rules.ranks(rules.grad) * precision.accumulate.itemsize,
+        "weights": weight * numel / placement.ranks(placement.weight) * precision.weight.itemsize,
+        "gradients": grad * numel / placement.ranks(placement.grad) * precision.accumulate.itemsize,
         "master": 0.0 if same else optim * own * precision.master.itemsize,
         "moments": optim * own * moment * recipe.moments,
     }
-    return tuple(_term(name, value, numel, rules) for name, value in values.items())
+    return tuple(_term(name, value, numel, placement) for name, value in values.items())
 
 
-def _term(name: str, value: float, elements: float, rules: Rules) -> Term:
+def _term(name: str, value: float, elements: float, placement: Placement) -> Term:
     inputs = {
         "elements": elements,
-        "tp": float(rules.tp),
-        "ranks of weight": float(rules.ranks(rules.weight)),
-        "ranks of optim": float(rules.ranks(rules.optim)),
+        "tp": float(placement.tp),
+        "ranks of weight": float(placement.ranks(placement.weight)),
+        "ranks of optim": float(placement.ranks(placement.optim)),
         "bytes per element": value / elements if elements else 0.0,
     }
     return Term(name, value, value, f"memory.{name}", inputs)

@@ -8,7 +8,7 @@ from terrazzo.engine.store.drive import cell_numel, padded_bytes
 from terrazzo.engine.store.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
-from terrazzo.planner.memory.rules import placed_units, rules_of
+from terrazzo.planner.memory.placement import placed_units, placement_of
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import Space, spaces, state_terms
 from terrazzo.planner.setup.setup import Setup
@@ -104,10 +104,10 @@ def _moved(term: Term, formula: str) -> Term:
 def _sums(setup: Setup, stage: int) -> Term:
     """Sums of micro-batches that are not the last, which go no further than the host's memory."""
     value = 0.0
-    if setup.micro_batches > 1 and not setup.accumulate_locally and rules_of(setup).grad and setup.model.aligned:
+    if setup.micro_batches > 1 and not setup.accumulate_locally and placement_of(setup).grad and setup.model.aligned:
         for space, count in _spaces(setup, stage):
-            if space.trainable and space.rules.tiers.grad != "device":
-                value += count * padded_bytes(space.numel(space.rules.grad) * setup.precision.accumulate.itemsize)
+            if space.trainable and space.placement.tiers.grad != "device":
+                value += count * padded_bytes(space.numel(space.placement.grad) * setup.precision.accumulate.itemsize)
     return Term("sums", value, value, "memory.host_sums", {"micro-batches": float(setup.micro_batches)})
 
 
@@ -123,22 +123,22 @@ def _buffers(setup: Setup, stage: int) -> Term:
 
 def _load_bytes(space: Space, cell: int) -> int:
     """As `engine.needs` has it."""
-    rules = space.rules
-    if rules.tiers.weight != "nvme":
+    placement = space.placement
+    if placement.tiers.weight != "nvme":
         return 0
-    weight_bytes = min(cell, space.numel(rules.weight)) * space.weight_dtype.itemsize
-    if not (space.has_own_master and rules.tiers.optim == "nvme" and rules.weight != rules.optim):
+    weight_bytes = min(cell, space.numel(placement.weight)) * space.weight_dtype.itemsize
+    if not (space.has_own_master and placement.tiers.optim == "nvme" and placement.weight != placement.optim):
         return weight_bytes
-    return max(weight_bytes, min(cell, space.numel(rules.optim)) * rules.precision.master.itemsize)
+    return max(weight_bytes, min(cell, space.numel(placement.optim)) * placement.precision.master.itemsize)
 
 
 def _slot_bytes(space: Space, cell: int) -> int:
     """As `engine.needs` has it."""
-    rules, tiers = space.rules, space.rules.tiers
+    placement, tiers = space.placement, space.placement.tiers
     if not (space.trainable and tiers.optim == "nvme"):
         return 0
-    precision, numel = rules.precision, min(cell, space.numel(rules.optim))
-    sizes = [precision.master.itemsize, *[space.moment_itemsize] * rules.optimizer.moments]
+    precision, numel = placement.precision, min(cell, space.numel(placement.optim))
+    sizes = [precision.master.itemsize, *[space.moment_itemsize] * placement.optimizer.moments]
     if space.has_own_master and tiers.weight == "nvme":
         sizes.append(space.weight_dtype.itemsize)
     if tiers.grad == "nvme":
@@ -148,6 +148,6 @@ def _slot_bytes(space: Space, cell: int) -> int:
 
 def _spaces(setup: Setup, stage: int) -> Iterator[tuple[Space, int]]:
     """Every flat space of a stage, and how often it is there."""
-    for unit, count, rules in placed_units(setup, stage):
-        for space in spaces(unit, rules):
+    for unit, count, placement in placed_units(setup, stage):
+        for space in spaces(unit, placement):
             yield space, count

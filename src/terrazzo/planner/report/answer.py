@@ -6,26 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from terrazzo.errors import BadInput
-from terrazzo.planner.api import estimate
 from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Finding, Stack
 from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.bars import Chart, chart_of
-from terrazzo.planner.report.blocks import Block, Column, Line, Table, plain
+from terrazzo.planner.report.blocks import Block, Column, Line, Table
 from terrazzo.planner.report.convert import frontier_row, report_of
 from terrazzo.planner.report.schema import RefusedRow, Report, SizingReport, SizingRow
-from terrazzo.planner.report.text import detail
-from terrazzo.planner.report.words import GIB, checkpointing_text, mesh_text
-from terrazzo.planner.search.search import Frontier
+from terrazzo.planner.report.words import GIB
+from terrazzo.planner.search.frontier import ROWS, Frontier
 from terrazzo.planner.search.sizing import Sizing
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Answer", "nearest", "text_of"]
-
-NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
-ROWS = 12  # of a table on screen; the JSON has all
+__all__ = ["Answer"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Answer:
             return report
         more = {
             "considered": self.frontier.considered,
-            "frontier": tuple(frontier_row(each) for each in _leaders(self.frontier)),
+            "frontier": tuple(frontier_row(each) for each in self.frontier.leaders),
             "refused": _refused(self.frontier),
             "sizing": None if self.sizing is None else _sizing(self.sizing),
         }
@@ -58,54 +52,14 @@ class Answer:
 
     def blocks(self) -> list[Block]:
         """For people."""
-        verdict, *rest = detail(self.best, self.findings)
         if self.frontier is None:
-            return [verdict, *rest]
-        setup = self.best.setup
-        where = Line(f"  {setup.plan.name} on {setup.cluster.count:,} × {setup.cluster.device.name}")
-        first = (
-            [verdict, where] if self.sizing is None else [Line(str(self.sizing), "bold"), _sizing_table(self.sizing)]
-        )
-        title = "the best plan in detail" if self.frontier.ranked else "what comes nearest"
-        return [*first, *_frontier(self.frontier), Line(f"\n{title}", "bold"), *rest]
+            return self.best.blocks(self.findings)
+        head = () if self.sizing is None else (Line(str(self.sizing), "bold"), _sizing_table(self.sizing))
+        return self.frontier.blocks(self.best, self.findings, head)
 
     def chart(self) -> Chart:
         """Memory by strategy, all else as in `best`."""
         return chart_of(alternatives(self.best, self.estimate), self.best)
-
-
-def nearest(frontier: Frontier, estimate: Callable[[Setup], Estimate]) -> Estimate:
-    """Where nothing fits: of what was refused for its memory, what lacks least.
-
-    Errors: `BadInput` where memory is no reason.
-    """
-    least = frontier.nearest
-    if least is None or least.setup is None:
-        reasons = [f"{refusal.strategy}: {refusal.reason}" for refusal in frontier.refused[:1]]
-        raise BadInput(f"Nothing can be planned. {(reasons or [NO_MESH])[0]}")
-    return estimate(least.setup)
-
-
-def text_of(found: Estimate | Frontier) -> str:
-    """What `terrazzo plan` prints of it, but for the bars."""
-    if isinstance(found, Estimate):
-        return plain(Answer(found, estimate).blocks()).rstrip()
-    try:
-        best = found.best or nearest(found, estimate)
-    except BadInput as error:
-        return plain([Line(str(error)), *_refusals(found)]).rstrip()
-    return plain(Answer(best, estimate, found).blocks()).rstrip()
-
-
-def _leaders(frontier: Frontier) -> list[Estimate]:
-    """In order of rank, the first of each strategy and mesh, and all that nothing else beats."""
-    seen, leaders = set(), []
-    for found in frontier.ranked:
-        key = (found.setup.plan.name, found.setup.mesh, found.setup.cluster.count)
-        if key not in seen or found in frontier.pareto:
-            leaders.append(found)
-        seen.add(key)
-    return leaders
 
 
 def _refused(frontier: Frontier) -> tuple[RefusedRow, ...]:
@@ -163,62 +117,3 @@ def _sizing_table(sizing: Sizing) -> Table:
         speed = "" if row.tokens_per_s_per_gpu is None else f"{row.tokens_per_s_per_gpu:,.0f}"
         rows.append((f"{row.gpus:,}", runs, row.strategy or "", *cells, speed, row.reason))
     return Table(columns, tuple(rows), wrap=True)
-
-
-def _frontier(frontier: Frontier) -> list[Block]:
-    leaders = _leaders(frontier)
-    blocks: list[Block] = []
-    if leaders:
-        blocks.append(_ranked(leaders[:ROWS]))
-        blocks.append(Line(f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit.", "dim"))
-    return blocks + _refusals(frontier)
-
-
-def _refusals(frontier: Frontier) -> list[Block]:
-    """Each reason once, with the strategies and the numbers of GPUs that it holds for."""
-    tried = {refusal.gpus for refusal in frontier.refused}
-    reasons: dict[str, dict[str, list[int]]] = {}
-    for refusal in frontier.refused:
-        reason = refusal.reason.removeprefix(f"{refusal.strategy} ")
-        reasons.setdefault(reason, {}).setdefault(refusal.strategy, []).append(refusal.gpus)
-    lines = []
-    for reason, strategies in list(reasons.items())[:ROWS]:
-        alike: dict[tuple[int, ...], list[str]] = {}  # strategies by the numbers of GPUs that it holds them back on
-        for strategy, found in strategies.items():
-            alike.setdefault(tuple(sorted(set(found))), []).append(strategy)
-        for counts, names in alike.items():
-            where = f" on {', '.join(map(str, counts))} GPUs" if len(tried) > 1 else ""
-            lines.append(Line(f"  {', '.join(names)}{where}: {reason}"))
-    return [Line("\nwhat does not run", "bold"), *lines] if lines else []
-
-
-def _ranked(leaders: list[Estimate]) -> Table:
-    columns = (
-        Column("strategy"),
-        Column("mesh", keep=5),
-        Column("checkpointing", keep=7),
-        Column("micro-batch", "right", 7),
-        Column("GiB", "right", 8),
-        Column("upper", "right", 4),
-        Column("tok/s/GPU", "right", 8),
-        Column("MFU", "right", 6),
-        Column("bound by", keep=3),
-        Column("fits", keep=6),
-    )
-    return Table(columns, tuple(_ranked_row(found) for found in leaders))
-
-
-def _ranked_row(found: Estimate) -> tuple[str, ...]:
-    setup, memory, time = found.setup, found.memory, found.time
-    return (
-        setup.plan.name,
-        mesh_text(setup.mesh),
-        checkpointing_text(setup),
-        f"{setup.micro_batch} × {setup.micro_batches}",
-        f"{memory.device_bytes / GIB:,.1f}",
-        f"{memory.upper_bytes / GIB:,.1f}",
-        f"{time.tokens_per_s_per_gpu:,.0f}" if time else "",
-        f"{time.mfu:.1%}" if time and time.mfu is not None else "n/a",
-        time.bound_by if time else "",
-        "surely" if memory.fits_surely else {True: "yes", False: "no", None: "?"}[memory.fits],
-    )

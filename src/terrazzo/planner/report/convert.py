@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.planner.estimate import Estimate, Memory, Time, Traffic
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.gate.stack import Finding
 from terrazzo.planner.report.schema import (

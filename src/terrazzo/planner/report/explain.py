@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.planner.estimate import Estimate, Memory
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Term
 from terrazzo.planner.report.blocks import Block, Line
 from terrazzo.planner.report.schema import ExplainedReport, ExplainedTerm

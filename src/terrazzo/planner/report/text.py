@@ -1,12 +1,11 @@
-"""An estimate as lines and tables: the verdict first, then memory, traffic and time, each term with its share."""
+"""Memory, traffic and time as lines and tables, each term with its share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from terrazzo.planner.estimate import Estimate, Memory, Time, Traffic
+from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.gate.stack import Finding
 from terrazzo.planner.report.blocks import Block, Column, Line, Table
 from terrazzo.planner.report.words import (
     GIB,
@@ -15,51 +14,28 @@ from terrazzo.planner.report.words import (
     bytes_text,
     room_text,
     seconds_text,
-    setup_text,
     units,
-    verdict,
 )
 
-__all__ = ["detail"]
+__all__ = ["memory_blocks", "pace_line", "time_blocks", "traffic_blocks"]
 
 
 HOSTS = {"host": "memory", "disk": "disks"}
-SEVERITIES = {"refuse": "known not to work", "planned": "not runnable yet", "warn": "works badly"}
 
 
-def detail(estimate: Estimate, found: Sequence[Finding] = ()) -> list[Block]:
-    """One plan, whole, and what the gate found against it: what cannot work stands above everything."""
-    memory = estimate.memory
-    refused = [Line(f"{SEVERITIES['refuse']}: {one}", "bold red") for one in found if one.severity == "refuse"]
-    blocks: list[Block] = [
-        *refused,
-        Line(verdict(memory), _verdict_style(memory)),
-        Line(setup_text(estimate.setup)),
-        *_time_lines(estimate),
-    ]
-    blocks += [Line(f"{SEVERITIES[one.severity]}: {one}", "yellow") for one in found if one.severity != "refuse"]
-    blocks += [Line(f"note: {warning}", "yellow") for warning in estimate.warnings if warning not in map(str, found)]
-    blocks += [
+def memory_blocks(memory: Memory) -> list[Block]:
+    """Of the fullest rank, and of its host."""
+    return [
         _memory_table(memory),
         *_fullest(memory),
         *_elsewhere("host memory", memory.host),
         *_elsewhere("disk", memory.disk),
         *_hosts(memory),
     ]
-    blocks += _traffic(estimate.traffic)
-    return blocks + (_time(estimate.time) if estimate.time else [])
 
 
-def _verdict_style(memory: Memory) -> str:
-    if memory.fits is False:
-        return "bold red"
-    return "bold green" if memory.fits_surely else "bold yellow"
-
-
-def _time_lines(estimate: Estimate) -> list[Block]:
-    time = estimate.time
-    if time is None:
-        return [Line(estimate.no_time, "yellow")] if estimate.no_time else []
+def pace_line(time: Time) -> Line:
+    """How fast it is, and how far that is to be believed."""
     parts = [f"{seconds_text(time.step_s)} per step", f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"]
     parts.append("MFU n/a" if time.mfu is None else f"MFU {time.mfu:.1%}")
     parts.append(f"bound by {time.bound_by}")
@@ -67,7 +43,7 @@ def _time_lines(estimate: Estimate) -> list[Block]:
         parts.append(f"{time.cost_per_million_tokens:,.3g} per million tokens")
     trust = "rates measured on this device" if time.rates_measured else "not calibrated"
     trust = "calibrated on this device" if time.calibrated else trust
-    return [Line(f"{', '.join(parts)} ({trust}{f', ±{time.band:.0%}' if time.band else ''})")]
+    return Line(f"{', '.join(parts)} ({trust}{f', ±{time.band:.0%}' if time.band else ''})")
 
 
 def _memory_table(memory: Memory) -> Table:
@@ -118,7 +94,8 @@ def _hosts(memory: Memory) -> list[Block]:
     return list(lines)
 
 
-def _traffic(traffic: Traffic) -> list[Block]:
+def traffic_blocks(traffic: Traffic) -> list[Block]:
+    """What is sent, by what it is for and by link."""
     if not traffic.collectives:
         return [Line("no traffic: nothing is sent")]
     big, small = units(traffic.total_bytes)
@@ -135,7 +112,8 @@ def _traffic(traffic: Traffic) -> list[Block]:
     return [Table(columns, tuple(rows), totals=1), *([Line(f"by link: {links}")] if links else [])]
 
 
-def _time(time: Time) -> list[Block]:
+def time_blocks(time: Time) -> list[Block]:
+    """Of a step."""
     columns = (Column("time of a step"), Column("", "right"), Column("share", "right", 6), Column("formula", keep=1))
     rows = [
         (term.name, seconds_text(term.value), _share(term.value, time.step_s), term.formula)

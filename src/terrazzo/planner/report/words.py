@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.planner.estimate import Memory, Room
+from terrazzo.planner.figures import Memory, Room
 from terrazzo.planner.setup.recipes import RECIPES
 from terrazzo.planner.setup.setup import Mesh, Setup
 

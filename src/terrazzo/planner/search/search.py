@@ -4,81 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import assemble
-from terrazzo.planner.estimate import Estimate, Memory, printed
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.figures import Memory
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, strategies
+from terrazzo.planner.search.frontier import Frontier, Refusal
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["TERRAZZO", "Frontier", "Refusal", "search", "spread"]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Candidates of one strategy on one number of devices that cannot be, with the reason of the one that came nearest.
-
-    Attributes:
-        reason: a sentence.
-        candidates: how many there are.
-        needed_bytes: what the one that came nearest is expected to take on the device; None where memory, be it the
-            device's, the host's or a disk, is not the reason.
-        setup, memory: of that one; None likewise.
-    """
-
-    strategy: str
-    gpus: int
-    reason: str
-    candidates: int
-    needed_bytes: float | None = None
-    setup: Setup | None = None
-    memory: Memory | None = None
-
-    @property
-    def overrun(self) -> float:
-        """How many times too much it takes, where it takes most; infinite where memory is not the reason."""
-        return (self.memory and self.memory.overrun) or math.inf
-
-
-@dataclass(frozen=True)
-class Frontier:
-    """What a search found.
-
-    Attributes:
-        ranked: what fits, best first, as `request.rank` says; what fits surely comes before what is expected to.
-        pareto: those of them that no other beats in both memory and tokens per second, by memory.
-        considered: candidates in all.
-    """
-
-    request: Request
-    ranked: tuple[Estimate, ...]
-    pareto: tuple[Estimate, ...]
-    refused: tuple[Refusal, ...]
-    considered: int
-
-    @property
-    def best(self) -> Estimate | None:
-        """What to run; None where nothing fits."""
-        return next(iter(self.ranked), None)
-
-    @property
-    def nearest(self) -> Refusal | None:
-        """Of what was refused for its memory, what lacks the smallest share; None where memory refused nothing."""
-        return min((one for one in self.refused if one.setup), key=lambda one: one.overrun, default=None)
-
-    def __str__(self) -> str:
-        """The report that `terrazzo plan` prints."""
-        return printed(self)
+__all__ = ["TERRAZZO", "search", "spread"]
 
 
 TERRAZZO = Stack()

@@ -11,7 +11,8 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.memory.states import state_terms
-from terrazzo.planner.search.search import TERRAZZO, Frontier, search, spread
+from terrazzo.planner.search.frontier import Frontier
+from terrazzo.planner.search.search import TERRAZZO, search, spread
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 
 __all__ = ["Sizing", "floor_gpus", "min_gpus"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from terrazzo.planner.estimate import Traffic
+from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.setup.setup import Setup

@@ -9,7 +9,7 @@ from itertools import chain
 from terrazzo.engine.recipe import Tiers
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.links import Move, Network
-from terrazzo.planner.memory.rules import Rules, placed_units
+from terrazzo.planner.memory.placement import Placement, placed_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
@@ -59,7 +59,7 @@ class _Blocks:
 
     unit: UnitShape
     count: int
-    rules: Rules
+    placement: Placement
     seconds: Seconds
     before: float
     after: float
@@ -92,10 +92,10 @@ class Stage:
         self._head = head_seconds(setup).at(pace) if index == setup.mesh.pp - 1 else Seconds()
         self._blocks = [self._cost(*row) for row in self._units if row[0].name != root.name]
 
-    def _cost(self, unit: UnitShape, count: int, rules: Rules) -> _Blocks:
+    def _cost(self, unit: UnitShape, count: int, placement: Placement) -> _Blocks:
         seconds = block_seconds(self._setup, unit).at(self._pace) if unit.block else Seconds()
         before, after = self._waits(unit, seconds)
-        return _Blocks(unit, count, rules, seconds, before, after)
+        return _Blocks(unit, count, placement, seconds, before, after)
 
     def _waits(self, unit: UnitShape, seconds: Seconds) -> tuple[float, float]:
         """Exposed communication of tensor, context and expert parallelism, forward and backward."""
@@ -125,18 +125,19 @@ class Stage:
     def exposure(self) -> Exposure:
         """Data-parallel communication, and copies of weights and gradients from and to the host, of a step."""
         root = Exposure(0.0, 0.0)
-        for unit, _, rules in self._roots:
-            root += root_exposure(self._unit_moves(unit, rules, root=True), self._repeats)
+        for unit, _, placement in self._roots:
+            root += root_exposure(self._unit_moves(unit, placement, root=True), self._repeats)
         rows = [
-            Row(part.count, *part.passes, self._unit_moves(part.unit, part.rules, root=False)) for part in self._blocks
+            Row(part.count, *part.passes, self._unit_moves(part.unit, part.placement, root=False))
+            for part in self._blocks
         ]
         return root + block_exposure(rows, self._repeats, self._setup.prefetch)
 
-    def _unit_moves(self, unit: UnitShape, rules: Rules, root: bool) -> dict[str, float]:
+    def _unit_moves(self, unit: UnitShape, placement: Placement, root: bool) -> dict[str, float]:
         seconds: dict[str, float] = {}
         for move in unit_moves(self._setup, unit, root):
             seconds[move.when] = seconds.get(move.when, 0.0) + self._network.move_s(move)
-        for move in unit_copies(unit, rules, root):
+        for move in unit_copies(unit, placement, root):
             if move.when != "update":
                 seconds[move.when] = seconds.get(move.when, 0.0) + self._copy_s(move)
         return seconds
@@ -229,23 +230,25 @@ class Stage:
         return {"micro_batches": self._setup.micro_batches, "send_s": spent, "bytes": sent}
 
     def _update_terms(self) -> list[Term]:
-        rows = [(unit, count, rules, unit_states(unit, rules).optim_numel) for unit, count, rules in self._units]
-        here = sum(count * owned for _, count, rules, owned in rows if rules.tiers.optim == "device")
+        rows = [
+            (unit, count, placement, unit_states(unit, placement).optim_numel) for unit, count, placement in self._units
+        ]
+        here = sum(count * owned for _, count, placement, owned in rows if placement.tiers.optim == "device")
         moved, bandwidth = optimizer_bytes(self._setup, here), memory_rate(self._setup.cluster.device)
         terms = [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
-        if all(rules.tiers == Tiers() for _, _, rules, _ in rows):
+        if all(placement.tiers == Tiers() for _, _, placement, _ in rows):
             return terms
-        updates = [[self._update_of(unit, rules, owned)] * count for unit, count, rules, owned in rows]
+        updates = [[self._update_of(unit, placement, owned)] * count for unit, count, placement, owned in rows]
         return [*terms, self._offloaded_update(list(chain.from_iterable(updates)))]
 
-    def _update_of(self, unit: UnitShape, rules: Rules, owned: int) -> UnitUpdate:
+    def _update_of(self, unit: UnitShape, placement: Placement, owned: int) -> UnitUpdate:
         """What one unit's update takes away from the device, and its computation that it can hide behind."""
         root = unit.name == self._setup.model.root.name
         copies = {"pcie": 0.0, "disk": 0.0}
-        for move in unit_copies(unit, rules, root):
+        for move in unit_copies(unit, placement, root):
             if move.when == "update":
                 copies[move.link] += self._copy_s(move)
-        elements = owned * self._ranks_per_host if rules.tiers.optim != "device" else 0
+        elements = owned * self._ranks_per_host if placement.tiers.optim != "device" else 0
         forward, backward = next((part.passes for part in self._blocks if part.unit is unit), (0.0, 0.0))
         return UnitUpdate(elements / HOST_ADAM, copies["pcie"], copies["disk"], forward, backward)
 

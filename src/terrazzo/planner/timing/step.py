@@ -6,7 +6,7 @@ communication that nothing hides, the pipeline's idle time, the optimizer, and c
 
 from __future__ import annotations
 
-from terrazzo.planner.estimate import Time, Traffic
+from terrazzo.planner.figures import Time, Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.setup.setup import Setup

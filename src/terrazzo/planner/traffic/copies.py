@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from terrazzo.engine.recipe import Tiers
 from terrazzo.planner.formulas import FORMULAS, Formula
 from terrazzo.planner.machine.links import Move
-from terrazzo.planner.memory.rules import Rules
+from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.memory.states import Space, spaces
 from terrazzo.planner.model.shapes import UnitShape
 
@@ -25,12 +25,12 @@ FORMULAS |= {
 }
 
 
-def unit_copies(unit: UnitShape, rules: Rules, root: bool) -> tuple[Move, ...]:
+def unit_copies(unit: UnitShape, placement: Placement, root: bool) -> tuple[Move, ...]:
     """The copies of one unit, by `when` as in `Move`. The root unit's weights are not fetched twice."""
-    if rules.tiers == Tiers():
+    if placement.tiers == Tiers():
         return ()
     found: list[Move] = []
-    for space in spaces(unit, rules):
+    for space in spaces(unit, placement):
         found += _weights(space, root)
         if space.trainable:
             found += [*_gradients(space), *_update(space)]
@@ -38,31 +38,31 @@ def unit_copies(unit: UnitShape, rules: Rules, root: bool) -> tuple[Move, ...]:
 
 
 def _weights(space: Space, root: bool) -> Iterator[Move]:
-    rules = space.rules
-    held = space.numel(rules.weight) * space.weight_dtype.itemsize
-    yield from _fetched(rules.tiers.weight, "weights", "forward", held)
-    if not root and rules.between == rules.weight:
-        yield from _fetched(rules.tiers.weight, "weights", "backward", held)
+    placement = space.placement
+    held = space.numel(placement.weight) * space.weight_dtype.itemsize
+    yield from _fetched(placement.tiers.weight, "weights", "forward", held)
+    if not root and placement.between == placement.weight:
+        yield from _fetched(placement.tiers.weight, "weights", "backward", held)
 
 
 def _gradients(space: Space) -> Iterator[Move]:
     """Sums of earlier micro-batches go no further than the host's memory, and come back to be added to."""
-    rules, itemsize = space.rules, space.rules.precision.accumulate.itemsize
-    if rules.tiers.grad == "device":
+    placement, itemsize = space.placement, space.placement.precision.accumulate.itemsize
+    if placement.tiers.grad == "device":
         return
-    if rules.grad:
-        partial = space.numel(rules.grad) * itemsize
+    if placement.grad:
+        partial = space.numel(placement.grad) * itemsize
         yield _copy("gradients to the host", "reduce", partial)
         yield _copy("gradients to the device", "reduce", partial)
-    finished = space.numel(rules.optim) * itemsize
+    finished = space.numel(placement.optim) * itemsize
     yield _copy("gradients to the host", "last", finished)
-    if rules.tiers.grad == "nvme":
+    if placement.tiers.grad == "nvme":
         yield _copy("gradients to disk", "last", finished, "disk")
 
 
 def _update(space: Space) -> Iterator[Move]:
-    rules, precision, owned = space.rules, space.rules.precision, space.numel(space.rules.optim)
-    tiers, recipe = rules.tiers, rules.optimizer
+    placement, precision, owned = space.placement, space.placement.precision, space.numel(space.placement.optim)
+    tiers, recipe = placement.tiers, placement.optimizer
     gradients = owned * precision.accumulate.itemsize
     if tiers.grad == "nvme":
         yield _copy("gradients from disk", "update", gradients, "disk")
@@ -75,17 +75,17 @@ def _update(space: Space) -> Iterator[Move]:
         state = owned * (precision.master.itemsize + moments)
         yield _copy("optimizer state from disk", "update", state, "disk")
         yield _copy("optimizer state to disk", "update", state, "disk")
-    if space.has_own_master or rules.weight != rules.optim:
+    if space.has_own_master or placement.weight != placement.optim:
         yield from _new_weights(space)
 
 
 def _new_weights(space: Space) -> Iterator[Move]:
     """From where they were updated to where they rest; less split ones are gathered on the device first."""
-    rules = space.rules
-    weight, optim, itemsize = rules.tiers.weight, rules.tiers.optim, space.weight_dtype.itemsize
-    gathered = weight != "device" and rules.weight != rules.optim
-    updated = space.numel(rules.optim) * itemsize
-    resting = space.numel(rules.weight) * itemsize
+    placement = space.placement
+    weight, optim, itemsize = placement.tiers.weight, placement.tiers.optim, space.weight_dtype.itemsize
+    gathered = weight != "device" and placement.weight != placement.optim
+    updated = space.numel(placement.optim) * itemsize
+    resting = space.numel(placement.weight) * itemsize
     if optim != "device" and (weight == "device" or gathered):
         yield _copy("updated weights to the device", "update", updated)
     if weight != "device" and (optim == "device" or gathered):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from terrazzo.planner.estimate import Traffic
+from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.machine.links import Group, Move, Network, group_of
-from terrazzo.planner.memory.rules import placed_units, rules_of
+from terrazzo.planner.memory.placement import placed_units, placement_of
 from terrazzo.planner.memory.states import Space, spaces
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
@@ -87,11 +87,11 @@ def _collect(setup: Setup, stage: int) -> Collected:
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
     repeats = repetitions(setup)
-    for unit, count, rules in placed_units(setup, stage):
+    for unit, count, placement in placed_units(setup, stage):
         root = unit.name == setup.model.root.name
         for move in unit_moves(setup, unit, root):
             add(move, count * repeats[move.when], f"traffic.{move.kind}")
-        for move in unit_copies(unit, rules, root):
+        for move in unit_copies(unit, placement, root):
             add(move, count * repeats[move.when], "traffic.offload")
         for move, formula in model_parallel_moves(setup, unit):
             add(move, count * setup.micro_batches, formula)
@@ -103,7 +103,7 @@ def _collect(setup: Setup, stage: int) -> Collected:
 def repetitions(setup: Setup) -> dict[str, int]:
     """How often each kind of move happens in a step."""
     micro_batches = setup.micro_batches
-    local = setup.accumulate_locally or not rules_of(setup).grad
+    local = setup.accumulate_locally or not placement_of(setup).grad
     return {
         "forward": micro_batches,
         "backward": micro_batches,
@@ -119,7 +119,7 @@ def repetitions(setup: Setup) -> dict[str, int]:
 def unit_moves(setup: Setup, unit: UnitShape, root: bool) -> tuple[Move, ...]:
     """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
     found: list[Move] = []
-    for space in spaces(unit, rules_of(setup)):
+    for space in spaces(unit, placement_of(setup)):
         found += _SpaceMoves(setup, space, regathered=not root).moves()
     return tuple(found)
 
@@ -128,13 +128,13 @@ class _SpaceMoves:
     """The collectives of one flat space; see `terrazzo.engine.bucket`, whose rules these are."""
 
     def __init__(self, setup: Setup, space: Space, regathered: bool) -> None:
-        rules = space.rules
-        self._setup, self._space, self._sizes = setup, space, dict(rules.sizes)
+        placement = space.placement
+        self._setup, self._space, self._sizes = setup, space, dict(placement.sizes)
         self._network = Network(setup.cluster.device)
         self._messages = 1 if setup.coalesced else len(space.tensors)
-        self._weight = rules.weight
-        self._optim = rules.optim if space.trainable else rules.weight
-        self._between = rules.between if regathered else ()
+        self._weight = placement.weight
+        self._optim = placement.optim if space.trainable else placement.weight
+        self._between = placement.between if regathered else ()
         self._weight_dtype = space.weight_dtype
 
     def moves(self) -> Iterator[Move]:
@@ -145,7 +145,7 @@ class _SpaceMoves:
             yield from self._gather(self._between, (), compute, "weights", "backward")
         if not self._space.trainable:
             return
-        wire, grad = precision.reduce.itemsize, self._space.rules.grad
+        wire, grad = precision.reduce.itemsize, self._space.placement.grad
         if grad:
             yield from self._scatter((), grad, wire, "reduce")
         yield from self._scatter((), self._optim, wire, "last")

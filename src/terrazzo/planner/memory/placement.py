@@ -15,7 +15,7 @@ from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
 
-__all__ = ["PlacedUnit", "Rules", "placed_units", "rules_of"]
+__all__ = ["PlacedUnit", "Placement", "placed_units", "placement_of"]
 
 ON_DEVICE = Tiers()
 
@@ -23,7 +23,7 @@ _SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES}
 
 
 @dataclass(frozen=True)
-class Rules:
+class Placement:
     """What decides the bytes of every unit under one setup; hashable, so that units are computed once.
 
     Attributes:
@@ -54,7 +54,7 @@ class Rules:
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once: rules are looked up for every unit."""
+        """Computed once: placements are looked up for every unit."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def ranks(self, axes: Iterable[str]) -> int:
@@ -62,14 +62,14 @@ class Rules:
         return math.prod(sizes[axis] for axis in axes)
 
 
-def rules_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Rules:
-    """The rules of a setup, its plan's places resolved to the data axes that have more than one rank.
+def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
+    """The placement of a setup, its plan's places resolved to the data axes that have more than one rank.
 
     Args:
         tiers: of the unit that they are asked for; see `placed_units`.
     """
     plan, mesh = setup.plan, setup.mesh
-    return _rules(
+    return _placement(
         (plan.weight.axes, plan.between.axes, plan.grad.axes, plan.optim.axes, tiers),
         mesh,
         setup.precision,
@@ -83,17 +83,17 @@ _Axes = tuple[str, ...]
 
 
 @lru_cache(maxsize=4096)
-def _rules(  # structure: what a setup's rules follow from, as a cache key
+def _placement(  # structure: what a setup's placement follows from, as a cache key
     placed: tuple[_Axes, _Axes, _Axes, _Axes, Tiers],
     mesh: Mesh,
     precision: Precision,
     optimizer: OptimizerRecipe,
     padded: bool,
     host: int,
-) -> Rules:
+) -> Placement:
     sizes = mesh.sizes()
     weight, between, grad, optim = (_live(axes, sizes) for axes in placed[:4])
-    return Rules(
+    return Placement(
         weight=weight,
         between=between,
         grad=grad,
@@ -117,22 +117,22 @@ def _live(axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[str, ...]:
     return tuple(live)
 
 
-PlacedUnit = tuple[UnitShape, int, Rules]
+PlacedUnit = tuple[UnitShape, int, Placement]
 """So many equal units in a row, whose states lie on the same tiers."""
 
 
 def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
-    """The units of a pipeline stage, its part of the root first, with the rules of each.
+    """The units of a pipeline stage, its part of the root first, each with its placement.
 
     Where tiers have shares of the units, a row of equal units is cut where its tiers change.
     """
     plan, units = setup.plan, stage_units(setup, stage)
     places = (plan.weight, plan.grad, plan.optim)
     if all(place.tier == "device" for place in places):
-        rules = rules_of(setup)
-        return tuple((unit, count, rules) for unit, count in units)
+        placement = placement_of(setup)
+        return tuple((unit, count, placement) for unit, count in units)
     counts = tuple(count for _, count in units)
-    return tuple((units[row][0], count, rules_of(setup, tiers)) for row, count, tiers in _cut(counts, places))
+    return tuple((units[row][0], count, placement_of(setup, tiers)) for row, count, tiers in _cut(counts, places))
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,90 @@
+"""What settings mean together: degrees of a mesh, which settings have an effect, and whether two say the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.dialects.description import Description, Extra, inactive, settings
+from terrazzo.engine import Plan
+from terrazzo.engine.place import PLANS
+
+__all__ = ["NVME_ONLY", "TWO_AXES", "agree", "data_ranks", "degrees", "extras_by_key", "idle", "same"]
+
+TIERS = ("offload.weight", "offload.grad", "offload.optim")
+TWO_AXES = tuple(name for name in PLANS if any("S" in place.axes for place in Plan.named(name).places().values()))
+"""Rows that need replicas and shards."""
+NVME_ONLY = tuple(f"offload.{name}" for name in ("path", "buffers", "direct", "block_bytes", "depth", "digest"))
+"""Settings that say how files are read and written."""
+
+
+def degrees(description: Description) -> dict[str, int | None]:
+    """Every axis of the mesh with its degree; None where that is not known.
+
+    `dp_shard` is what is left of the world. Where it is given and `dp_replicate` is set to None, that is what is left.
+    A hybrid row of which neither is given splits over one node, and how many there are is not known.
+    """
+    found = {axis: description.value(f"mesh.{axis}") or 1 for axis in ("pp", "dp_replicate", "cp", "sp", "tp")}
+    shard, world, replicas = (description[f"mesh.{name}"] for name in ("dp_shard", "world", "dp_replicate"))
+    open_replicas = replicas.is_set and replicas.value is None
+    known: dict[str, int | None] = {**found, "dp_shard": shard.value}
+    if shard.value is None and open_replicas and description.value("sharding.optim") in ("S", "S,R"):
+        return {**known, "dp_replicate": None}
+    if shard.value is not None and not open_replicas:
+        return known
+    axis = "dp_shard" if shard.value is None else "dp_replicate"
+    known[axis] = None
+    taken = math.prod(degree for degree in known.values() if degree is not None)
+    if world.value is not None and world.value % taken == 0:
+        known[axis] = world.value // taken
+    return known
+
+
+def data_ranks(description: Description) -> int | None:
+    """Ranks that see different data; None where it is not known."""
+    found, world = degrees(description), description.value("mesh.world")
+    if found["dp_shard"] and found["dp_replicate"]:
+        return found["dp_shard"] * found["dp_replicate"]
+    others = math.prod(found[axis] or 1 for axis in ("pp", "cp", "sp", "tp"))
+    return None if world is None or world % others else world // others
+
+
+def extras_by_key(description: Description) -> Mapping[str, Extra]:
+    """What the source says beyond the sections. Without the spelling of settings, which a dialect may keep, too."""
+    spoken = {key for _, setting in settings(description) for key in setting.keys}
+    return {extra.key: extra for extra in description.extras if extra.key not in spoken}
+
+
+def idle(description: Description, path: str) -> bool:
+    """Whether a setting says how something is done that is not done here: it has no effect."""
+    if path.startswith("prefetch."):
+        return all(description.value(f"sharding.{state}") == "-" for state in ("weight", "between"))
+    if not path.startswith("offload.") or path in TIERS:
+        return False
+    tiers = [str(description.value(tier) or "device") for tier in TIERS]
+    return not any("nvme" in tier if path in NVME_ONLY else tier != "device" for tier in tiers)
+
+
+def agree(path: str, one: Description, other: Description) -> bool:
+    """Whether two descriptions mean the same by a setting, as far as both say it."""
+    if not one[path].is_set or not other[path].is_set or same(path, one.value(path), other.value(path)):
+        return True
+    axis = path.removeprefix("mesh.")
+    if axis in ("dp_shard", "dp_replicate"):  # one may say what the other leaves to the world
+        known = {degrees(one)[axis], degrees(other)[axis]}
+        return len(known) == 1 or None in known
+    return False
+
+
+def same(path: str, one: Any, other: Any) -> bool:
+    """Whether two values of a setting mean the same."""
+    if inactive(path, one) and inactive(path, other):
+        return True
+    if path == "saving.export":  # a Hugging Face folder holds the full state dict
+        return {one, other} <= {"full", "hf"}
+    if isinstance(one, float | int) and isinstance(other, float | int):
+        return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(same(path, a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)

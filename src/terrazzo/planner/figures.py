@@ -1,0 +1,160 @@
+"""What the planner counts of one setup: memory, traffic and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from terrazzo.planner.formulas import Term
+
+__all__ = ["Memory", "Room", "Time", "Traffic"]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where bytes are kept: one device, or the host memory or the disks of one host, which its ranks share.
+
+    Attributes:
+        expected, upper: bytes kept there. `capacity`: bytes there are, None where that is not known.
+    """
+
+    name: Literal["device", "host", "disk"]
+    expected: float
+    upper: float
+    capacity: int | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of the fullest rank, in bytes.
+
+    Attributes:
+        terms: what tensors hold at the peak; their sum is `allocated_bytes`, as torch calls it.
+        upper_bytes: a bound for what the device holds in all, allocator's reserve and libraries included.
+        reserved_bytes: allocated, with what the caching allocator keeps.
+        device_bytes: reserved, with context and communicators too, what `nvidia-smi` shows.
+        host, disk: what one rank keeps there of offloaded states; `disk_writes` in each optimizer step.
+        limiting_rank: which pipeline stage and why, in words.
+        per_stage: allocated bytes of each pipeline stage.
+        ranks_per_host: that share a host, whose memory and disks are `host_capacity_bytes` and `disk_capacity_bytes`.
+            Of all three capacities None means not known.
+        on_host: the device is the host's own CPUs, so that `terms` and `host` take of one memory.
+    """
+
+    terms: tuple[Term, ...]
+    upper_bytes: float
+    reserved_bytes: float
+    device_bytes: float
+    limiting_rank: str
+    per_stage: tuple[float, ...] = ()
+    host: tuple[Term, ...] = ()
+    disk: tuple[Term, ...] = ()
+    disk_writes: tuple[Term, ...] = ()
+    capacity_bytes: int | None = None
+    ranks_per_host: int = 1
+    host_capacity_bytes: int | None = None
+    disk_capacity_bytes: int | None = None
+    on_host: bool = False
+
+    @property
+    def allocated_bytes(self) -> float:
+        return sum(term.value for term in self.terms)
+
+    @property
+    def expected_bytes(self) -> float:
+        """All that is expected in the memory of the device, which is what has to fit there."""
+        return self.rooms[0].expected
+
+    @property
+    def near_terms(self) -> tuple[Term, ...]:
+        """All that lies in the memory of the device: on a CPU, which is on its host, what is kept there too."""
+        return (*self.terms, *self.host) if self.on_host else self.terms
+
+    @property
+    def near_bytes(self) -> float:
+        return sum(term.value for term in self.near_terms)
+
+    @property
+    def rooms(self) -> tuple[Room, ...]:
+        """The device, and of the host and its disks those that hold something."""
+        beside = [term.value for term in self.host if self.on_host]
+        device = Room("device", self.device_bytes + sum(beside), self.upper_bytes + sum(beside), self.capacity_bytes)
+        host = self._of_a_host("host", () if self.on_host else self.host, self.host_capacity_bytes)
+        disk = self._of_a_host("disk", self.disk, self.disk_capacity_bytes)
+        return (device, *(room for room in (host, disk) if room.expected))
+
+    def _of_a_host(self, name: Literal["host", "disk"], terms: tuple[Term, ...], capacity: int | None) -> Room:
+        ranks = self.ranks_per_host
+        return Room(
+            name, ranks * sum(term.value for term in terms), ranks * sum(term.upper for term in terms), capacity
+        )
+
+    @property
+    def overrun(self) -> float | None:
+        """Of all places, the largest share of its capacity that is expected there; None where none is known."""
+        shares = [room.expected / room.capacity for room in self.rooms if room.capacity is not None]
+        return max(shares, default=None)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether what is expected fits in every place.
+
+        None where the device's memory is not known and no other's is too small.
+        """
+        return self._holds([(room.expected, room.capacity) for room in self.rooms])
+
+    @property
+    def fits_surely(self) -> bool | None:
+        """Whether the upper bounds fit too."""
+        return self._holds([(room.upper, room.capacity) for room in self.rooms])
+
+    def _holds(self, needs: list[tuple[float, int | None]]) -> bool | None:
+        if any(capacity is not None and needed > capacity for needed, capacity in needs):
+            return False
+        return None if self.capacity_bytes is None else True
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in one optimizer step.
+
+    Attributes:
+        collectives: by what they are for, such as `all_gather weights`; each term's inputs name the link.
+        links: bytes by link: `scaleup`, `internode`, `pcie`, `disk`.
+    """
+
+    collectives: tuple[Term, ...]
+    links: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(term.value for term in self.collectives)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of one optimizer step. The terms add up to it: of communication only what nothing hides.
+
+    Attributes:
+        mfu: model FLOPs utilisation of the dense peak of the matmul format, causal attention counted in full.
+        hidden_s: communication behind computation.
+        bound_by: the term that limits it: `compute`, `communication`, `memory bandwidth`, `pipeline bubble`, `offload`.
+        calibrated: whether steps of this model under this plan were measured on this device.
+        rates_measured: whether the device's rates were, be it with another model or plan.
+        band: relative error to expect: what nine of ten published runs stay within, less if calibrated.
+    """
+
+    terms: tuple[Term, ...]
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    bound_by: str
+    hidden_s: float = 0.0
+    flops_per_token: float = 0.0
+    calibrated: bool = False
+    band: float = 0.0
+    cost_per_million_tokens: float | None = None
+    rates_measured: bool = False
+
+    @property
+    def step_s(self) -> float:
+        return sum(term.value for term in self.terms)

@@ -1,0 +1,179 @@
+"""What a search found, and how it reads: what fits in order of rank, and what does not run with the reasons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from terrazzo.errors import BadInput
+from terrazzo.planner.assemble import estimate
+from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.figures import Memory
+from terrazzo.planner.gate.gate import findings
+from terrazzo.planner.gate.stack import Finding
+from terrazzo.planner.report.blocks import Block, Column, Line, Table, plain
+from terrazzo.planner.report.words import GIB, checkpointing_text, mesh_text
+from terrazzo.planner.setup.request import Request
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["ROWS", "Frontier", "Refusal", "nearest"]
+
+NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
+ROWS = 12
+"""Of a table on screen; the JSON has all."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Candidates of one strategy on one number of devices that cannot be, with the reason of the one that came nearest.
+
+    Attributes:
+        reason: a sentence.
+        candidates: how many there are.
+        needed_bytes: what the one that came nearest is expected to take on the device; None where memory, be it the
+            device's, the host's or a disk, is not the reason.
+        setup, memory: of that one; None likewise.
+    """
+
+    strategy: str
+    gpus: int
+    reason: str
+    candidates: int
+    needed_bytes: float | None = None
+    setup: Setup | None = None
+    memory: Memory | None = None
+
+    @property
+    def overrun(self) -> float:
+        """How many times too much it takes, where it takes most; infinite where memory is not the reason."""
+        return (self.memory and self.memory.overrun) or math.inf
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What a search found.
+
+    Attributes:
+        ranked: what fits, best first, as `request.rank` says; what fits surely comes before what is expected to.
+        pareto: those of them that no other beats in both memory and tokens per second, by memory.
+        considered: candidates in all.
+    """
+
+    request: Request
+    ranked: tuple[Estimate, ...]
+    pareto: tuple[Estimate, ...]
+    refused: tuple[Refusal, ...]
+    considered: int
+
+    @property
+    def best(self) -> Estimate | None:
+        """What to run; None where nothing fits."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def nearest(self) -> Refusal | None:
+        """Of what was refused for its memory, what lacks the smallest share; None where memory refused nothing."""
+        return min((one for one in self.refused if one.setup), key=lambda one: one.overrun, default=None)
+
+    @property
+    def leaders(self) -> list[Estimate]:
+        """In order of rank, the first of each strategy and mesh, and all that nothing else beats."""
+        seen, leaders = set(), []
+        for found in self.ranked:
+            key = (found.setup.plan.name, found.setup.mesh, found.setup.cluster.count)
+            if key not in seen or found in self.pareto:
+                leaders.append(found)
+            seen.add(key)
+        return leaders
+
+    def __str__(self) -> str:
+        """The report that `terrazzo plan` prints, but for the bars."""
+        try:
+            best = self.best or nearest(self, estimate)
+        except BadInput as error:
+            return plain([Line(str(error)), *_refusals(self)]).rstrip()
+        return plain(self.blocks(best, findings(best.setup))).rstrip()
+
+    def blocks(self, best: Estimate, found: Sequence[Finding], head: Sequence[Block] = ()) -> list[Block]:
+        """All plans in short and `best` in detail.
+
+        Args:
+            found: against `best`.
+            head: what stands above everything; without it the verdict on `best` does.
+        """
+        verdict, *rest = best.blocks(found)
+        where = Line(f"  {best.setup.plan.name} on {best.setup.cluster.count:,} × {best.setup.cluster.device.name}")
+        title = "the best plan in detail" if self.ranked else "what comes nearest"
+        return [*(head or (verdict, where)), *_ranking(self), Line(f"\n{title}", "bold"), *rest]
+
+
+def nearest(frontier: Frontier, estimate: Callable[[Setup], Estimate]) -> Estimate:
+    """Where nothing fits: of what was refused for its memory, what lacks least.
+
+    Errors: `BadInput` where memory is no reason.
+    """
+    least = frontier.nearest
+    if least is None or least.setup is None:
+        reasons = [f"{refusal.strategy}: {refusal.reason}" for refusal in frontier.refused[:1]]
+        raise BadInput(f"Nothing can be planned. {(reasons or [NO_MESH])[0]}")
+    return estimate(least.setup)
+
+
+def _ranking(frontier: Frontier) -> list[Block]:
+    leaders = frontier.leaders
+    blocks: list[Block] = []
+    if leaders:
+        blocks.append(_ranked(leaders[:ROWS]))
+        blocks.append(Line(f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit.", "dim"))
+    return blocks + _refusals(frontier)
+
+
+def _refusals(frontier: Frontier) -> list[Block]:
+    """Each reason once, with the strategies and the numbers of GPUs that it holds for."""
+    tried = {refusal.gpus for refusal in frontier.refused}
+    reasons: dict[str, dict[str, list[int]]] = {}
+    for refusal in frontier.refused:
+        reason = refusal.reason.removeprefix(f"{refusal.strategy} ")
+        reasons.setdefault(reason, {}).setdefault(refusal.strategy, []).append(refusal.gpus)
+    lines = []
+    for reason, strategies in list(reasons.items())[:ROWS]:
+        alike: dict[tuple[int, ...], list[str]] = {}  # strategies by the numbers of GPUs that it holds them back on
+        for strategy, found in strategies.items():
+            alike.setdefault(tuple(sorted(set(found))), []).append(strategy)
+        for counts, names in alike.items():
+            where = f" on {', '.join(map(str, counts))} GPUs" if len(tried) > 1 else ""
+            lines.append(Line(f"  {', '.join(names)}{where}: {reason}"))
+    return [Line("\nwhat does not run", "bold"), *lines] if lines else []
+
+
+def _ranked(leaders: list[Estimate]) -> Table:
+    columns = (
+        Column("strategy"),
+        Column("mesh", keep=5),
+        Column("checkpointing", keep=7),
+        Column("micro-batch", "right", 7),
+        Column("GiB", "right", 8),
+        Column("upper", "right", 4),
+        Column("tok/s/GPU", "right", 8),
+        Column("MFU", "right", 6),
+        Column("bound by", keep=3),
+        Column("fits", keep=6),
+    )
+    return Table(columns, tuple(_ranked_row(found) for found in leaders))
+
+
+def _ranked_row(found: Estimate) -> tuple[str, ...]:
+    setup, memory, time = found.setup, found.memory, found.time
+    return (
+        setup.plan.name,
+        mesh_text(setup.mesh),
+        checkpointing_text(setup),
+        f"{setup.micro_batch} × {setup.micro_batches}",
+        f"{memory.device_bytes / GIB:,.1f}",
+        f"{memory.upper_bytes / GIB:,.1f}",
+        f"{time.tokens_per_s_per_gpu:,.0f}" if time else "",
+        f"{time.mfu:.1%}" if time and time.mfu is not None else "n/a",
+        time.bound_by if time else "",
+        "surely" if memory.fits_surely else {True: "yes", False: "no", None: "?"}[memory.fits],
+    )
