@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from terrazzo.engine.background import Background
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.checks import check_agreement, optimizer_facts, together
 from terrazzo.engine.engine import Engine, engine_of
@@ -107,7 +109,8 @@ def drive(engine: Engine, optimizer: Optimizer, first: int) -> None:
     for bucket in apart:
         bucket.build_moments(engine.store, moment_names(bucket, engine.templates))
     if apart:
-        driver.update_apart(Updater(engine.store), engine.store.settings.step)
+        updater, mode = Updater(engine.store), engine.store.settings.step
+        driver.update_apart(functools.partial(Background, engine.units, engine.schedule, updater, mode))
     if states:
         restore_optimizer(driver, engine.templates, reading(states))
     adopt(optimizer, driver)

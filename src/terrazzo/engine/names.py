@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Buffer", "parameter_names", "persistent_buffers"]
+__all__ = ["PersistentBuffer", "parameter_names", "persistent_buffers"]
 
 
 @dataclass
-class Buffer:
+class PersistentBuffer:
     """A buffer and all names under which `state_dict()` lists it; the first is the one it is saved under."""
 
     tensor: torch.Tensor
@@ -21,13 +21,13 @@ class Buffer:
         return self.names[0]
 
 
-def persistent_buffers(model: torch.nn.Module) -> list[Buffer]:
+def persistent_buffers(model: torch.nn.Module) -> list[PersistentBuffer]:
     """The buffers that belong to `state_dict()`, each once however many modules share it."""
-    found: dict[int, Buffer] = {}
+    found: dict[int, PersistentBuffer] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if name not in module._non_persistent_buffers_set:
-                buffer = found.setdefault(id(tensor), Buffer(tensor))
+                buffer = found.setdefault(id(tensor), PersistentBuffer(tensor))
                 buffer.names.append(f"{prefix}.{name}" if prefix else name)
     return list(found.values())
 

@@ -1,31 +1,18 @@
-"""What a model takes beside the device, from shapes, places and dtypes alone, and the store that holds it."""
+"""What a model takes beside the device, from shapes, places and dtypes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch.distributed as dist
-
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.checks import together
 from terrazzo.engine.stock import StateSpec
-from terrazzo.engine.store.drive import cell_numel, padded_bytes
-from terrazzo.engine.store.settings import Offload
-from terrazzo.engine.store.store import Need, Store
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.store.drive import padded_bytes
+from terrazzo.engine.store.store import Need
 
-__all__ = ["Templates", "further_moment_bytes", "moment_names", "need_of", "open_store"]
+__all__ = ["Templates", "further_moment_bytes", "moment_names", "need_of"]
 
 Templates = Sequence[Mapping[str, StateSpec]]
 """What the optimizer keeps for a parameter of each param group."""
-
-
-def open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
-    """Host memory and files for what these units keep there. Collective. Errors: `BadInput` on every rank."""
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    axes = buckets[0].recipe.axes
-    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
-    return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
 
 def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
@@ -59,7 +46,7 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
         cpu=tuple(size for tier, size in sizes if tier == "cpu"),
         nvme=tuple(size for tier, size in sizes if tier == "nvme"),
         load=max((_load_bytes(bucket, cell) for bucket in buckets), default=0),
-        slot=max((_slot_bytes(bucket, templates, cell) for bucket in buckets), default=0),
+        tray=max((_tray_bytes(bucket, templates, cell) for bucket in buckets), default=0),
     )
 
 
@@ -85,7 +72,7 @@ def _load_bytes(bucket: Bucket, cell: int) -> int:
     return max(weight_bytes, min(cell, _numel(bucket, bucket.optim_axes)) * bucket.recipe.precision.master.itemsize)
 
 
-def _slot_bytes(bucket: Bucket, templates: Templates, cell: int) -> int:
+def _tray_bytes(bucket: Bucket, templates: Templates, cell: int) -> int:
     """One cell of everything that an update brings from drives and back."""
     if not (templates and bucket.trainable and bucket.tiers.optim == "nvme"):
         return 0

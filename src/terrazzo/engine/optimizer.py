@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.background import Background
+from terrazzo.engine.apart import Apart
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Finished
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.segment import Segment, segments_of
-from terrazzo.engine.store.settings import StepMode
+from terrazzo.engine.stock import unhooked_step
 from terrazzo.engine.unit import Unit
-from terrazzo.engine.update import Updater, unhooked_step
 from terrazzo.errors import Misuse
 
 __all__ = [
@@ -71,7 +70,7 @@ class OptimizerDriver:
         self.buckets = list(self._owned)
         self._publish = weakref.WeakMethod(publish)  # its owner owns this driver
         self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
-        self.background: Background | None = None
+        self.background: Apart | None = None
         scaling = recipe.precision.loss_scaling
         self.scaler = LossScaler(scaling) if scaling else None
         self.reference, self._retired = weakref.ref(optimizer), False
@@ -93,8 +92,8 @@ class OptimizerDriver:
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
 
-    def update_apart(self, updater: Updater, mode: StepMode) -> None:
-        """Have segments away from the device updated by `updater`."""
+    def update_apart(self, make: Callable[[Callable[[], list[Segment]]], Apart]) -> None:
+        """Have segments away from the device updated by what `make` returns; it is given what returns them."""
         reference = weakref.ref(self)
 
         def segments() -> list[Segment]:
@@ -105,7 +104,7 @@ class OptimizerDriver:
             if (live := reference()) is not None and live.background is not None:
                 live.background.unit_reduced(unit, live.optimizer)
 
-        self.background = Background(self.units, self.schedule, updater, mode, segments)
+        self.background = make(segments)
         self.schedule.reduced = reduced
 
     def settle(self) -> None:

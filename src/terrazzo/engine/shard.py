@@ -30,6 +30,7 @@ from terrazzo.engine.checks import (
     check_versions,
     model_facts,
     optimizer_facts,
+    together,
 )
 from terrazzo.engine.clipping import clip_grad_norm
 from terrazzo.engine.engine import Engine, engine_of
@@ -44,7 +45,7 @@ from terrazzo.engine.materialize import (
     synchronize,
 )
 from terrazzo.engine.module import adopt_model
-from terrazzo.engine.needs import Templates, open_store
+from terrazzo.engine.needs import Templates, need_of
 from terrazzo.engine.order import Order
 from terrazzo.engine.pages import give_back_freed, keep_freed
 from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
@@ -55,6 +56,7 @@ from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.stand_in import show_gradients
 from terrazzo.engine.stock import assign_groups, check_optimizer, orphans, state_of
+from terrazzo.engine.store.drive import cell_numel
 from terrazzo.engine.store.settings import Offload
 from terrazzo.engine.store.store import Store
 from terrazzo.engine.unit import Unit
@@ -102,7 +104,7 @@ def shard(  # structure: signature fixed by the design
     prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch, offload or Offload()))
     recipe, planned = prepared.recipe, prepared.units
     _warn_of_orphans(planned, prepared.optimizers)
-    store = open_store(prepared.units, prepared.templates, offload or Offload())
+    store = _open_store(prepared.units, prepared.templates, offload or Offload())
     if store.drive is not None:
         give_back_freed()  # before anything large is built
     _build_units(model, planned, store)
@@ -195,6 +197,14 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], precision)
     templates = [state_of(each, group) for each in built for group in each.param_groups]
     return _Prepared(plan, recipe, planned, why, built, templates)
+
+
+def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
+    """Host memory and files for what these units keep there. Collective."""
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    axes = buckets[0].recipe.axes
+    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
+    return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
 
 @contextlib.contextmanager

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Member
-from terrazzo.engine.update import STEP_HOOKS, unhooked_step
 from terrazzo.errors import BadInput
 
 __all__ = [
     "ELEMENTWISE",
+    "STEP_HOOKS",
     "StateSpec",
     "assign_groups",
     "check_optimizer",
@@ -25,6 +25,7 @@ __all__ = [
     "groups_of",
     "orphans",
     "state_of",
+    "unhooked_step",
 ]
 
 ELEMENTWISE = frozenset(
@@ -32,6 +33,15 @@ ELEMENTWISE = frozenset(
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 )
 """Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where torch keeps what is called around an optimizer's step, and around that of its base class."""
+
+
+def unhooked_step(optimizer: Optimizer) -> None:
+    """The optimizer class's own update, without step hooks, profiling or a scheduler's wrapper."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -24,23 +24,14 @@ from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.ending import require_own, start_thread
 from terrazzo.engine.gradient import Finished
 from terrazzo.engine.layout import Range
+from terrazzo.engine.ring import Tray
 from terrazzo.engine.segment import Segment, scaled
-from terrazzo.engine.slot import Slot
+from terrazzo.engine.stock import STEP_HOOKS, unhooked_step
 from terrazzo.engine.store.store import Store
 from terrazzo.engine.store.topology import bind_to, step_threads
 from terrazzo.engine.worker import Job, again, without_frames
 
-__all__ = ["STEP_HOOKS", "Twin", "Updater", "unhooked_step"]
-
-
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Where torch keeps what is called around an optimizer's step, and around that of its base class."""
-
-
-def unhooked_step(optimizer: Optimizer) -> None:
-    """The optimizer class's own update, without step hooks, profiling or a scheduler's wrapper."""
-    step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
+__all__ = ["Twin", "Updater"]
 
 
 class Twin:
@@ -107,7 +98,7 @@ class _Task:
     finished: Finished
     mark: torch.cuda.Event | None
     done: Job | None = None
-    slot: Slot | None = None
+    tray: Tray | None = None
 
 
 @dataclass
@@ -121,11 +112,11 @@ class Updater:
     """Carries out updates in the order they are asked for; its thread ends with the object."""
 
     def __init__(self, store: Store) -> None:
-        slots = [Slot(raw) for raw in store.slots()]
+        ring = [Tray(raw) for raw in store.ring()]
         self._store, self._process = store, os.getpid()
         self._tasks: queue.SimpleQueue[_Task | _Flush | None] = queue.SimpleQueue()
         threads, cpus = step_threads(store.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        carrier = _Carrier(store, slots, self._tasks)
+        carrier = _Carrier(store, ring, self._tasks)
         threads = store.settings.threads or threads
         start_thread("terrazzo-update", lambda: _carry(carrier, threads, cpus), carrier.stop)
 
@@ -177,8 +168,8 @@ def _carry(carrier: _Carrier, threads: int, cpus: Collection[int]) -> None:
 class _Carrier:
     """What the thread does; it must not hold the `Updater`, whose end it waits for."""
 
-    def __init__(self, store: Store, slots: list[Slot], tasks: queue.SimpleQueue[_Task | _Flush | None]) -> None:
-        self._store, self._slots, self._tasks = store, deque(slots), tasks
+    def __init__(self, store: Store, ring: list[Tray], tasks: queue.SimpleQueue[_Task | _Flush | None]) -> None:
+        self._store, self._ring, self._tasks = store, deque(ring), tasks
         self._ahead: deque[_Task | _Flush] = deque()
         self._failure: BaseException | None = None
 
@@ -207,11 +198,11 @@ class _Carrier:
     def _fail(self, error: BaseException) -> None:
         """States are torn: nothing may be stepped any more, and transfers that failed hold what they were for."""
         self._failure = again(error)
-        self._slots.clear()
+        self._ring.clear()
 
     def _look_ahead(self) -> bool:
-        """Start reading for what comes next, half the slots ahead; False at the end."""
-        while len(self._ahead) <= len(self._slots) // 2:
+        """Start reading for what comes next, half the ring ahead; False at the end."""
+        while len(self._ahead) <= len(self._ring) // 2:
             try:
                 task = self._tasks.get(block=not self._ahead)
             except queue.Empty:
@@ -229,67 +220,67 @@ class _Carrier:
     def _start_reading(self, task: _Task) -> None:
         if task.bucket.tiers.optim != "nvme":
             return
-        for slot in self._slots:
-            if slot.holds(task.bucket, task.window):
-                slot.finish_writing()
-        slot = self._slots.popleft()
-        self._slots.append(slot)
-        slot.finish_writing()
+        for tray in self._ring:
+            if tray.holds(task.bucket, task.window):
+                tray.finish_writing()
+        tray = self._ring.popleft()
+        self._ring.append(tray)
+        tray.finish_writing()
         kept = [task.twin.state.get(segment.parameter, {}) for segment in task.segments]
         known = [key for key in task.bucket.moments if any(key in state for state in kept)]
-        slot.read(task.bucket, task.window, known, task.finished)
-        task.slot = slot
+        tray.read(task.bucket, task.window, known, task.finished)
+        task.tray = tray
 
     def _carry_out(self, task: _Task | _Flush) -> None:
         if isinstance(task, _Flush):
-            for slot in self._slots:
-                slot.finish_writing()
+            for tray in self._ring:
+                tray.finish_writing()
             return
-        if task.slot is not None:
-            task.slot.finish_reading()
+        if task.tray is not None:
+            task.tray.finish_reading()
         if task.mark is not None:
             task.mark.synchronize()  # what was queued before may still read weights in host memory
         with self._store.lane.after(task.mark):
             for segment in task.due:
                 self._step(segment, task)
-        if task.slot is not None:
-            if "weight" in task.slot:
-                task.slot.part("weight", task.window).copy_(task.slot.part("master", task.window))
-            task.slot.write()
+        if task.tray is not None:
+            if "weight" in task.tray:
+                task.tray.part("weight", task.window).copy_(task.tray.part("master", task.window))
+            task.tray.write()
             if task.done is not None:
                 self._finish_weights(task.bucket)
 
     def _finish_weights(self, bucket: Bucket) -> None:
         """New weights in files are complete before anyone reads them."""
         if bucket.tiers.weight == "nvme":
-            for slot in self._slots:
-                slot.finish_writing()
+            for tray in self._ring:
+                tray.finish_writing()
 
     def _step(self, segment: Segment, task: _Task) -> None:
         started = time.perf_counter()
-        values = segment.parameter.detach() if task.slot is None else task.slot.part("master", segment.range)
+        values = segment.parameter.detach() if task.tray is None else task.tray.part("master", segment.range)
         parameter = nn.Parameter(values)
         parameter.grad = self._gradient(segment, task)
-        _Moments(segment, task.slot).step(task.twin, parameter)
+        _Moments(segment, task.tray).step(task.twin, parameter)
         weight = segment.bucket.own_weight
-        if weight is not None and (task.slot is None or "weight" not in task.slot):
+        if weight is not None and (task.tray is None or "weight" not in task.tray):
             with weight.opened(segment.range, "replace") as own:
                 own.copy_(values.to(own.device, non_blocking=True))  # across devices before the cast: pinned memory
         self._store.steps.numel += values.numel()
         self._store.steps.seconds += time.perf_counter() - started
 
     def _gradient(self, segment: Segment, task: _Task) -> Tensor:
-        if task.slot is None or "grad" not in task.slot:
+        if task.tray is None or "grad" not in task.tray:
             return segment.gradient(task.finished)
-        part = task.slot.part("grad", segment.range)
+        part = task.tray.part("grad", segment.range)
         return scaled(part, task.finished.factor).to(segment.parameter.dtype)
 
 
 class _Moments:
     """What the optimizer keeps for each element of a segment: lent to a step in the master's dtype, then put back."""
 
-    def __init__(self, segment: Segment, slot: Slot | None) -> None:
-        self._segment, self._slot = segment, slot
+    def __init__(self, segment: Segment, tray: Tray | None) -> None:
+        self._segment, self._tray = segment, tray
         self._names = segment.bucket.moments
 
     def step(self, twin: Twin, parameter: nn.Parameter) -> None:
@@ -301,8 +292,8 @@ class _Moments:
         twin.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
 
     def _home(self, key: str) -> Tensor:
-        if self._slot is not None:
-            return self._slot.part(key, self._segment.range)
+        if self._tray is not None:
+            return self._tray.part(key, self._segment.range)
         with self._names[key].opened(self._segment.range, "change") as data:
             return data
 
@@ -312,7 +303,7 @@ class _Moments:
         home = self._home(key)
         if home.data_ptr() != value.data_ptr():
             home.copy_(value)
-        if self._slot is None:
+        if self._tray is None:
             return home
-        self._slot.keep(key)
+        self._tray.keep(key)
         return torch.empty_like(home, device="meta")

@@ -33,13 +33,13 @@ class Need:
     Attributes:
         cpu, nvme: bytes of every state there, one entry for each state of a bucket.
         load: bytes of one cell of weights that are read from drives; 0 for none.
-        slot: bytes of one cell of all states that are updated on drives; 0 for none.
+        tray: bytes of one cell of all states that are updated on drives; 0 for none.
     """
 
     cpu: tuple[int, ...] = ()
     nvme: tuple[int, ...] = ()
     load: int = 0
-    slot: int = 0
+    tray: int = 0
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Steps:
     seconds: float = field(default=0.0)
 
 
-def slots_of(settings: Offload) -> int:
+def ring_length(settings: Offload) -> int:
     """Cells under way in an update at once: some being read, one stepped on, some written."""
     return max(4, settings.depth)
 
@@ -60,7 +60,7 @@ def host_bytes(need: Need, settings: Offload) -> int:
     states = sum(padded_bytes(size) for size in need.cpu)
     if not need.nvme:
         return states
-    return states + settings.depth * padded_bytes(need.load) + slots_of(settings) * padded_bytes(need.slot)
+    return states + settings.depth * padded_bytes(need.load) + ring_length(settings) * padded_bytes(need.tray)
 
 
 def disk_bytes(need: Need) -> int:
@@ -144,12 +144,12 @@ class Store:
             return DriveBuffer(space, axes, dtype, self.drive, offset)
         return Buffer(space, axes, self.host(numel * dtype.itemsize).view(dtype))
 
-    def slots(self) -> Sequence[Tensor]:
+    def ring(self) -> Sequence[Tensor]:
         """Buffers for cells under way in an update."""
-        slot_bytes = self._need.slot
-        if not slot_bytes:
+        cell_bytes = self._need.tray
+        if not cell_bytes:
             return []
-        return [self.host(padded_bytes(slot_bytes)) for _ in range(slots_of(self.settings))]
+        return [self.host(padded_bytes(cell_bytes)) for _ in range(ring_length(self.settings))]
 
     def usage(self) -> dict[str, float]:
         """Bytes held beside the device, bytes read and written so far and seconds with such transfers under way,

@@ -115,9 +115,9 @@ def _buffers(setup: Setup, stage: int) -> Term:
     """Host memory through which states on disk come and go."""
     cell, found = cell_numel(setup.offload.block_bytes), [space for space, _ in _spaces(setup, stage)]
     load = max((_load_bytes(space, cell) for space in found), default=0)
-    slot = max((_slot_bytes(space, cell) for space in found), default=0)
-    value = float(host_bytes(Need(nvme=(load, slot), load=load, slot=slot), setup.offload)) if load or slot else 0.0
-    inputs = {"depth": float(setup.offload.depth), "cell of weights": float(load), "cell of states": float(slot)}
+    tray = max((_tray_bytes(space, cell) for space in found), default=0)
+    value = float(host_bytes(Need(nvme=(load, tray), load=load, tray=tray), setup.offload)) if load or tray else 0.0
+    inputs = {"depth": float(setup.offload.depth), "cell of weights": float(load), "cell of states": float(tray)}
     return Term("disk buffers", value, value, "memory.host_buffers", inputs)
 
 
@@ -132,7 +132,7 @@ def _load_bytes(space: Space, cell: int) -> int:
     return max(weight_bytes, min(cell, space.numel(rules.optim)) * rules.precision.master.itemsize)
 
 
-def _slot_bytes(space: Space, cell: int) -> int:
+def _tray_bytes(space: Space, cell: int) -> int:
     """As `engine.needs` has it."""
     rules, tiers = space.rules, space.rules.tiers
     if not (space.trainable and tiers.optim == "nvme"):

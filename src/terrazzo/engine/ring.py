@@ -1,4 +1,4 @@
-"""A piece of host memory through which one cell of a bucket's states passes on its way from files and back."""
+"""The ring that states in files stream through: pieces of host memory, each with one cell of a bucket at a time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from terrazzo.engine.layout import Range
 from terrazzo.engine.store.disk import Pending
 from terrazzo.engine.store.drive import DriveBuffer, padded_bytes
 
-__all__ = ["Slot"]
+__all__ = ["Tray"]
 
 
 @dataclass
 class _Entry:
-    """One state's part of a slot."""
+    """One state's part of a tray."""
 
     state: DriveBuffer
     raw: Tensor
     writes: bool
 
 
-class Slot:
+class Tray:
     """One cell at a time of a bucket whose optimizer state is in files: `master`, the moments by name, and where they
     are in files too, `weight` and `grad`.
 
