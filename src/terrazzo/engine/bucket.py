@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
 from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
-from terrazzo.engine.pages import use_large_pages, with_room
+from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.parameter import Guard
+from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.engine.recipe import Recipe, Tiers
-from terrazzo.engine.transfer import Moves
 from terrazzo.errors import Misuse
 
 __all__ = ["Bucket", "Member"]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.layout import Layout, Range, share
-from terrazzo.engine.pages import use_large_pages
-from terrazzo.engine.sums import divide
-from terrazzo.engine.transfer import Moves
-from terrazzo.engine.worker import Job
+from terrazzo.engine.links.sums import divide
+from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.process.pages import use_large_pages
+from terrazzo.engine.process.worker import Job
 
 __all__ = ["Access", "Buffer", "Homes", "Resting", "Space"]
 

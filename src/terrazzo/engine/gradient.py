@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
 from terrazzo.engine.layout import Slot
+from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.transfer import Moves
-from terrazzo.engine.worker import Job
 
 __all__ = ["Finished", "Gradient", "view"]
 

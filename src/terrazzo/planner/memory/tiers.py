@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.store.drive import cell_numel, padded_bytes
-from terrazzo.engine.store.store import Need, host_bytes
+from terrazzo.engine.offload.drive import cell_numel, padded_bytes
+from terrazzo.engine.offload.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.rules import placed_units, rules_of
@@ -19,13 +19,13 @@ FORMULAS |= {
     "memory.host": Formula(
         "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes: they lie in one "
         "block of memory that is mapped, and pinned, once",
-        "arXiv 2101.06840, section 3; terrazzo/engine/needs.py, terrazzo/engine/store/host.py",
+        "arXiv 2101.06840, section 3; terrazzo/engine/offload/needs.py, terrazzo/engine/offload/host.py",
     ),
     "memory.host_buffers": Formula(
         "depth x one cell of weights that are read for computation, and max(4, depth) x one cell of all states that "
         "are updated on disk: some are being read, one is stepped on, some are written; a cell has block_mib / 4 Mi "
         "elements",
-        "arXiv 2104.07857, section 5.2; terrazzo/engine/store/store.py",
+        "arXiv 2104.07857, section 5.2; terrazzo/engine/offload/store.py",
     ),
     "memory.host_sums": Formula(
         "sums of earlier micro-batches at the `grad` place, where gradients are not on the device",
@@ -33,11 +33,11 @@ FORMULAS |= {
     ),
     "memory.host_activations": Formula(
         "blocks x inputs that checkpointing keeps of one block per micro-batch x micro-batches in flight",
-        "arXiv 2104.07857, section 5.1.2; terrazzo/engine/offloaded_activations.py",
+        "arXiv 2104.07857, section 5.1.2; terrazzo/engine/offload/activations.py",
     ),
     "memory.disk": Formula(
         "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes",
-        "arXiv 2104.07857, section 5; terrazzo/engine/needs.py",
+        "arXiv 2104.07857, section 5; terrazzo/engine/offload/needs.py",
     ),
     "memory.disk_writes": Formula(
         "every state on disk that changes is written once in each optimizer step: 12 bytes per parameter for Adam in "
@@ -122,7 +122,7 @@ def _buffers(setup: Setup, stage: int) -> Term:
 
 
 def _load_bytes(space: Space, cell: int) -> int:
-    """As `engine.needs` has it."""
+    """As `engine.offload.needs` has it."""
     rules = space.rules
     if rules.tiers.weight != "nvme":
         return 0
@@ -133,7 +133,7 @@ def _load_bytes(space: Space, cell: int) -> int:
 
 
 def _tray_bytes(space: Space, cell: int) -> int:
-    """As `engine.needs` has it."""
+    """As `engine.offload.needs` has it."""
     rules, tiers = space.rules, space.rules.tiers
     if not (space.trainable and tiers.optim == "nvme"):
         return 0
