@@ -40,7 +40,7 @@ from benchmarks.cases import Case
 from benchmarks.contenders import HYPERPARAMETERS
 from benchmarks.models import Block, Shape
 from benchmarks.namespaces import LINK, NODES, Impossible, Nodes, run_ranks, two_nodes
-from terrazzo.engine.engine import Engine, engine_of
+from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.place import Place, Plan
 
 PER_NODE = 2

@@ -9,12 +9,17 @@ import pytest
 from tools.lint_structure import check, main
 
 
+def _path(name: str) -> str:
+    """`engine____init__` is `engine/__init__.py`."""
+    folder, init, _ = name.partition("__init__")
+    return f"{folder.replace('__', '/')}{init}.py"
+
+
 def _tree(root: Path, **files: str) -> Path:
     """A package `terrazzo`; each keyword is a path with `__` for `/` and its value the source."""
     package = root / "terrazzo"
-    for name, source in {"__init__": "", "engine__place": "", "engine__collectives": "", **files}.items():
-        path = package / (name if name == "__init__" else name.replace("__", "/"))
-        path = path.with_suffix(".py")
+    for name, source in {"__init__": "", "engine__place": "", "engine__links__collectives": "", **files}.items():
+        path = package / _path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     return package
@@ -27,8 +32,10 @@ def _texts(package: Path) -> list[str]:
 def test_a_tree_that_keeps_the_rules_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = _tree(
         tmp_path,
-        engine__unit="from terrazzo.engine import collectives\nfrom .place import x\n",
-        engine__collectives="import torch.distributed as dist\ndist.all_reduce(1)\n",
+        engine____init__="from .model.shard import x\n",
+        engine__unit="from terrazzo.engine.links import collectives\nfrom .place import x\n",
+        engine__model__shard="from ..unit import x\n",
+        engine__links__collectives="import torch.distributed as dist\ndist.all_reduce(1)\n",
         planner__memory="from ..engine.place import x\nfrom terrazzo.errors import BadInput\n",
         errors="",
         cli__main="import terrazzo\nfrom terrazzo.train import loop\n",
@@ -53,6 +60,30 @@ def test_an_import_that_points_up(tmp_path: Path, name: str, source: str, line: 
     others = {"planner__memory": "", "train__loop": "", "cli__main": ""}
     (finding,) = [t for t in _texts(_tree(tmp_path, **{**others, name: source})) if "layer above" in t]
     assert finding.startswith(f"{name.replace('__', '/')}.py:{line}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "text"),
+    [
+        ("engine__unit", "from terrazzo.engine.offload.store import x\n", "the engine's core must not import "),
+        ("engine__links__collectives", "\nfrom ..place import x\n", "'engine/links' must not import "),
+        ("engine__links____init__", "from terrazzo.engine import place\n", "'engine/links' must not import "),
+        ("engine__offload__store", "import terrazzo.engine\n", "'engine/offload' must not import "),
+    ],
+)
+def test_an_import_that_points_up_inside_the_engine(tmp_path: Path, name: str, source: str, text: str) -> None:
+    tree = _tree(tmp_path, **{"engine____init__": "", "engine__offload__store": "", name: source})
+    (finding,) = [found for found in _texts(tree) if "layer above" in found]
+    assert finding.startswith(f"{_path(name)}:{source.count(chr(10))}: {text}")
+
+
+def test_a_new_folder_of_the_engine_must_be_given_a_layer(tmp_path: Path) -> None:
+    assert any("'engine/utils' is in no layer" in text for text in _texts(_tree(tmp_path, engine__utils__a="")))
+
+
+def test_two_classes_of_the_engine_with_one_name(tmp_path: Path) -> None:
+    package = _tree(tmp_path, engine__a="class Slot: ...\n", engine__offload__b="\nclass Slot: ...\n")
+    assert _texts(package) == ["engine/offload/b.py:2: 'Slot' is also a class of 'terrazzo.engine.a'"]
 
 
 def test_a_new_top_level_part_must_be_given_a_layer(tmp_path: Path) -> None:

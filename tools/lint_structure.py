@@ -32,6 +32,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
+# The same inside the engine: its folders, CORE for the modules beside them, and "" for its own __init__.
+CORE = "(core)"
+ENGINE_LAYERS = ("process", "links", CORE, "optim", "offload", "paper", "model", "")
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
@@ -81,6 +84,13 @@ class Module:
     def part(self) -> str:
         """The top-level name below the package: `engine` for `terrazzo.engine.place`, "" for `terrazzo`."""
         return self.name.split(".")[1] if "." in self.name else ""
+
+    @property
+    def folder(self) -> str:
+        """Of a module of the engine, as in `ENGINE_LAYERS`: `links` for `terrazzo.engine.links.label`."""
+        below = self.name.split(".")[2:]
+        is_folder = len(below) == 1 and self.path.name == "__init__.py"
+        return "" if not below else below[0] if is_folder or len(below) > 1 else CORE
 
 
 def read_modules(root: Path) -> dict[str, Module]:
@@ -169,6 +179,27 @@ def check_direction(modules: dict[str, Module]) -> Iterator[Finding]:
                 yield Finding(module.path, line, text)
 
 
+def _folder(module: Module) -> str:
+    return "the engine's core" if module.folder == CORE else f"'engine/{module.folder}'"
+
+
+def check_engine(modules: dict[str, Module]) -> Iterator[Finding]:
+    """Inside the engine too imports point down the layers, and no name means two classes."""
+    engine = {name: module for name, module in modules.items() if module.part == "engine"}
+    defined: dict[str, str] = {}
+    for name, module in engine.items():
+        if module.folder not in ENGINE_LAYERS:
+            yield Finding(module.path, 1, f"{_folder(module)} is in no layer: add it to ENGINE_LAYERS")
+            continue
+        for line, target in imports_of(module, engine):
+            if ENGINE_LAYERS.index(engine[target].folder) > ENGINE_LAYERS.index(module.folder):
+                text = f"{_folder(module)} must not import '{target}', which lies in a layer above it"
+                yield Finding(module.path, line, text)
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and defined.setdefault(node.name, name) != name:
+                yield Finding(module.path, node.lineno, f"'{node.name}' is also a class of '{defined[node.name]}'")
+
+
 def check_cycles(modules: dict[str, Module]) -> Iterator[Finding]:
     """No cycle between modules, and none between the top-level parts of the package."""
     lines: dict[tuple[str, str], tuple[Path, int]] = {}
@@ -197,10 +228,10 @@ def check_cycles(modules: dict[str, Module]) -> Iterator[Finding]:
 def check_collectives(modules: dict[str, Module], package: str) -> Iterator[Finding]:
     """Inside the engine, only `collectives` calls torch.distributed's collectives."""
     for module in modules.values():
-        if module.part != "engine" or module.name == f"{package}.engine.collectives":
+        if module.part != "engine" or module.name == f"{package}.engine.links.collectives":
             continue
         for line, name in _collective_uses(module.tree):
-            text = f"'{name}' is called outside engine/collectives.py, which alone accounts for traffic"
+            text = f"'{name}' is called outside engine/links/collectives.py, which alone accounts for traffic"
             yield Finding(module.path, line, text)
 
 
@@ -278,6 +309,7 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
     if layered:
         findings += [
             *check_direction(modules),
+            *check_engine(modules),
             *check_cycles(modules),
             *check_collectives(modules, root.name),
             *(Finding(found.path, found.line, found.text) for found in find_waits(modules)),

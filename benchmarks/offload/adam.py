@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.contenders import HYPERPARAMETERS
 from benchmarks.models import Decoder, Shape
 from benchmarks.offload.turns import Others, Turns, attempt, in_fresh_process, seconds, take_turns
-from terrazzo.engine.store.host import HostArena
+from terrazzo.engine.offload.host import HostArena
 
 STEP_BYTES = 28
 SHAPE = Shape(blocks=5, width=1024, vocabulary=1024, sequence=64)

@@ -28,8 +28,8 @@ from benchmarks.offload.drive import settings
 from benchmarks.offload.turns import Others, Turns, attempt, in_fresh_process, seconds, take_turns
 from benchmarks.rank import join
 from terrazzo.engine import engine_of
-from terrazzo.engine.store.disk import Disk
-from terrazzo.engine.store.host import HostArena
+from terrazzo.engine.offload.disk import Disk
+from terrazzo.engine.offload.host import HostArena
 
 STATE_BYTES = 12  # of a parameter in files: master and two moments
 SEQUENCE = 8  # short: a backward only has to leave gradients

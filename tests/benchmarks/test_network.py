@@ -15,7 +15,7 @@ import terrazzo as tz
 from benchmarks import network
 from benchmarks.models import Block, Decoder, Shape
 from benchmarks.namespaces import Impossible, run_ranks, two_nodes
-from terrazzo.engine.engine import engine_of
+from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.place import Plan
 from tests.helpers.fake import fake_group
 

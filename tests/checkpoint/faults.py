@@ -25,8 +25,8 @@ from typing import Any, Self
 import torch.distributed as dist
 
 import terrazzo.checkpoint.saver
-import terrazzo.engine.collectives
-import terrazzo.engine.engine
+import terrazzo.engine.links.collectives
+import terrazzo.engine.model.engine
 
 DENSITY = int(os.environ.get("TERRAZZO_FAULTS", "1"))
 """How many times as many points the fault tests try as in the normal suite; 1000 tries every one."""
@@ -281,7 +281,7 @@ def as_the_parent(work: Callable[[], object]) -> Callable[[], object]:
     """`work` of a fork that stands for this process, whose model it uses."""
 
     def body() -> object:
-        for module in (terrazzo.checkpoint.saver, terrazzo.engine.collectives, terrazzo.engine.engine):
+        for module in (terrazzo.checkpoint.saver, terrazzo.engine.links.collectives, terrazzo.engine.model.engine):
             module.require_own = lambda *_: None  # type: ignore[attr-defined]
         return work()
 

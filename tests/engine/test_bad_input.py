@@ -205,16 +205,16 @@ def test_a_process_group_whose_backend_cannot_serve_the_mesh() -> None:
     """The check itself: this machine may have no GPU to build such a mesh on."""
     from types import SimpleNamespace
 
-    from terrazzo.engine.checks import check_mesh
+    from terrazzo.engine.model.checks import check_mesh
 
     with fake_group(2):
         mesh: Any = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         axes: Any = SimpleNamespace(names=("dp_shard",), device=torch.device("cuda", 0))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("terrazzo.engine.checks.backend_of", lambda group, device: "gloo")
+            patch.setattr("terrazzo.engine.model.checks.backend_of", lambda group, device: "gloo")
             with pytest.raises(tz.BadInput, match=r"CUDA.*gloo.*cpu:gloo,cuda:nccl"):
                 check_mesh(mesh, axes)
-            patch.setattr("terrazzo.engine.checks.backend_of", lambda group, device: "nccl")
+            patch.setattr("terrazzo.engine.model.checks.backend_of", lambda group, device: "nccl")
             axes.device = torch.device("cpu")
             with pytest.raises(tz.BadInput, match=r"CPU.*NCCL"):
                 check_mesh(mesh, axes)

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of, materialize
+from terrazzo.engine import engine_of
+from terrazzo.engine.model import materialize
 from tests.engine.census import PeakBytes, census
 from tests.engine.toys import (
     EVERY_PLAN,

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
-from terrazzo.engine import collectives, engine_of
-from terrazzo.engine.collectives import NativeCollectives
+from terrazzo.engine import engine_of
+from terrazzo.engine.links import collectives
+from terrazzo.engine.links.collectives import NativeCollectives
 from terrazzo.engine.order import ENTER, LEAVE, Order
 from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
 from tests.helpers.processes import Pool

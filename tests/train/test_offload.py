@@ -15,7 +15,7 @@ import torch
 
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.engine import Plan
-from terrazzo.engine.store.disk import Disk, DiskSettings
+from terrazzo.engine.offload.disk import Disk, DiskSettings
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes, memory

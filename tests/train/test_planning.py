@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine import PRECISIONS
-from terrazzo.engine.stock import ELEMENTWISE, state_of
+from terrazzo.engine.optim.stock import ELEMENTWISE, state_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.peak import memory_of

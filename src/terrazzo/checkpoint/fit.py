@@ -11,7 +11,7 @@ import torch
 from terrazzo.checkpoint.optimizers import numbered_groups, optimizer_name, scaler_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo
 from terrazzo.engine import engine_of
-from terrazzo.engine.names import parameter_names, persistent_buffers
+from terrazzo.engine.model.names import parameter_names, persistent_buffers
 
 __all__ = ["fitted_groups", "misfits"]
 

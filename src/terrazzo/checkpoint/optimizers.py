@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from terrazzo.engine import engine_of
-from terrazzo.engine.optimizer import ShardedOptimizer
+from terrazzo.engine.optim.optimizer import ShardedOptimizer
 from terrazzo.errors import BadInput
 
 __all__ = ["Optimizers", "check_optimizers", "numbered_groups", "optimizer_name", "scaler_of"]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.engine import Engine, Piece, engine_of
-from terrazzo.engine.materialize import digest
-from terrazzo.engine.state import copies, model_pieces, optimizer_pieces
+from terrazzo.engine.model.materialize import digest
+from terrazzo.engine.model.state import copies, model_pieces, optimizer_pieces
 from terrazzo.errors import Diverged
 
 __all__ = ["check_replicas"]

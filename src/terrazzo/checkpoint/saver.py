@@ -28,7 +28,7 @@ from terrazzo.checkpoint.manifest import dtype_of
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.snapshot import Snapshot, take
 from terrazzo.checkpoint.store import Draft
-from terrazzo.engine.ending import leaves_to_parent, require_own, start_thread
+from terrazzo.engine.process.ending import leaves_to_parent, require_own, start_thread
 from terrazzo.errors import BadInput, Misuse, SaveFailed
 from terrazzo.tether import tethered
 

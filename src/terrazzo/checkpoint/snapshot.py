@@ -25,7 +25,7 @@ from terrazzo.checkpoint.shard import Part, arrange, bytes_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.store import Store
 from terrazzo.engine import engine_of
-from terrazzo.engine.names import parameter_names, persistent_buffers
+from terrazzo.engine.model.names import parameter_names, persistent_buffers
 from terrazzo.engine.precision import DTYPE_FIELDS
 from terrazzo.errors import BadInput
 

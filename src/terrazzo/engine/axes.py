@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.collectives import TRAIL, Collectives, backend_of, collectives_for
-from terrazzo.engine.label import Label
+from terrazzo.engine.links.collectives import TRAIL, Collectives, backend_of, collectives_for
+from terrazzo.engine.links.label import Label
+from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
-from terrazzo.engine.transfer import Ledger, Traffic
 from terrazzo.errors import RanksApart
 
 __all__ = ["Axes"]

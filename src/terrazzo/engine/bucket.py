@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buffer import Buffer, Resting, Space
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
 from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
-from terrazzo.engine.pages import use_large_pages, with_room
+from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.parameter import Guard
+from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.engine.recipe import Recipe, Tiers
-from terrazzo.engine.store.store import Store
-from terrazzo.engine.transfer import Moves
 from terrazzo.errors import Misuse
 
 __all__ = ["Bucket", "Member"]
@@ -119,7 +118,7 @@ class Bucket:
 
     # -- building ----------------------------------------------------------------------------------------------
 
-    def build(self, store: Store) -> None:
+    def build(self, store: Homes) -> None:
         """Allocate the states, fill them from the parameters' values, and make the parameters views."""
         precision, tiers = self.recipe.precision, self.tiers
         self.weight = store.state(self.space, self.weight_axes, self.weight_dtype, tiers.weight)
@@ -148,7 +147,7 @@ class Bucket:
             self.recipe.axes.ledger.take(self.full.data.nbytes)
             self.release()
 
-    def build_moments(self, store: Store, names: Iterable[str]) -> None:
+    def build_moments(self, store: Homes, names: Iterable[str]) -> None:
         """Room for what the optimizer will keep for each element away from the device: what an earlier one has left
         is used again.
         """

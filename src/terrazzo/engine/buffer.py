@@ -2,7 +2,7 @@
 
 Ranges nest (see `layout`), so each move is one contiguous collective per mesh axis that it adds or removes, straight
 between the memory it comes from and the memory it ends in. A state may also rest where no tensor can point to it, in a
-file; `Resting` is what can be asked of a state wherever it lies.
+file; `Resting` is what can be asked of a state wherever it lies, and `Homes` gives it a place.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.layout import Layout, Range, share
-from terrazzo.engine.pages import use_large_pages
-from terrazzo.engine.sums import divide
-from terrazzo.engine.transfer import Moves
+from terrazzo.engine.links.sums import divide
+from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.process.pages import use_large_pages
+from terrazzo.engine.process.worker import Job
 
-__all__ = ["Access", "Buffer", "Resting", "Space"]
+__all__ = ["Access", "Buffer", "Homes", "Resting", "Space"]
 
 Access = Literal["read", "change", "replace"]
 """What is done with opened elements: they are read; read and written; all written, whatever they were before."""
@@ -158,3 +159,16 @@ class Buffer(Resting):
             divisor = denominator if axis == live[-1] else 1
             data = yield from self.space.axes.along(axis).all_reduce(data.to(wire), dtype, divisor)
         return data.to(dtype) if live else divide(data.to(dtype), denominator)
+
+
+class Homes(Protocol):
+    """What a bucket asks of whatever has places for its states on every tier: `Store`, in a model that runs."""
+
+    def state(self, space: Space, axes: tuple[str, ...], dtype: torch.dtype, tier: str) -> Resting:
+        """A place for one state on `tier`, zero at first."""
+
+    def further(self, count_bytes: int) -> Tensor:
+        """Host memory, uint8, for what not every step needs."""
+
+    def commit(self, state: Resting, source: Buffer) -> Job | None:
+        """Replace what `state` holds by what `source` does; None when that is done, else what it ends with."""

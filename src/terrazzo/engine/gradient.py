@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buffer import Buffer, Resting, Space
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
 from terrazzo.engine.layout import Slot
+from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.store.store import Store
-from terrazzo.engine.transfer import Moves
-from terrazzo.engine.worker import Job
 
 __all__ = ["Finished", "Gradient", "view"]
 
@@ -62,7 +61,7 @@ class Gradient:
         self._landing: Job | None = None
         self._empty()
 
-    def build(self, store: Store) -> None:
+    def build(self, store: Homes) -> None:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
         dtype = self.recipe.precision.accumulate

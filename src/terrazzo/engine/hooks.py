@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from terrazzo.engine import listeners
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.label import Purpose
+from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.order import Order, merge
 from terrazzo.engine.pass_end import meet
 from terrazzo.engine.precision import Precision

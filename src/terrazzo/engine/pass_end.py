@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.label import Label, moving
+from terrazzo.engine.links.label import Label, moving
 from terrazzo.engine.recipe import Recipe
 
 __all__ = ["MEETING_NUMEL", "meet", "meets"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from terrazzo.engine.transfer import Transfer
+from terrazzo.engine.links.transfer import Transfer
 
 __all__ = ["Reductions"]
 

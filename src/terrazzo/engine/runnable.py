@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from terrazzo.engine.label import Label
-from terrazzo.engine.transfer import Moves
+from terrazzo.engine.links.label import Label
+from terrazzo.engine.links.transfer import Moves
 
 __all__ = ["Runnable"]
 

@@ -19,11 +19,11 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from terrazzo.engine.label import Label, Purpose
+from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit, position_from
 from terrazzo.engine.reductions import Reductions
 from terrazzo.engine.runnable import Runnable
-from terrazzo.engine.transfer import Transfer
 
 __all__ = ["Schedule"]
 

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import nn
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.label import Label, Purpose
-from terrazzo.engine.transfer import Moves, Transfer, at_once
-from terrazzo.engine.worker import Job
+from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.links.transfer import Moves, Transfer, at_once
+from terrazzo.engine.process.worker import Job
 
 __all__ = ["Unit"]
 

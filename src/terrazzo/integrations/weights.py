@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.engine import Piece, engine_of
-from terrazzo.engine.names import parameter_names, persistent_buffers
+from terrazzo.engine.model.names import parameter_names, persistent_buffers
 
 __all__ = ["full_state_dict", "whole_weights"]
 

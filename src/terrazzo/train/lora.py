@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint import open_source
 from terrazzo.checkpoint.read import SourceWeights
-from terrazzo.engine.names import parameter_names, persistent_buffers
+from terrazzo.engine.model.names import parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner.model.closed_form import closed_form

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terrazzo.engine import Plan
-from terrazzo.engine.store.disk import free_bytes, inspect_folder, sweep
-from terrazzo.engine.store.disk_folder import mount_of
+from terrazzo.engine.offload.disk import free_bytes, inspect_folder, sweep
+from terrazzo.engine.offload.disk_folder import mount_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import Term

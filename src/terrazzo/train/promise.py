@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from terrazzo.engine.offload.drive import cell_numel
 from terrazzo.engine.partition import find_units
-from terrazzo.engine.store.drive import cell_numel
 from terrazzo.planner.api import estimate
 from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.figures import Memory

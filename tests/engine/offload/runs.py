@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import terrazzo as tz
-from terrazzo.engine import Precision, update
+from terrazzo.engine import Precision
+from terrazzo.engine.offload import update
 from tests.engine import parity
 from tests.engine.models import base_model
 from tests.engine.parity import CUSTOM, Case, Ranks, Trace, assemble, assert_same_bits

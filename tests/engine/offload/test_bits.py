@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR
 
 import terrazzo as tz
-from terrazzo.engine import LossScaling, Precision, update
-from terrazzo.engine.store.disk_file import SwapFile
+from terrazzo.engine import LossScaling, Precision
+from terrazzo.engine.offload import update
+from terrazzo.engine.offload.disk_file import SwapFile
 from tests.engine.offload.runs import (
     MODES,
     MOMENTS,

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from terrazzo.engine import engine, gradient, hooks, optimizer
+from terrazzo.engine import gradient, hooks
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Gradient
+from terrazzo.engine.model import engine
+from terrazzo.engine.optim import optimizer
 
 STRUCK = "tree.parts.0"
 """Defects of one unit are in whatever holds parameters of this name."""
@@ -65,7 +67,7 @@ def an_update_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_tied_weight_is_untied(patch: pytest.MonkeyPatch) -> None:
-    shard = importlib.import_module("terrazzo.engine.shard")  # the package has a function of that name
+    shard = importlib.import_module("terrazzo.engine.model.shard")  # the package has a function of that name
     partition = shard.partition
 
     def untied(model: nn.Module, names: Sequence[str]) -> Any:

@@ -10,8 +10,8 @@ from terrazzo.dialects.meaning import degrees
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.precision import write_precision
+from terrazzo.engine.optim.stock import ELEMENTWISE
 from terrazzo.engine.place import OFFLOADS
-from terrazzo.engine.stock import ELEMENTWISE
 
 __all__ = ["SCHEDULES", "STATES", "write"]
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.engine import clip_grad_norm_, engine_of
-from terrazzo.engine.module import ShardedModule
-from terrazzo.engine.optimizer import ShardedOptimizer
+from terrazzo.engine.model.module import ShardedModule
+from terrazzo.engine.optim.optimizer import ShardedOptimizer
 
 __all__ = ["SteppedOptimizer", "is_sharded"]
 

@@ -316,7 +316,7 @@ ENGINE = (
         lambda setup, _: setup.optimizer.name in FLAT_SHARDS,
         "{optimizer} does not update each element from its own values alone, so it would be wrong on flat shards.",
         "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
-        "terrazzo.engine.optimizer.check_optimizer",
+        "terrazzo.engine.optim.stock.check_optimizer",
     ),
     Rule(
         "optimizer that torch does not have",

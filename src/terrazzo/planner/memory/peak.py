@@ -32,11 +32,11 @@ FORMULAS |= {
     ),
     "memory.staging": Formula(
         "inputs of two blocks that activation offload moves: on their way to the host, and waited for",
-        "terrazzo/engine/offloaded_activations.py",
+        "terrazzo/engine/offload/activations.py",
     ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",
-        "terrazzo/engine/bucket.py, terrazzo/engine/collectives.py",
+        "terrazzo/engine/bucket.py, terrazzo/engine/links/collectives.py",
     ),
 }
 

@@ -1,7 +1,7 @@
 """The engine on paper: a traced pass put on the schedule of a plan, and the moment at which most is held.
 
-Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.rehearsal`), so there
-is no second description of it here. Only the activations between its events come from a trace.
+Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.paper.rehearsal`), so
+there is no second description of it here. Only the activations between its events come from a trace.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from terrazzo.engine.bucket import Bucket, Member
-from terrazzo.engine.collectives import NEAR_BLOCK_BYTES
+from terrazzo.engine.links.collectives import NEAR_BLOCK_BYTES
+from terrazzo.engine.links.transfer import Ledger, Moves, Traffic
 from terrazzo.engine.order import Order
+from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.place import DATA_AXES, Place, Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.recipe import Recipe, Tiers
-from terrazzo.engine.rehearsal import PaperUnit
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.transfer import Ledger, Moves, Traffic
 from terrazzo.engine.unit import Unit
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
@@ -37,7 +37,7 @@ FORMULAS |= {
     "memory.traced": Formula(
         "the fullest moment of a step in which the model's own operators were run by their shapes alone, between the "
         "engine's own gathers and reductions",
-        "terrazzo/planner/memory/trace.py and replay.py; terrazzo/engine/rehearsal.py",
+        "terrazzo/planner/memory/trace.py and replay.py; terrazzo/engine/paper/rehearsal.py",
     ),
 }
 

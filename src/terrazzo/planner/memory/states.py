@@ -13,10 +13,10 @@ from functools import lru_cache
 
 import torch
 
-from terrazzo.engine.collectives import NEAR_BLOCK_BYTES
-from terrazzo.engine.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.layout import ALIGN, round_up
-from terrazzo.engine.store.drive import padded_bytes
+from terrazzo.engine.links.collectives import NEAR_BLOCK_BYTES
+from terrazzo.engine.links.columns import MANY_FAR, ROUNDS
+from terrazzo.engine.offload.drive import padded_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.placement import Placement, placed_units, placement_of
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
@@ -40,7 +40,7 @@ FORMULAS |= {
     "memory.gradients": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `accumulate`, from the end of "
         "backward to zero_grad",
-        "arXiv 1910.02054, section 3; terrazzo/engine/bill.py",
+        "arXiv 1910.02054, section 3; terrazzo/engine/paper/bill.py",
     ),
     "memory.master": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `master`, unless it is the weight",
@@ -49,7 +49,7 @@ FORMULAS |= {
     "memory.moments": Formula(
         "tensors per element x held trainable elements / ranks of `optim` x bytes of `moments`, and one step count for "
         "every run of parameters that share settings",
-        "arXiv 1412.6980; terrazzo/engine/bill.py",
+        "arXiv 1412.6980; terrazzo/engine/paper/bill.py",
     ),
 }
 

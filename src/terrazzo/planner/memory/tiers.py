@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.store.drive import cell_numel, padded_bytes
-from terrazzo.engine.store.store import Need, host_bytes
+from terrazzo.engine.offload.drive import cell_numel, padded_bytes
+from terrazzo.engine.offload.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.placement import placed_units, placement_of
@@ -19,13 +19,13 @@ FORMULAS |= {
     "memory.host": Formula(
         "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes: they lie in one "
         "block of memory that is mapped, and pinned, once",
-        "arXiv 2101.06840, section 3; terrazzo/engine/needs.py, terrazzo/engine/store/host.py",
+        "arXiv 2101.06840, section 3; terrazzo/engine/offload/needs.py, terrazzo/engine/offload/host.py",
     ),
     "memory.host_buffers": Formula(
         "depth x one cell of weights that are read for computation, and max(4, depth) x one cell of all states that "
         "are updated on disk: some are being read, one is stepped on, some are written; a cell has block_mib / 4 Mi "
         "elements",
-        "arXiv 2104.07857, section 5.2; terrazzo/engine/store/store.py",
+        "arXiv 2104.07857, section 5.2; terrazzo/engine/offload/store.py",
     ),
     "memory.host_sums": Formula(
         "sums of earlier micro-batches at the `grad` place, where gradients are not on the device",
@@ -33,11 +33,11 @@ FORMULAS |= {
     ),
     "memory.host_activations": Formula(
         "blocks x inputs that checkpointing keeps of one block per micro-batch x micro-batches in flight",
-        "arXiv 2104.07857, section 5.1.2; terrazzo/engine/offloaded_activations.py",
+        "arXiv 2104.07857, section 5.1.2; terrazzo/engine/offload/activations.py",
     ),
     "memory.disk": Formula(
         "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes",
-        "arXiv 2104.07857, section 5; terrazzo/engine/needs.py",
+        "arXiv 2104.07857, section 5; terrazzo/engine/offload/needs.py",
     ),
     "memory.disk_writes": Formula(
         "every state on disk that changes is written once in each optimizer step: 12 bytes per parameter for Adam in "
@@ -115,14 +115,14 @@ def _buffers(setup: Setup, stage: int) -> Term:
     """Host memory through which states on disk come and go."""
     cell, found = cell_numel(setup.offload.block_bytes), [space for space, _ in _spaces(setup, stage)]
     load = max((_load_bytes(space, cell) for space in found), default=0)
-    slot = max((_slot_bytes(space, cell) for space in found), default=0)
-    value = float(host_bytes(Need(nvme=(load, slot), load=load, slot=slot), setup.offload)) if load or slot else 0.0
-    inputs = {"depth": float(setup.offload.depth), "cell of weights": float(load), "cell of states": float(slot)}
+    tray = max((_tray_bytes(space, cell) for space in found), default=0)
+    value = float(host_bytes(Need(nvme=(load, tray), load=load, tray=tray), setup.offload)) if load or tray else 0.0
+    inputs = {"depth": float(setup.offload.depth), "cell of weights": float(load), "cell of states": float(tray)}
     return Term("disk buffers", value, value, "memory.host_buffers", inputs)
 
 
 def _load_bytes(space: Space, cell: int) -> int:
-    """As `engine.needs` has it."""
+    """As `engine.offload.needs` has it."""
     placement = space.placement
     if placement.tiers.weight != "nvme":
         return 0
@@ -132,8 +132,8 @@ def _load_bytes(space: Space, cell: int) -> int:
     return max(weight_bytes, min(cell, space.numel(placement.optim)) * placement.precision.master.itemsize)
 
 
-def _slot_bytes(space: Space, cell: int) -> int:
-    """As `engine.needs` has it."""
+def _tray_bytes(space: Space, cell: int) -> int:
+    """As `engine.offload.needs` has it."""
     placement, tiers = space.placement, space.placement.tiers
     if not (space.trainable and tiers.optim == "nvme"):
         return 0

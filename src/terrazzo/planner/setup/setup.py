@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from terrazzo.engine import Plan, Precision
-from terrazzo.engine.store.settings import Offload
+from terrazzo.engine.offload.settings import Offload
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.model.shapes import ModelShape
 

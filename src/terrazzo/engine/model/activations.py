@@ -1,0 +1,141 @@
+"""Activation checkpointing and per-unit compilation, applied to a model before it is sharded.
+
+Both wrap the unit's own `forward`, inside the hooks: recomputation happens while the unit's weights are gathered for
+its backward, and compiled graphs never see the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from terrazzo.engine.offload.activations import OffloadedActivations
+from terrazzo.engine.partition import Units, find_units
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["SAVED_OPS", "checkpoint_activations", "compile_units"]
+
+MODES = ("none", "full", "selective")
+SAVED_OPS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+)
+"""Default of `selective`: results worth keeping, because recomputing them costs more than their memory."""
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    mode: str,
+    *,
+    units: Units | None = None,
+    every: int = 1,
+    ops: Sequence[str] | None = None,
+    offload: bool = False,
+) -> None:
+    """Recompute units' activations in backward instead of keeping them. Call it before `tz.shard`.
+
+    Args:
+        mode: `none`; `full`, which keeps a unit's inputs alone; `selective`, which also keeps the results of `ops`.
+        units: as for `tz.shard`.
+        every: only the first of every so many units is treated; 1 for all.
+        ops: names of aten operators such as `"mm"`, for `selective`.
+        offload: keep the units' inputs in host memory; see `offload.activations`.
+
+    Errors: `BadInput` for an unknown mode, operator or count, or an offload without checkpointing.
+    """
+    if mode not in MODES:
+        raise BadInput(
+            f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, MODES)} Modes: {', '.join(MODES)}."
+        )
+    if every < 1:
+        raise BadInput(f"activation checkpointing on every {every}th unit: the count must be 1 or more.")
+    if mode == "none":
+        if offload:
+            raise BadInput(
+                "Activations can be offloaded from units that are checkpointed, and the mode is 'none': choose 'full', "
+                "which leaves least on the device, or 'selective'."
+            )
+        return
+    context = _selective_context(SAVED_OPS if ops is None else ops) if mode == "selective" else None
+    offloading = OffloadedActivations() if offload else None
+    for module in _unit_modules(model, units)[::every]:
+        module.forward = _checkpointed(module.forward, context, keeps_keywords=offload)
+        if offloading is not None:
+            module.forward = offloading.wrap(module.forward)
+
+
+def compile_units(model: nn.Module, *, units: Units | None = None, **options: Any) -> None:
+    """Compile each unit's forward. Call it before `tz.shard`, after `checkpoint_activations`.
+
+    Args:
+        units: as for `tz.shard`.
+        options: for `torch.compile`.
+    """
+    for module in _unit_modules(model, units):
+        forward: Any = module.forward
+        offloading: OffloadedActivations | None = getattr(forward, "offloading", None)
+        if offloading is None:
+            module.forward = torch.compile(forward, **options)
+        else:  # copies stay out of compiled graphs
+            module.forward = offloading.wrap(torch.compile(forward.__wrapped__, **options))
+
+
+def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
+    names, _ = find_units(model, units)
+    return [model.get_submodule(name) for name in names]
+
+
+def _checkpointed(
+    forward: Callable[..., Any], context: Callable[[], Any] | None, keeps_keywords: bool
+) -> Callable[..., Any]:
+    """`forward`, run again in backward.
+
+    Args:
+        keeps_keywords: let autograd keep tensors given by keyword, like the others; torch would hold them itself.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if context is not None:
+        options["context_fn"] = context
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if not keeps_keywords:
+            return checkpoint(forward, *args, **options, **kwargs)
+        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        tensors = [kwargs.pop(name) for name in names]
+        run = functools.partial(_run, forward, len(args), names)
+        return checkpoint(run, *args, *tensors, **options, **kwargs)
+
+    return wrapped
+
+
+def _run(forward: Callable[..., Any], count: int, names: Sequence[str], /, *values: Any, **others: Any) -> Any:
+    """`forward` of `count` positional values, and of further ones by `names`."""
+    return forward(*values[:count], **dict(zip(names, values[count:], strict=True)), **others)
+
+
+def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
+    saved = {_operator(name) for name in ops}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def _operator(name: str) -> Any:
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        raise BadInput(f"activation checkpointing: torch.ops.aten has no operator {name!r}.")
+    return packet.default

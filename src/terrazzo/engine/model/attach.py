@@ -1,0 +1,125 @@
+"""Puts stock optimizers on a sharded model, at `tz.shard` or later, one or several."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.model.checks import check_agreement, optimizer_facts, together
+from terrazzo.engine.model.engine import Engine, engine_of
+from terrazzo.engine.model.state import reading, restore_optimizer
+from terrazzo.engine.offload.background import Background
+from terrazzo.engine.offload.needs import further_moment_bytes, moment_names
+from terrazzo.engine.offload.update import Updater
+from terrazzo.engine.optim.optimizer import OptimizerDriver, adopt
+from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_kernel, state_of
+from terrazzo.engine.precision import Precision
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["attach", "check_several", "drive"]
+
+Opt = TypeVar("Opt", bound=Optimizer)
+
+
+def attach(model: nn.Module, optimizer: Opt) -> Opt:
+    """Shard an optimizer that was built over parameters of a model after `tz.shard`. Collective.
+
+    It is changed in place, as by `tz.shard`, which takes it with less host memory for states on `cpu`. A model may have
+    several, over disjoint parameters: each steps, and forgets the gradients of, its own.
+
+    Errors: `BadInput` as from `tz.shard`, and for parameters that have an optimizer; `Misuse` for a model with states
+    on drives.
+    """
+    engine = engine_of(model)
+    if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
+        raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
+    check_optimizer(optimizer)
+    _forget_gone(engine)
+    check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
+    first = len(engine.templates)
+    templates = [*engine.templates, *(state_of(optimizer, group) for group in optimizer.param_groups)]
+    assign_groups([optimizer], [member for bucket in engine.buckets() for member in bucket.members], first)
+    try:
+        check_agreement(engine.axes, {"optimizer": optimizer_facts(optimizer)})
+        together(engine.axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), templates)))
+    except BaseException:
+        _forget_gone(engine)
+        raise
+    engine.templates = templates
+    drive(engine, optimizer, first)
+    return optimizer
+
+
+def _forget_gone(engine: Engine) -> None:
+    """Parameters of optimizers that nobody has any more can get another one."""
+    engine.drivers = [driver for driver in engine.drivers if driver.reference() is not None]
+    held = {number for driver in engine.drivers for number in driver.groups}
+    for bucket in engine.trainable():
+        for member in bucket.members:
+            member.group = member.group if member.group in held else -1
+    if not engine.drivers:
+        engine.templates = []
+
+
+def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
+    """Errors: `BadInput` for several optimizers where only one can be."""
+    if count < 2:
+        return
+    if precision.loss_scaling:
+        raise BadInput(
+            f"{count} optimizers for one model with fp16: its loss scale follows the steps of one optimizer. Use "
+            "precision='bf16', or one optimizer with several param groups."
+        )
+    if any(tier != "device" for bucket in buckets for tier in (bucket.tiers.grad, bucket.tiers.optim)):
+        name = next(b.members[0].name for b in buckets if {b.tiers.grad, b.tiers.optim} != {"device"})
+        raise BadInput(
+            f"{count} optimizers for one model with gradients or optimizer state away from the device, such as those "
+            f"of {name!r}: updates there follow the steps of one optimizer. Leave both on the device (weights may be "
+            "elsewhere: tz.Plan.named('zero3').on(weight='cpu')), or use one optimizer with several param groups."
+        )
+
+
+def drive(engine: Engine, optimizer: Optimizer, first: int) -> None:
+    """Put the optimizer on the engine's master weights, with whatever state it had.
+
+    Args:
+        first: number of its first param group among those of all optimizers; `engine.templates` has them.
+    """
+    states = {
+        member.name: dict(optimizer.state.pop(member.parameter))
+        for bucket in engine.trainable()
+        for member in bucket.members
+        if member.parameter in optimizer.state
+    }
+    optimizer.register_step_pre_hook(_tell(weakref.ref(engine.hooks)))
+    driver = OptimizerDriver(optimizer, engine.units, engine.recipe, engine.schedule, engine.publish, first)
+    engine.drivers.append(driver)
+    engine.hooks.scaler = driver.scaler
+    apart = [bucket for bucket in driver.buckets if bucket.updated_apart]
+    if apart:
+        choose_kernel(optimizer)
+        engine.templates = [state_of(optimizer, group) for group in optimizer.param_groups]  # there is no other one
+    for bucket in apart:
+        bucket.build_moments(engine.store, moment_names(bucket, engine.templates))
+    if apart:
+        updater, mode = Updater(engine.store), engine.store.settings.step
+        driver.update_apart(functools.partial(Background, engine.units, engine.schedule, updater, mode))
+    if states:
+        restore_optimizer(driver, engine.templates, reading(states))
+    adopt(optimizer, driver)
+
+
+def _tell(hooks: weakref.ref[Hooks]) -> Callable[..., None]:
+    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (live := hooks()) is not None:
+            live.adopt_edits()
+            live.wanted()
+
+    return step

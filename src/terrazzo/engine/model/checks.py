@@ -1,0 +1,253 @@
+"""What must hold before a model is sharded, checked on every rank from data that all ranks share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.metadata import version
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.links.collectives import backend_of
+from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.store import no_folder
+from terrazzo.engine.partition import UnitSpec
+from terrazzo.engine.precision import Precision
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = [
+    "check_agreement",
+    "check_device",
+    "check_dtypes",
+    "check_mesh",
+    "check_model",
+    "check_offload",
+    "check_precision",
+    "check_versions",
+    "model_facts",
+    "optimizer_facts",
+    "together",
+]
+
+T = TypeVar("T")
+
+
+def _check_module(model: object) -> None:
+    """Errors: `BadInput` for what is no module, such as an optimizer that came first."""
+    if isinstance(model, Optimizer):
+        raise BadInput(
+            f"tz.shard was given a {type(model).__name__} in place of a model: the model comes first, as in "
+            "tz.shard(model, optimizer, plan=...)."
+        )
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"tz.shard was given a {type(model).__name__} in place of a model; pass a torch.nn.Module.")
+
+
+def check_model(model: nn.Module) -> None:
+    """Errors: `Misuse` without a process group or for a sharded model, `BadInput` for what cannot be laid out flat."""
+    _check_module(model)
+    if not dist.is_initialized():
+        raise Misuse(
+            "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first; "
+            "'torchrun --nproc-per-node=1' is enough for a single rank."
+        )
+    if getattr(model, "_terrazzo", None) is not None or any(hasattr(m, "_terrazzo") for m in model.modules()):
+        raise Misuse(f"This {type(model).__name__} is already sharded. Build a new model to shard it differently.")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise BadInput(f"{type(model).__name__} has no parameters: there is nothing to shard.")
+    exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
+    if exotic:
+        raise BadInput(f"{', '.join(exotic)}: complex and sparse parameters cannot be sharded.")
+    scattered = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
+    if scattered:
+        raise BadInput(
+            f"{', '.join(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
+            "each by nn.Parameter(parameter.detach().contiguous())."
+        )
+
+    _check_sparse(model)
+
+
+def _check_sparse(model: nn.Module) -> None:
+    """Errors: `BadInput` for embeddings whose gradients would be sparse tensors."""
+    embeddings = (
+        (name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+    )
+    found = [name for name, each in embeddings if each.sparse and each.weight.requires_grad]
+    if found:
+        raise BadInput(
+            f"{', '.join(map(repr, found))}: gradients of an embedding with sparse=True are sparse tensors, which have "
+            "no place in a flat gradient. Build it with sparse=False, or freeze its weight."
+        )
+
+
+def check_dtypes(model: nn.Module, precision: Precision) -> None:
+    """Whether a precision can stand for the dtypes that the parameters have.
+
+    16 and 32 bits stand for each other, as when a model that was loaded in bf16 is trained in fp32.
+
+    Errors: `BadInput` for float64 parameters that the precision would round. Warns of trainable parameters in several
+    dtypes, which all become one.
+    """
+    floating = [(name, each) for name, each in model.named_parameters() if each.is_floating_point()]
+    doubles = [name for name, each in floating if each.dtype == torch.float64]
+    if doubles and {precision.weight, precision.compute, precision.master} != {torch.float64}:
+        raise BadInput(
+            f"{_listed(doubles)}: float64, which the precision would round to {_short(precision.compute)} without a "
+            "word, and float64 inputs would then fail in the first product of matrices. Call model.float() first, or "
+            'keep it with precision=tz.Precision(*["fp64"] * 6).'
+        )
+    trained: dict[torch.dtype, list[str]] = {}
+    for name, each in floating:
+        if each.requires_grad:
+            trained.setdefault(each.dtype, []).append(name)
+    if len(trained) > 1 and dist.get_rank() == 0:
+        kinds = "; ".join(f"{_short(dtype)}: {_listed(names)}" for dtype, names in trained.items())
+        warnings.warn(
+            f"The trainable parameters are in several dtypes ({kinds}). All of them compute in "
+            f"{_short(precision.compute)} from now on: a forward that casts its input for one of them fails there. "
+            "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'.",
+            stacklevel=4,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
+    """Errors: `BadInput` for a mesh without data axes, with unknown axes, or with a backend that cannot serve it."""
+    dims = mesh.mesh_dim_names or ()
+    beside = [dim for dim in dims if dim not in axes.names]
+    if not axes.names or beside:
+        raise BadInput(
+            f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes "
+            'dp_replicate, dp_shard and cp. Name them: mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
+        )
+    backend = backend_of(mesh.get_group(axes.names[0]), axes.device)
+    if axes.device.type == "cuda" and backend == "gloo":
+        raise BadInput(
+            "The mesh is on CUDA, but the process group's backend for CUDA tensors is gloo. Initialise it with "
+            'init_process_group("cpu:gloo,cuda:nccl").'
+        )
+    if axes.device.type == "cpu" and backend == "nccl":
+        raise BadInput('The mesh is on the CPU, but the process group is NCCL. Use init_process_group("cpu:gloo").')
+
+
+def check_device(model: nn.Module, device: torch.device) -> None:
+    """Errors: `BadInput` for parameters on an accelerator that is not the mesh's device."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            raise BadInput(
+                f"{name!r} is on {parameter.device}, but the mesh is on {device}. For NCCL, initialise the process "
+                'group with "cpu:gloo,cuda:nccl" and call torch.cuda.set_device(local_rank) first; or pass mesh=.'
+            )
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Errors: `BadInput` where the device cannot compute in the dtype asked for."""
+    try:
+        probe = torch.ones((2, 2), dtype=precision.compute, device=device)
+        torch.nn.functional.linear(probe, probe)
+    except RuntimeError as error:
+        raise BadInput(
+            f"precision: {device} cannot multiply matrices in {precision.compute} ({error}). Choose "
+            "precision='bf16' or 'fp32'."
+        ) from None
+
+
+def check_versions(axes: Axes) -> None:
+    """Errors: `BadInput` on every rank where ranks run other versions; before anything else is exchanged."""
+    check_agreement(axes, versions(), "Install the same on every machine.")
+
+
+def versions() -> dict[str, object]:
+    """Of what the ranks must have alike."""
+    python = "{}.{}".format(*sys.version_info)
+    return {"terrazzo version": version("terrazzo"), "torch version": torch.__version__, "python version": python}
+
+
+def check_agreement(
+    axes: Axes, facts: Mapping[str, object], fix: str = "Give every rank the same model and arguments."
+) -> None:
+    """Compare what each rank was told. Errors: `BadInput` on every rank, naming the facts that differ.
+
+    Args:
+        facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.
+        fix: what the message ends with.
+    """
+    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts.items()}
+    digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
+    values = torch.tensor(digests, dtype=torch.int64, device=axes.device)
+    differing = [key for key, same in zip(texts, axes.equal(values), strict=True) if not same]
+    if differing:
+        mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)
+        raise BadInput(
+            f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
+            f"{fix}"
+        )
+
+
+def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:
+    """Errors: `BadInput` for settings of offload that cannot work with the tiers in use."""
+    if "nvme" in tiers and not offload.folders:
+        raise no_folder()
+    if offload.step == "backward" and precision.loss_scaling:
+        raise BadInput(
+            "offload: step 'backward' updates units before the gradients of all are known, but fp16 loss scaling "
+            "must see them all. Use step='overlapped', or precision='bf16'."
+        )
+
+
+def together(axes: Axes, action: Callable[[], T]) -> T:
+    """What `action` returns. Errors: what it raises here, and `BadInput` where it raises on another rank."""
+    problem: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        problem = error
+    failed = axes.maximum(torch.tensor([int(problem is not None)], device=axes.device))
+    if problem is not None:
+        raise problem
+    if failed.item():
+        raise BadInput("Another rank cannot do its part of this: its own message says why.")
+    return result
+
+
+def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
+    """The class of an optimizer and the hyper-parameters of its groups, for `check_agreement`."""
+    if optimizer is None:
+        return []
+    plain = (bool, int, float, str, type(None), list, tuple)
+    groups = [
+        {k: v for k, v in g.items() if k not in _NOT_HYPER and isinstance(v, plain)} for g in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *groups]
+
+
+_NOT_HYPER = ("params", "param_names")
+
+
+def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:
+    """Names, shapes, dtypes and groups of every unit's parameters, for `check_agreement`."""
+    return {
+        spec.name: [
+            [m.name, list(m.parameter.shape), str(m.parameter.dtype), m.trainable, m.group] for m in spec.members
+        ]
+        for spec in specs
+    }

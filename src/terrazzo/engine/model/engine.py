@@ -1,0 +1,290 @@
+"""One sharded model: its units, their schedule, and what can be asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.layout import Slot
+from terrazzo.engine.links.transfer import Traffic, Transfer
+from terrazzo.engine.model.checks import together
+from terrazzo.engine.model.state import (
+    Piece,
+    Read,
+    model_pieces,
+    optimizer_pieces,
+    restore_model,
+    restore_optimizer,
+)
+from terrazzo.engine.offload.needs import Templates
+from terrazzo.engine.offload.store import Store
+from terrazzo.engine.optim.optimizer import OptimizerDriver, forget_gradients
+from terrazzo.engine.paper.bill import MemoryBill, PaperStep, memory_bill
+from terrazzo.engine.paper.rehearsal import rehearse
+from terrazzo.engine.place import Plan
+from terrazzo.engine.precision import Precision
+from terrazzo.engine.process.ending import require_own
+from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.unit import Unit
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["Engine", "engine_of"]
+
+
+@dataclass
+class Engine:
+    """What `tz.shard` builds behind a model.
+
+    Attributes:
+        plan: as asked for, in the mesh's axes.
+        recipe: the same with only the axes that have more than one rank, and the precision.
+        units: in registration order, root first.
+        why_units: how the units were found.
+        store: memory and files of what does not rest on the device.
+        templates: what is kept for a parameter of each param group, those of all optimizers one after the other.
+        drivers: one for each optimizer.
+        denominator: of finished gradient sums, where the user has set one.
+        process: that sharded the model.
+    """
+
+    plan: Plan
+    recipe: Recipe
+    units: Sequence[Unit]
+    why_units: str
+    schedule: Schedule
+    hooks: Hooks
+    store: Store
+    templates: Templates = ()
+    drivers: list[OptimizerDriver] = field(default_factory=list)
+    denominator: float | None = None
+    process: int = field(default_factory=os.getpid)
+
+    @property
+    def axes(self) -> Axes:
+        return self.recipe.axes
+
+    @property
+    def precision(self) -> Precision:
+        return self.recipe.precision
+
+    @property
+    def bill(self) -> MemoryBill:
+        """Promised memory of a step with one micro-batch; see `memory_bill`."""
+        return self.memory_bill()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """What steps the model, without those that nobody has any more."""
+        found = [driver.reference() for driver in self.drivers]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The first of its optimizers; None where nothing steps the model."""
+        return next(iter(self.optimizers), None)
+
+    def release_optimizer(self) -> None:
+        """Let go of all optimizers, so that others can be attached; the old ones cannot step again. Collective."""
+        self.settle()
+        for driver in self.drivers:
+            driver.retire()
+        self.drivers.clear()
+        self.hooks.scaler = None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget every gradient, or set finished ones to zero."""
+        for driver in self.drivers:
+            driver.leave_gradients(set_to_none)
+        forget_gradients(self.trainable(), self.schedule, set_to_none)
+
+    def memory_bill(self, micro_batches: int = 1, local: bool | None = None) -> MemoryBill:
+        """Promised memory of a step.
+
+        Args:
+            micro_batches: in the step.
+            local: as for `tz.accumulate`.
+        """
+        step = PaperStep(self.schedule.prefetch, micro_batches, self.sums_locally(local))
+        return memory_bill(self.units, self.templates, self.store.settings, step)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent since the last `reset()`."""
+        return self.axes.traffic
+
+    @property
+    def peak_transient_bytes(self) -> int:
+        """The most transient memory held at once since sharding; the bill promises `transient_bytes`."""
+        return self.axes.ledger.peak_bytes
+
+    def buckets(self) -> list[Bucket]:
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def trainable(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets() if bucket.trainable]
+
+    def gradient_denominator(self) -> float:
+        """What finished gradient sums are divided by: the user's, or the number of data ranks; times the loss scale."""
+        chosen = float(self.axes.size()) if self.denominator is None else self.denominator
+        scaler = self.hooks.scaler
+        return chosen * (scaler.scale if scaler else 1.0)
+
+    def sums_locally(self, local: bool | None) -> bool:
+        """Whether micro-batches before the last are only added on this rank.
+
+        Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
+        micro-batch is reduced, which keeps less memory.
+        """
+        if local is False and not self.plan.grad.axes:
+            raise BadInput(
+                f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.plan.name} keeps whole "
+                "gradients on every rank. Leave 'local' out, or use zero2."
+            )
+        return local is True or not self.recipe.plan.grad.axes
+
+    def settle(self) -> None:
+        """Return once every state is at rest: no update is under way, nothing is still to be written. Collective."""
+        require_own(self.process)
+        self.hooks.adopt_edits()
+        self.schedule.rest()
+        self.finish_updates()
+        if self.axes.device.type == "cuda":
+            torch.cuda.current_stream(self.axes.device).synchronize()  # copies from host memory may still be queued
+
+    def finish_updates(self) -> None:
+        """Return once no update is under way; gathered weights stay. Collective."""
+        for driver in self.drivers:
+            driver.settle()
+
+    def publish(self, among: Collection[Bucket] | None = None) -> None:
+        """Bring resting compute weights in line with the master weights; those that are being updated follow later.
+
+        Args:
+            among: the buckets whose masters have changed; all if None.
+        """
+        self.schedule.rest()
+        for transfer in [Transfer(unit.republish(among), unit.updated) for unit in self.units if not unit.updating]:
+            transfer.finish()
+
+    def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
+        """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
+
+        Args:
+            micro_batches: in the step.
+            local: as for `tz.accumulate`.
+        """
+        return rehearse(self.units, self.schedule.prefetch, micro_batches, self.sums_locally(local))[1]
+
+    @contextlib.contextmanager
+    def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
+        """Full weights of the whole model; see `tz.gathered`."""
+        self.settle()
+        with self.schedule.gathered():
+            members = [member for bucket in self.buckets() for member in bucket.members]
+            try:
+                yield {name: member.parameter for member in members for name in member.names}
+            except BaseException:
+                for bucket in self.buckets():
+                    bucket.forget_edits()
+                raise
+            if write:
+                with torch.no_grad():
+                    for bucket in self.buckets():
+                        bucket.take_written()
+        if write:
+            self.publish()
+
+    def missing(self, state: Mapping[str, Tensor]) -> set[str]:
+        """Parameters that `state` does not have, under any of their names."""
+        return {slot.name for bucket in self.buckets() for slot in bucket.slots if _name_in(state, slot) is None}
+
+    def load(self, state: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Set weights and `buffers` from full tensors by name, this rank keeping its own ranges.
+
+        Args:
+            state: may be lazy; one tensor at a time is looked up. A tied parameter may come under any of its names.
+            buffers: those to set; `state` has each.
+
+        Errors: `BadInput` listing every tensor of the wrong shape, before anything is changed.
+        """
+        slots = [(bucket, slot, _name_in(state, slot)) for bucket in self.buckets() for slot in bucket.slots]
+        wanted = {name: slot.shape for _, slot, name in slots if name is not None}
+        wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        found = {name: tuple(state[name].shape) for name in wanted}
+        wrong = [
+            f"{name} is {found[name]} and should be {shape}" for name, shape in wanted.items() if found[name] != shape
+        ]
+        if wrong:
+            raise BadInput(f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}.")
+        self.settle()
+        with torch.no_grad():
+            for bucket, slot, name in slots:
+                if name is not None:
+                    bucket.write(slot, state[name])
+            for name, buffer in buffers.items():
+                buffer.copy_(state[name])
+
+    def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
+        """This rank's share of all state, by original names; over all ranks each element comes once. Collective."""
+        self.settle()
+        yield from model_pieces(self.buckets())
+        for driver in self.drivers if with_optimizer else ():
+            if driver.reference() is not None:
+                yield from optimizer_pieces(driver)
+
+    def restore(self, read: Read, with_optimizer: bool = True) -> None:
+        """Set the weights, and unless told otherwise the optimizer's state, from `read`. Collective.
+
+        Args:
+            read: may come from any plan and number of ranks.
+        """
+        together(self.axes, lambda: self.fill(read, with_optimizer))
+        self.publish()
+
+    def fill(self, read: Read, with_optimizer: bool = True) -> None:
+        """The part of `restore` that can fail: this rank's own ranges. `publish` has to follow, on all ranks."""
+        self.settle()
+        with torch.no_grad():
+            restore_model(self.buckets(), read)
+            for driver in self.drivers:
+                if driver.background is not None:
+                    driver.background.mend()
+                if with_optimizer and driver.reference() is not None:
+                    restore_optimizer(driver, self.templates, read)
+
+    def describe(self) -> str:
+        """The plan's places, the dtypes and the units, as text."""
+        places = [f"  {state:<8}{place!s:<24}" for state, place in self.plan.places().items()]
+        sizes = ", ".join(f"{axis} {self.axes.along(axis).size}" for axis in self.axes.names)
+        lines = [f"plan {self.plan.name} on {sizes} ({self.axes.device})", *places, f"precision: {self.precision}"]
+        lines.append(f"{len(self.units)} units ({self.why_units}):")
+        lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements{_elsewhere(unit)}" for unit in self.units]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _elsewhere(unit: Unit) -> str:
+    """Tiers of a unit's states that are not on the device."""
+    tiers = unit.buckets[0].tiers._asdict()
+    return "".join(f"  {state}@{tier}" for state, tier in tiers.items() if tier != "device")
+
+
+def _name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:
+    return next((name for name in slot.names if name in state), None)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine behind a sharded model. Errors: `Misuse` for a model that is not sharded."""
+    engine = getattr(model, "_terrazzo", None)
+    if not isinstance(engine, Engine):
+        raise Misuse(f"This {type(model).__name__} is not sharded. Call tz.shard(model, optimizer, plan=...) first.")
+    return engine

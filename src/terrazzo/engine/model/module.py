@@ -1,0 +1,99 @@
+"""What a sharded model answers differently from the module it was: loading, zeroing, converting, copying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.model.names import persistent_buffers
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["ShardedModule", "adopt_model"]
+
+
+class _Loaded(NamedTuple):
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class ShardedModule(nn.Module):
+    """Mixed into the class of a sharded model."""
+
+    _terrazzo: Engine
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, as the optimizer's `zero_grad` does."""
+        self._terrazzo.zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, once no update is under way; collective while one may be."""
+        self._terrazzo.finish_updates()
+        return super().state_dict(*args, **kwargs)
+
+    def set_gradient_denominator(self, denominator: float | None) -> None:
+        """From now on, divide the sum of gradients over ranks and micro-batches by this.
+
+        Args:
+            denominator: such as the number of valid tokens in the global batch when losses are sums over tokens; None
+                for the number of data ranks, DDP's mean.
+        """
+        if denominator is not None and not denominator > 0:
+            raise BadInput(f"The gradient denominator is {denominator}; it must be positive.")
+        self._terrazzo.denominator = denominator
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy.
+
+        A tensor that the model has under several names may come under any of them.
+        """
+        engine, buffers = self._terrazzo, persistent_buffers(self)
+        known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
+        known |= {name for buffer in buffers for name in buffer.names}
+        given = {buffer.name: [name for name in buffer.names if name in state_dict] for buffer in buffers}
+        missing = sorted(engine.missing(state_dict) | {name for name, found in given.items() if not found})
+        unexpected = [name for name in state_dict if name not in known]
+        if strict and (missing or unexpected):
+            raise BadInput(
+                f"load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. Pass "
+                "strict=False to load what matches."
+            )
+        engine.load(state_dict, {names[0]: buffer.tensor for buffer in buffers if (names := given[buffer.name])})
+        return _Loaded(missing, unexpected)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `.to`, `.half` and their like do to parameters: nothing, or an error if it would be something."""
+        for bucket in self._terrazzo.buckets():
+            probe = torch.empty(0, dtype=bucket.compute_dtype, device=self._terrazzo.axes.device)
+            changed = fn(probe)
+            if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+                raise Misuse(
+                    f"This would turn parameters on {probe.device} in {probe.dtype} into {changed.dtype} on "
+                    f"{changed.device}, but the weights of a sharded model are views of the engine's memory. Convert "
+                    "the model before tz.shard, or choose its 'precision'."
+                )
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be pickled, and so not saved with torch.save: this rank has a "
+            "part of its weights alone. Save with tz.checkpoint.save(path, model, optimizer)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy "
+            "the model before tz.shard, or load its weights into a second model."
+        )
+
+
+def adopt_model(model: nn.Module, engine: Engine) -> None:
+    """Turn `model` into a `ShardedModule` of its own class, in place."""
+    kind = type(model)
+    model._terrazzo = engine  # type: ignore[assignment]
+    model.__class__ = type(
+        kind.__name__, (ShardedModule, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )

@@ -1,0 +1,40 @@
+"""The names of a model's tensors: those of tied parameters, and persistent buffers, which every rank holds whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["PersistentBuffer", "parameter_names", "persistent_buffers"]
+
+
+@dataclass
+class PersistentBuffer:
+    """A buffer and all names under which `state_dict()` lists it; the first is the one it is saved under."""
+
+    tensor: torch.Tensor
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def persistent_buffers(model: torch.nn.Module) -> list[PersistentBuffer]:
+    """The buffers that belong to `state_dict()`, each once however many modules share it."""
+    found: dict[int, PersistentBuffer] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                buffer = found.setdefault(id(tensor), PersistentBuffer(tensor))
+                buffer.names.append(f"{prefix}.{name}" if prefix else name)
+    return list(found.values())
+
+
+def parameter_names(model: torch.nn.Module) -> list[list[str]]:
+    """Of each parameter all names, its own first, in the order of `model.parameters()`."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return list(found.values())

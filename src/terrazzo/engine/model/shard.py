@@ -1,0 +1,386 @@
+"""`tz.shard` and the functions that act on a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.bucket import Bucket, Member
+from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.model.attach import check_several, drive
+from terrazzo.engine.model.checks import (
+    check_agreement,
+    check_device,
+    check_dtypes,
+    check_mesh,
+    check_model,
+    check_offload,
+    check_precision,
+    check_versions,
+    model_facts,
+    optimizer_facts,
+    together,
+)
+from terrazzo.engine.model.engine import Engine, engine_of
+from terrazzo.engine.model.materialize import (
+    check_initializable,
+    initializer_of,
+    materialize,
+    materialize_buffers,
+    move_buffers,
+    synchronize,
+)
+from terrazzo.engine.model.module import adopt_model
+from terrazzo.engine.model.stand_in import show_gradients
+from terrazzo.engine.offload.drive import cell_numel
+from terrazzo.engine.offload.needs import Templates, need_of
+from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.store import Store
+from terrazzo.engine.optim.clipping import clip_grad_norm
+from terrazzo.engine.optim.foreign import watch_steps
+from terrazzo.engine.optim.stock import assign_groups, check_optimizer, orphans, state_of
+from terrazzo.engine.order import Order
+from terrazzo.engine.paper.bill import MemoryBill, PaperStep, memory_bill
+from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
+from terrazzo.engine.pass_end import meet, meets
+from terrazzo.engine.place import Place, Plan
+from terrazzo.engine.precision import Precision
+from terrazzo.engine.process.pages import give_back_freed, keep_freed
+from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.unit import Unit
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
+
+M = TypeVar("M", bound=nn.Module)
+N = TypeVar("N", Plan, Precision)
+OptimizerLike = Optimizer | Callable[[Any], Optimizer] | Sequence[Optimizer] | None
+
+
+def shard(  # structure: signature fixed by the design
+    model: M,
+    optimizer: OptimizerLike = None,
+    plan: Plan | str = "zero3",
+    *,
+    units: Units | None = None,
+    precision: Precision | str = "fp32",
+    mesh: DeviceMesh | None = None,
+    prefetch: int = 1,
+    offload: Offload | None = None,
+) -> tuple[M, Any]:
+    """Place a model's weights, gradients and optimizer state over ranks as `plan` says.
+
+    Both objects are changed in place and returned: the model runs, and the optimizer steps, as before. Weights that
+    differ between ranks take the first rank's values. A model on the meta device is given values unit by unit, so that
+    no rank ever holds all of it.
+
+    Args:
+        model: any module with contiguous parameters. Freeze what is to be frozen before.
+        optimizer: an elementwise `torch.optim` optimizer over `model.parameters()`, whose state is sharded with it; a
+            callable that builds one from the parameters; several optimizers over disjoint parameters in a list, which
+            come back in a list; or None. A warning names trainable parameters that none of them has.
+        plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
+            `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`.
+        units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
+        precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`.
+        mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.
+        prefetch: how many units ahead of the running one are gathered; 0 for none.
+        offload: how states that the plan places on `cpu` or `nvme` are kept and updated; see `tz.Offload`.
+
+    Errors: `BadInput` or `Misuse` on every rank, before anything is changed.
+    """
+    prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch, offload or Offload()))
+    recipe, planned = prepared.recipe, prepared.units
+    _warn_of_orphans(planned, prepared.optimizers)
+    store = _open_store(prepared.units, prepared.templates, offload or Offload())
+    if store.drive is not None:
+        give_back_freed()  # before anything large is built
+    _build_units(model, planned, store)
+
+    schedule = Schedule(planned, Order.of_registration(planned), prefetch)
+    if meets(recipe):
+        schedule.meet = lambda label, number: meet(recipe.axes, label, [number])[0]
+    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, None)
+    engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks, store, prepared.templates)
+    schedule.denominator = _weak_call(engine.gradient_denominator)
+    for built in prepared.optimizers:
+        drive(engine, built, sum(len(driver.groups) for driver in engine.drivers))
+    hooks.attach(model)
+    adopt_model(model, engine)
+    show_gradients(model, engine)
+    watch_steps()
+    if recipe.axes.device.type == "cpu":
+        bill = engine.bill
+        if store.drive is None:
+            keep_freed(bill.grad_bytes + bill.transient_bytes)
+    return model, _in_form_of(optimizer, prepared.optimizers)
+
+
+def estimate(  # structure: signature fixed by that of shard
+    model: nn.Module,
+    optimizer: OptimizerLike = None,
+    plan: Plan | str = "zero3",
+    *,
+    units: Units | None = None,
+    precision: Precision | str = "fp32",
+    mesh: DeviceMesh | None = None,
+    prefetch: int = 1,
+    offload: Offload | None = None,
+) -> MemoryBill:
+    """The memory that `shard` with the same arguments would need on this rank; nothing is allocated or changed.
+
+    The model may be on the meta device, and the process group may be torch's `fake` one of any size.
+    """
+    options = _Options(units, precision, mesh, prefetch, offload or Offload())
+    prepared = _prepare(model, optimizer, plan, options)
+    return memory_bill(prepared.units, prepared.templates, options.offload, PaperStep(prefetch))
+
+
+@dataclass(frozen=True)
+class _Options:
+    units: Units | None
+    precision: Precision | str
+    mesh: DeviceMesh | None
+    prefetch: int
+    offload: Offload
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What `shard` is about to do; nothing has been allocated or changed yet."""
+
+    plan: Plan
+    recipe: Recipe
+    units: list[Unit]
+    why: str
+    optimizers: list[Optimizer]
+    templates: Templates
+
+
+def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: _Options) -> _Prepared:
+    check_model(model)
+    if options.prefetch < 0:
+        raise BadInput(f"prefetch is {options.prefetch}; it counts units gathered ahead, so it must be 0 or more.")
+    mesh = _default_mesh() if options.mesh is None else options.mesh
+    axes = Axes(mesh)
+    check_mesh(mesh, axes)
+    check_versions(axes)
+    check_device(model, axes.device)
+    plan = _one_of(Plan, plan, "plan").resolve(axes.names)
+    precision = _one_of(Precision, options.precision, "precision")
+    check_precision(precision, axes.device)
+    check_dtypes(model, precision)
+    names, why = find_units(model, options.units)
+    specs = partition(model, names)
+    check_initializable(model, [member for spec in specs for member in spec.members])
+    built = _build_optimizers(model, optimizer, specs)
+    facts = {"plan": str(plan), "precision": repr(precision), "prefetch": options.prefetch}
+    facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
+    check_agreement(
+        axes, {**facts, "parameters": model_facts(specs), "optimizer": [optimizer_facts(each) for each in built]}
+    )
+    recipe = Recipe(axes, _live(plan, axes), precision)
+    planned = _plan_units(specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
+    check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, precision, options.offload)
+    check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], precision)
+    templates = [state_of(each, group) for each in built for group in each.param_groups]
+    return _Prepared(plan, recipe, planned, why, built, templates)
+
+
+def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
+    """Host memory and files for what these units keep there. Collective."""
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    axes = buckets[0].recipe.axes
+    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
+    return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]:
+    """Backward passes inside belong to micro-batches that are not the step's last.
+
+    Args:
+        local: add their gradients on this rank and send nothing (fewer bytes), or reduce each micro-batch to the plan's
+            `grad` place (less memory). By default local where the plan does not split `grad`, else reduced.
+
+    Errors: `BadInput` for `local=False` under a plan that keeps whole gradients.
+    """
+    engine = engine_of(model)
+    schedule = engine.schedule
+    before = schedule.accumulating, schedule.reduce_each
+    schedule.accumulating, schedule.reduce_each = True, not engine.sums_locally(local)
+    try:
+        yield
+    finally:
+        schedule.accumulating, schedule.reduce_each = before
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip the gradients of all ranks by their global norm, as `torch.nn.utils.clip_grad_norm_` does in one process.
+
+    Call it on every rank, after the last micro-batch's backward. It takes all gradients of the model, whatever
+    optimizers there are; `torch.nn.utils.clip_grad_norm_` takes those of the parameters that it is given.
+
+    Args:
+        max_norm: gradients are scaled by `min(1, max_norm / (norm + 1e-6))`.
+        norm_type: p of the p-norm; `float("inf")` for the maximum.
+        error_if_nonfinite: raise `Diverged`, and scale nothing, where the norm is infinite or not a number.
+
+    Returns:
+        The norm before clipping, a 0-d fp32 tensor equal on all ranks.
+    """
+    engine = engine_of(model)
+    if not max_norm > 0 or not norm_type > 0:
+        raise BadInput(f"clip_grad_norm_ with max_norm {max_norm} and norm_type {norm_type}: both must be positive.")
+    if any(bucket.gradient.unfinished for bucket in engine.trainable()):
+        raise Misuse(
+            "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
+            "backward outside 'with tz.accumulate(model)' first."
+        )
+    engine.hooks.wanted()
+    for driver in engine.drivers:
+        if driver.background is not None:
+            driver.background.prepare_clipping(max_norm)
+    return clip_grad_norm(engine.trainable(), engine.recipe, max_norm, float(norm_type), error_if_nonfinite)
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Full parameters on every rank, by original name; call it on every rank.
+
+    Args:
+        write: take over what was written into them, which must be the same on every rank. Master weights change only
+            where the value read from them was changed.
+    """
+    with engine_of(model).gathered(write) as parameters:
+        yield parameters
+
+
+def _one_of(kind: type[N], value: N | str, argument: str) -> N:
+    if isinstance(value, str):
+        return kind.named(value)
+    if not isinstance(value, kind):
+        raise BadInput(f"{argument} is {value!r}; pass a tz.{kind.__name__} or the name of one.")
+    return value
+
+
+def _default_mesh() -> DeviceMesh:
+    device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+
+
+def _live(plan: Plan, axes: Axes) -> Plan:
+    rows = {state: Place(axes.live(place.axes), place.tier) for state, place in plan.places().items()}
+    return Plan(**rows, name=plan.name)
+
+
+def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, list | tuple):
+        built = list(optimizer)
+    elif callable(optimizer) and not isinstance(optimizer, Optimizer):
+        built = [optimizer(model.parameters())]
+    else:
+        built = [optimizer]
+    for each in built:
+        if not isinstance(each, Optimizer):
+            raise BadInput(
+                f"optimizer is a {type(each).__name__}; pass a torch.optim.Optimizer, a list of them or a callable "
+                "that builds one."
+            )
+        check_optimizer(each)
+    assign_groups(built, [member for spec in specs for member in spec.members])
+    return built
+
+
+def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> None:
+    """Say which parameters get gradients that no optimizer takes."""
+    names = orphans([member for unit in units for bucket in unit.buckets for member in bucket.members])
+    if names and optimizers and dist.get_rank() == 0:
+        listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        warnings.warn(
+            f"{len(names)} trainable parameters are in no optimizer, so that they keep their values: {listed}. Give "
+            "tz.shard, or tz.attach, an optimizer that has them, or freeze them with requires_grad_(False).",
+            stacklevel=3,
+        )
+
+
+def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
+    """As the user gave them: one optimizer or a sequence of several."""
+    if isinstance(given, list | tuple):
+        return type(given)(built)
+    return built[0] if built else None
+
+
+def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) -> list[Unit]:
+    """The units, with nothing allocated yet.
+
+    Args:
+        owners: for each param group the number of its optimizer.
+    """
+    units = []
+    for index, spec in enumerate(specs):
+        tiers = recipe.tiers(index, len(specs))
+        buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members, owners)]
+        units.append(Unit(spec.name, index, spec.module, buckets))
+    names = tuple(spec.name for spec in specs)
+    for unit in units:
+        unit.names = names
+    return units
+
+
+def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
+    """Give every unit its values and its memory, one after the other."""
+    initialize, axes = initializer_of(model), units[0].buckets[0].recipe.axes
+    bare = materialize_buffers(model, axes.device)
+    for unit in units:
+        members = [member for bucket in unit.buckets for member in bucket.members]
+        materialize(members, initialize, axes.device)
+        synchronize([member.parameter for member in members], axes)
+        for bucket in unit.buckets:
+            bucket.build(store)
+    for module in bare:
+        initialize(module)
+    move_buffers(model, axes)
+    axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
+    axes.traffic.reset()
+
+
+def _weak_call(method: Callable[[], float]) -> Callable[[], float]:
+    """`method`, without keeping its owner alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> float:
+        live = reference()
+        assert live is not None, "the model is gone"
+        return live()
+
+    return call
+
+
+def _bucket_groups(members: list[Member], owners: Sequence[int]) -> list[list[Member]]:
+    """Members that can share a flat space: trainable ones by optimizer, in order of their param groups, then frozen
+    ones by dtype.
+    """
+    groups: dict[tuple[bool, int, str], list[Member]] = {}
+    for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
+        dtype = member.parameter.dtype
+        owner = owners[member.group] if member.trainable and member.group >= 0 else -1
+        key = (not member.trainable, owner, "" if dtype.is_floating_point else str(dtype))
+        groups.setdefault(key, []).append(member)
+    return [groups[key] for key in sorted(groups)]

@@ -1,0 +1,396 @@
+"""`parameter.grad` for loops that look at it: a stand-in for what lies in flat memory.
+
+Between the end of a backward pass and the begin of the next one, each parameter's `.grad` is an object that can be
+measured, scaled, clamped, zeroed and dropped, so that `torch.nn.utils.clip_grad_norm_` and any optimizer's `zero_grad`
+do what they say. Measuring is collective; the norms of all parameters travel together. The flat tensors that a sharded
+optimizer steps have stand-ins, too, which answer nothing: they are this rank's alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import compress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.bucket import Bucket, Member
+from terrazzo.engine.buffer import Access
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.parameter import AtRest
+from terrazzo.errors import Misuse
+
+__all__ = ["show_gradients"]
+
+Key = tuple[Bucket, int]
+"""A bucket and the index of one of its members."""
+_PLAINLY = torch._C.DisableTorchFunctionSubclass
+"""Parameters at rest would answer each question in Python."""
+
+
+def show_gradients(model: nn.Module, engine: Engine) -> None:
+    """From now on, `.grad` of a sharded model's parameters is not None where there is a gradient.
+
+    Not inside its forward, where a compiler would ask them what they cannot answer.
+    """
+    owner = weakref.ref(_StandIns(engine))
+    model.register_forward_pre_hook(_eager(lambda *_: _told(owner, _StandIns.begin)), prepend=True)
+    model.register_forward_hook(_eager(lambda *_: _told(owner, _StandIns.show_again)), always_call=True)
+
+
+def _told(owner: weakref.ref[_StandIns], what: Callable[[_StandIns], None]) -> None:
+    if (live := owner()) is not None:
+        what(live)
+
+
+def _eager(function: Callable[..., None]) -> Callable[..., None]:
+    disabled: Callable[..., None] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
+    return disabled
+
+
+class _Shelf:
+    """The trainable parameters of a bucket and what stands in for their gradients.
+
+    Args:
+        first: number of its first parameter among those of the model.
+    """
+
+    def __init__(self, owner: _StandIns, bucket: Bucket, first: int) -> None:
+        self.bucket = bucket
+        self.parameters = [member.parameter for member in bucket.members]
+        self.stand_ins = [_stand_in(owner, member, first + i) for i, member in enumerate(bucket.members)]
+        self._numbered = list(zip(range(len(self.parameters)), self.parameters, self.stand_ins, strict=True))
+        self.shown: list[tuple[int, nn.Parameter, _StandIn]] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a gradient, be it one that further micro-batches add to."""
+        return self.bucket.gradient.is_finished or self.bucket.gradient.unfinished
+
+    def show(self) -> None:
+        self.shown = list(compress(self._numbered, self.bucket.gradient.seen))
+        for _, parameter, stand_in in self.shown:
+            parameter.grad = stand_in
+
+    def hide(self) -> None:
+        for _, parameter, _ in self.shown if self.wanted else ():  # else the optimizer's zero_grad has done so
+            parameter.grad = None
+        self.shown = []
+
+    def dropped(self) -> list[int]:
+        """Parameters whose `.grad` someone has set to None. Errors: `Misuse` for one that was set to a tensor."""
+        seen, found = self.bucket.gradient.seen, list[int]()
+        for index, parameter, stand_in in self.shown:
+            grad = parameter.grad
+            if grad is stand_in:
+                continue
+            if grad is None and seen[index]:
+                found.append(index)
+            elif grad is not None:
+                raise Misuse(
+                    f"The .grad of {self.bucket.members[index].name!r} was replaced by a tensor, but the gradients of "
+                    "a sharded model are in memory of the engine. Change them in place (mul_, div_, zero_), or before "
+                    "backward with parameter.register_hook."
+                )
+        return found
+
+
+class _StandIns:
+    """What stands in for the gradients of one model; its hooks keep this alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._weak_engine = weakref.ref(engine)
+        self._buckets = engine.trainable()
+        self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
+        self._shelves: list[_Shelf] = []
+        self._shown: list[_Shelf] = []
+        self._refusals: weakref.WeakKeyDictionary[Segment, _Refusal] = weakref.WeakKeyDictionary()
+        self._norms: dict[float, dict[Key, Tensor]] = {}
+        self._measured = 0
+        hooks = engine.hooks
+        hooks.begun, hooks.ended, hooks.wanted = self.hide, self.show, self.notice_dropped
+        before = _before_gradient(weakref.ref(self))
+        for unit in engine.units:
+            for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
+                for member in bucket.members:
+                    member.parameter.register_hook(before)
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._weak_engine()
+        assert engine is not None, "the model is gone"
+        return engine
+
+    def show(self) -> None:
+        """A backward pass has ended: every gradient gets its stand-in."""
+        if not self._shelves:
+            firsts = [0]
+            for bucket in self._buckets:
+                firsts.append(firsts[-1] + len(bucket.members))
+            self._shelves = [_Shelf(self, *each) for each in zip(self._buckets, firsts, strict=False)]
+        with _PLAINLY():
+            self._shown = [shelf for shelf in self._shelves if shelf.wanted]
+            for shelf in self._shown:
+                shelf.show()
+        for segment in self._segments() if self._shown else ():
+            if segment not in self._refusals:
+                self._refusals[segment] = _refusal(segment)
+            segment.parameter.grad = self._refusals[segment]
+
+    def hide(self) -> None:
+        """A backward pass begins, which must find none."""
+        if self._shown:
+            self.notice_dropped()
+            with _PLAINLY():
+                for shelf in self._shown:
+                    shelf.hide()
+            self._shown = []
+        for segment in self._segments():
+            segment.parameter.grad = None
+
+    def begin(self) -> None:
+        """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
+        if self._shown:
+            self.hide()
+
+    def show_again(self) -> None:
+        """A forward has ended; one inside backward recomputes a part of it."""
+        if torch._C._current_graph_task_id() == -1 and any(bucket.gradient.changes for bucket in self._buckets):
+            self.show()
+
+    def _segments(self) -> list[Segment]:
+        return [segment for driver in self._engine.drivers for segment in driver.segments]
+
+    def notice_dropped(self) -> None:
+        """Forget gradients whose `.grad` someone has set to None since they were shown."""
+        with _PLAINLY():
+            dropped = [(shelf.bucket, shelf.dropped()) for shelf in self._shown if shelf.wanted]
+        names = [bucket.members[index].name for bucket, found in dropped for index in found]
+        if not names:
+            return
+        if all(len(found) == sum(bucket.gradient.seen) for bucket, found in dropped):
+            self._engine.zero_grad(set_to_none=True)
+            return
+        self._prepare_change(names[0])
+        for bucket, found in dropped:
+            bucket.gradient.forget(found)  # later micro-batches may add to the others
+
+    def norm(self, key: Key, kind: float) -> Tensor:
+        """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
+        self._check_finished(_member(key).name)
+        changes = sum(bucket.gradient.changes for bucket in self._buckets)
+        if changes != self._measured:
+            self._norms.clear()
+            self._measured = changes
+        if kind not in self._norms:
+            self._norms[kind] = self._measure(kind)
+        return self._norms[kind][key].clone()
+
+    def _measure(self, kind: float) -> dict[Key, Tensor]:
+        engine = self._engine
+        axes, split = engine.axes, engine.recipe.plan.optim.axes
+        parts = torch.stack([_power(key, kind) for key in self.keys]).to(axes.device)
+        highest = kind == float("inf")
+        total = axes.total(parts, split, torch.amax) if highest else axes.total(parts, split) ** (1 / kind)
+        return dict(zip(self.keys, total.float().unbind(), strict=True))
+
+    def change(self, key: Key, change: Callable[[Tensor], Any]) -> None:
+        """Change this rank's elements of one parameter's gradient in place."""
+        self._prepare_change(_member(key).name)
+        key[0].gradient.apply_factor()
+        for opened in _parts(key, "change"):
+            with opened as data:
+                change(data)
+
+    def _prepare_change(self, name: str) -> None:
+        """Errors: `Misuse` where the gradient of `name` cannot be changed now."""
+        self._check_finished(name)
+        for driver in self._engine.drivers:
+            if driver.background is not None and driver.background.in_backward:
+                raise Misuse(
+                    f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
+                    "updated while backward runs. Use tz.Offload(step='overlapped')."
+                )
+            driver.settle()  # an update may still read it
+
+    def _check_finished(self, name: str) -> None:
+        if any(bucket.gradient.unfinished for bucket in self._buckets):
+            raise Misuse(
+                f"The gradient of {name!r} was looked at or changed while gradients were still being accumulated. Run "
+                "the last micro-batch's backward outside 'with tz.accumulate(model)' first; zero_grad() of the "
+                "optimizer or the model forgets them."
+            )
+
+
+def _before_gradient(owner: weakref.ref[_StandIns]) -> Callable[[Tensor], None]:
+    """Runs before autograd adds a gradient to `.grad`, which must not be a stand-in then."""
+
+    def before(grad: Tensor) -> None:
+        if (live := owner()) is not None:
+            live.begin()
+
+    return before
+
+
+def _member(key: Key) -> Member:
+    return key[0].members[key[1]]
+
+
+def _parts(key: Key, access: Access) -> Iterator[AbstractContextManager[Tensor]]:
+    """What this rank holds of one parameter's gradient."""
+    bucket, index = key
+    finished = bucket.gradient.finished
+    for part in finished.cuts(bucket.slots[index].range) if finished is not None else ():
+        yield finished.opened(part, access)  # type: ignore[union-attr]
+
+
+def _power(key: Key, kind: float) -> Tensor:
+    """This rank's share of a norm before the root is taken, 0-d fp64."""
+    factor, total = key[0].gradient.factor, torch.zeros((), dtype=torch.float64)
+    for opened in _parts(key, "read"):
+        with opened as data:
+            norm = torch.linalg.vector_norm(data, kind, dtype=torch.float64).cpu()
+        norm = norm if factor is None else norm * factor
+        total = torch.maximum(total, norm) if kind == float("inf") else total + norm**kind
+    return total
+
+
+class _StandIn(AtRest):
+    """Shape, dtype and device of a gradient; what is not one of the actions below raises `Misuse`."""
+
+    owner: weakref.ref[_StandIns]
+    number: int
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _ACTIONS and isinstance(args[0], _StandIn):
+            return _ACTIONS[func](*args, **(kwargs or {}))
+        if func in _FOR_EACH and all(isinstance(grad, _StandIn) for grad in args[0]):
+            return _for_each(_FOR_EACH[func], *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def _refusal(cls, touched: AtRest | None) -> str:
+        assert touched is not None, "torch calls this for an argument of the class"
+        return (
+            f"{touched.terrazzo_name!r}, a gradient of a sharded model, whose elements are not all on this rank. It "
+            "can be measured as a whole (norm), multiplied, divided, clamped, zeroed and set to None. Clip with "
+            "tz.clip_grad_norm_(model, max_norm); fp16 is precision='fp16', without a GradScaler."
+        )
+
+
+def _stand_in(owner: _StandIns, member: Member, number: int) -> _StandIn:
+    made = _blank(_StandIn, member.parameter)
+    made.owner, made.number = weakref.ref(owner), number  # a parameter owns this, and must not own itself
+    made.terrazzo_name, made.terrazzo_split = f"{member.name}.grad", True
+    return made
+
+
+class _Refusal(AtRest):
+    """The gradient of a flat tensor that a sharded optimizer steps."""
+
+    @classmethod
+    def _refusal(cls, touched: AtRest | None) -> str:
+        return (
+            "the gradients of the tensors in a sharded optimizer's param groups, which are this rank's parts of many "
+            "parameters. Take those of model.parameters() instead, as in "
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)."
+        )
+
+
+def _refusal(segment: Segment) -> _Refusal:
+    made = _blank(_Refusal, segment.parameter)
+    made.terrazzo_name, made.terrazzo_split = "a segment.grad", True
+    return made
+
+
+A = TypeVar("A", bound=AtRest)
+
+
+def _blank(kind: type[A], like: Tensor) -> A:
+    """Of the shape, dtype and device of `like`, in the memory of one element."""
+    values = torch.zeros((), dtype=like.dtype, device=like.device)
+    made: A = torch.Tensor._make_subclass(kind, values.expand(like.shape), False)
+    return made
+
+
+def _found(grad: _StandIn) -> tuple[_StandIns, Key]:
+    owner = grad.owner()
+    assert owner is not None, "the model is gone"
+    return owner, owner.keys[grad.number]
+
+
+def _norm(grad: _StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
+    kind = named.get("ord", named.get("p", kind))
+    kind = 2.0 if kind in ("fro", None) else kind
+    if dim is not None or isinstance(kind, str) or not kind > 0:
+        raise Misuse(f"norm({kind!r}, dim={dim}) of a sharded gradient: it can be measured as a whole, by a p-norm.")
+    owner, key = _found(grad)
+    return owner.norm(key, float(kind)).to(named.get("dtype") or torch.float32)
+
+
+def _changed(grad: _StandIn, change: Callable[[Tensor], Any]) -> _StandIn:
+    owner, key = _found(grad)
+    owner.change(key, change)
+    return grad
+
+
+def _scale(grad: _StandIn, factor: Any) -> _StandIn:
+    return _changed(grad, lambda data: data.mul_(_beside(data, factor)))
+
+
+def _divide(grad: _StandIn, divisor: Any) -> _StandIn:
+    return _changed(grad, lambda data: data.div_(_beside(data, divisor)))
+
+
+def _beside(data: Tensor, number: Any) -> Any:
+    return number.to(data.device) if torch.is_tensor(number) else number
+
+
+def _clamp(grad: _StandIn, *bounds: Any, **named: Any) -> _StandIn:
+    return _changed(grad, lambda data: data.clamp_(*bounds, **named))
+
+
+def _zero(grad: _StandIn) -> _StandIn:
+    return _changed(grad, Tensor.zero_)
+
+
+def _same(grad: _StandIn, *rest: Any) -> _StandIn:
+    return grad
+
+
+_ACTIONS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.linalg.vector_norm, torch.norm, Tensor.norm), _norm),
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), _scale),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), _divide),
+    Tensor.clamp_: _clamp,
+    Tensor.zero_: _zero,
+    **dict.fromkeys((Tensor.data.__get__, Tensor.detach, Tensor.detach_, Tensor.requires_grad_), _same),  # type: ignore[attr-defined]
+}
+
+
+def _for_each(action: Callable[..., Any], grads: Sequence[_StandIn], *rest: Any, **named: Any) -> Any:
+    """An action of torch's that takes a list of tensors, and for each a number, or one for all."""
+    if rest and isinstance(rest[0], list | tuple):
+        return tuple(action(grad, number, *rest[1:], **named) for grad, number in zip(grads, rest[0], strict=True))
+    return tuple(action(grad, *rest, **named) for grad in grads)
+
+
+_FOR_EACH: dict[Any, Callable[..., Any]] = {
+    torch._foreach_norm: _norm,
+    torch._foreach_mul_: _scale,
+    torch._foreach_div_: _divide,
+    torch._foreach_zero_: _zero,
+    torch._foreach_clamp_min_: _clamp,
+    torch._foreach_clamp_max_: lambda grad, high: _clamp(grad, None, high),
+}

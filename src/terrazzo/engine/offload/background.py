@@ -1,0 +1,132 @@
+"""When states away from the device are updated: behind the next forward, behind backward, or on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.offload.settings import StepMode
+from terrazzo.engine.offload.update import Twin, Updater
+from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.unit import Unit
+from terrazzo.errors import Misuse
+
+__all__ = ["Background"]
+
+
+class Background:
+    """Starts the updates of one model's units, and waits for them.
+
+    Args:
+        segments: gives those that the optimizer steps now.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        updater: Updater,
+        mode: StepMode,
+        segments: Callable[[], Iterable[Segment]],
+    ) -> None:
+        self.units, self.schedule, self.mode = units, schedule, mode
+        self._updater, self._segments = updater, segments
+        self._apart = [unit for unit in units if any(bucket.updated_apart for bucket in unit.buckets)]
+        self._early: Twin | None = None
+        self._begun: set[int] = set()
+        self._torn = False
+
+    @property
+    def in_backward(self) -> bool:
+        return self.mode == "backward"
+
+    def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
+        """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
+        unit = self.units[index]
+        self._check_whole()
+        if index in self._begun:
+            raise Misuse(
+                f"Gradients of unit {unit.name or 'root'!r} came after its update had begun: with offload step "
+                "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and "
+                "optimizer.step() follows it. Or use tz.Offload(step='overlapped')."
+            )
+        if self.in_backward and unit in self._apart and all(all(b.gradient.seen) for b in unit.trainable()):
+            if self._early is None:
+                self._early = Twin(optimizer)
+            self._begun.add(index)
+            unit.catch_up()
+            self._begin(unit, self._early)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()`: start the updates that are not under way, in the order of forward."""
+        self._check_whole()
+        early, begun = self._early, set(self._begun)
+        self.forget()
+        if early is not None and (changed := early.changed_since(optimizer)):
+            raise Misuse(
+                f"The optimizer's {', '.join(changed)} changed between backward and optimizer.step(), but with "
+                "offload step 'backward' units are updated while backward runs. Change hyper-parameters after "
+                "optimizer.step(), or use tz.Offload(step='overlapped')."
+            )
+        twin = early or Twin(optimizer)
+        order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
+        for unit in (self.units[index] for index in order if index not in begun):
+            if unit in self._apart:
+                unit.catch_up()
+                self._begin(unit, twin)
+
+    def end_step(self) -> None:
+        """`optimizer.step()` returns."""
+        if self.mode == "synchronous":
+            self.settle()
+
+    def forget(self, abandoned: bool = False) -> None:
+        """Gradients are forgotten.
+
+        Args:
+            abandoned: whether a backward raised: units that it had updated are half a step ahead of the others.
+        """
+        self._torn = self._torn or (abandoned and bool(self._begun))
+        self._early = None
+        self._begun.clear()
+
+    def mend(self) -> None:
+        """All states have been restored."""
+        self.forget()
+        self._torn = False
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise Misuse(
+                "A backward raised after it had updated some units: the weights are those of half a step. Restore a "
+                "checkpoint, or use tz.Offload(step='overlapped'), which updates nothing before optimizer.step()."
+            )
+
+    def _begin(self, unit: Unit, twin: Twin) -> None:
+        segments: dict[Bucket, list[Segment]] = {}
+        buckets = [bucket for bucket in unit.buckets if bucket.updated_apart]
+        for segment in self._segments():
+            if segment.bucket in buckets:
+                segments.setdefault(segment.bucket, []).append(segment)
+        unit.begin_update(self._updater.begin(segments, twin))
+
+    def settle(self) -> None:
+        """Wait for every update, bring all weights at rest in line, and let everything be written."""
+        for unit in self.units:
+            unit.catch_up()
+        self._updater.flush().wait()
+
+    def prepare_clipping(self, max_norm: float) -> None:
+        """No update reads or scales gradients from now on. Errors: `Misuse` where they have been used already."""
+        if not self.in_backward:
+            if any(unit.updating for unit in self._apart):
+                self.settle()
+        elif max_norm != float("inf"):
+            raise Misuse(
+                "tz.clip_grad_norm_ was called, but with offload step 'backward' units have been updated while "
+                "backward ran. Use tz.Offload(step='overlapped'), whose result is that of clipping on the spot; a "
+                "max_norm of infinity only measures the norm."
+            )

@@ -1,0 +1,201 @@
+"""One swap file: made, locked for as long as its process lives, read and written at offsets, removed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from terrazzo.engine.offload.disk_folder import free_bytes, is_network, require_folder
+from terrazzo.errors import BadInput, SwapFailed, TerrazzoError
+
+__all__ = ["PAGE_BYTES", "SwapFile", "lost", "sweep"]
+
+PAGE_BYTES = 4096
+_NAME = re.compile(r"terrazzo-swap-.+-rank\d{5,}\.bin")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_RESTART = "Start again from the last checkpoint, which does not depend on swap files."
+
+
+class SwapFile:
+    """A file of `size_bytes` in `folder` whose space is taken at once; nobody else may read it."""
+
+    def __init__(self, folder: Path, name: str, size_bytes: int, direct: bool) -> None:
+        """`name` holds `{nonce}`, which is replaced by random letters. Raises `BadInput` where it cannot be made."""
+        require_folder(folder)
+        self.folder, self.size_bytes = folder, size_bytes
+        try:
+            self.path, self.descriptor = _create(folder, name)
+        except OSError as error:
+            raise BadInput(
+                f"No swap file can be made in '{folder}' ({error.strerror}): name a folder in offload.path that this "
+                "user may write to."
+            ) from None
+        try:
+            self._take_space()
+            self.direct = direct and self._bypass_page_cache()
+        except OSError as error:
+            self.remove()
+            raise self._not_begun(error) from None
+
+    def read(self, position: int, into: memoryview) -> None:
+        """Fill `into` from `position`. Raises `SwapFailed` if the file was cut off or the disk reports an error."""
+        self._require_whole()
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self.descriptor, [into[done:]], position + done)
+            except OSError as error:
+                raise lost(self.path, position + done, f"cannot be read ({error.strerror})") from error
+            if not count:
+                raise lost(self.path, position + done, "ends too early")
+            done += count
+
+    def write(self, position: int, data: memoryview) -> None:
+        """Write all of `data` at `position`. Raises as `read`, and if the disk is full."""
+        self._require_whole()
+        done = 0
+        while done < len(data):
+            try:
+                done += os.pwritev(self.descriptor, [data[done:]], position + done)
+            except OSError as error:
+                raise self._not_written(position + done, error) from error
+
+    @property
+    def deleted(self) -> bool:
+        """Whether its name is gone; the bytes stay for as long as this object has the file open."""
+        return os.fstat(self.descriptor).st_nlink == 0
+
+    def remove(self) -> None:
+        """Remove the file, then let go of it."""
+        with contextlib.suppress(OSError):  # what stays is swept by a later run
+            os.unlink(self.path)
+        self.leave()
+
+    def leave(self) -> None:
+        """Let go of the file without removing it."""
+        os.close(self.descriptor)
+
+    def _take_space(self) -> None:
+        if not self.size_bytes:
+            return
+        try:
+            os.posix_fallocate(self.descriptor, 0, self.size_bytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            os.ftruncate(self.descriptor, self.size_bytes)
+
+    def _bypass_page_cache(self) -> bool:
+        """Turn O_DIRECT on and try it with one page; off again where the file system will not have it."""
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            if self.size_bytes:
+                with mmap.mmap(-1, PAGE_BYTES) as page:
+                    os.pwritev(self.descriptor, [page], 0)
+                    os.preadv(self.descriptor, [page], 0)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+    def _require_whole(self) -> None:
+        """A write past the end of a file that was cut off would fill what is missing with zeros."""
+        found = os.fstat(self.descriptor).st_size
+        if found < self.size_bytes:
+            raise lost(self.path, found, f"ends too early (it has been cut off from {self.size_bytes} bytes)")
+
+    def _not_begun(self, error: OSError) -> BadInput:
+        return BadInput(
+            f"A swap file of {_gib(self.size_bytes)} does not fit into '{self.folder}' ({error.strerror}), which has "
+            f"{self._free()} free: free some, name another folder in offload.path or several, or keep a share of the "
+            "states elsewhere, such as optim: {nvme: 0.5, cpu: 0.5}."
+            if error.errno in (*_FULL, errno.EFBIG)
+            else f"The swap file '{self.path}' cannot be used ({error.strerror}): name another folder in offload.path."
+        )
+
+    def _not_written(self, position: int, error: OSError) -> TerrazzoError:
+        if error.errno in _FULL:
+            return SwapFailed(
+                f"The swap file '{self.path}' cannot be written at byte {position} ({error.strerror}): "
+                f"'{self.folder}' has {self._free()} free. Free some or name another folder in offload.path. {_RESTART}"
+            )
+        return lost(self.path, position, f"cannot be written ({error.strerror})")
+
+    def _free(self) -> str:
+        try:
+            return _gib(free_bytes(self.folder))
+        except OSError:
+            return "an unknown number of bytes"
+
+
+def sweep(folders: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Remove the swap files of processes that are gone; returns their paths.
+
+    A living process holds a lock on its file. Left alone are files where locks do not tell: those that cannot be opened
+    or locked by this user, and all on network file systems, where other hosts' locks may not be seen.
+    """
+    removed = []
+    for folder in map(Path, folders):
+        if folder.is_dir() and not is_network(folder):
+            names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
+            removed += [str(folder / name) for name in names if _removed(folder / name)]
+    return removed
+
+
+def lost(path: Path, position: int, what: str) -> SwapFailed:
+    """The error for state that lay at `position` of the file and is gone."""
+    return SwapFailed(
+        f"The swap file '{path}' {what} at byte {position}: the state that lay there is lost. {_RESTART} If nobody "
+        "changed the file, look for errors of the disk (dmesg, smartctl -a) and name another folder in offload.path."
+    )
+
+
+def _create(folder: Path, name: str) -> tuple[Path, int]:
+    """A fresh file under this process's lock."""
+    while True:
+        path = folder / name.replace("{nonce}", os.urandom(4).hex())
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if _lock(descriptor) is not False and os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)  # a sweep came between making and locking it, and removes it
+
+
+def _removed(path: Path) -> bool:
+    """Whether this call removed the file, because no process has it locked."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _lock(descriptor):
+            return False
+        os.unlink(path)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the file is locked by us now; None where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if isinstance(error, BlockingIOError) else None
+    return True
+
+
+def _gib(count_bytes: int) -> str:
+    return f"{count_bytes / 2**30:,.2f} GiB ({count_bytes} bytes)"

@@ -1,0 +1,139 @@
+"""A state that rests in swap files: read and written in cells of one block, which never overlap."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buffer import Access, Resting, Space
+from terrazzo.engine.layout import Range, round_up
+from terrazzo.engine.links.transfer import Handle, Moves, Traffic
+from terrazzo.engine.offload.disk import PAGE_BYTES, Disk, Pending, page_aligned
+from terrazzo.engine.offload.lane import Lane
+from terrazzo.engine.process.worker import Worker
+
+__all__ = ["Drive", "DriveBuffer", "cell_numel", "cells", "padded_bytes"]
+
+
+def cell_numel(block_bytes: int) -> int:
+    """Elements of a cell: a block of fp32. The same for every dtype, so that the cells of all states coincide."""
+    return round_up(block_bytes // torch.float32.itemsize, PAGE_BYTES)
+
+
+def cells(held: Range, size: int) -> Iterator[Range]:
+    """A rank's range cut into cells of `size` elements, the last one shorter."""
+    for start in range(held.start, held.stop, size):
+        yield Range(start, min(start + size, held.stop))
+
+
+def padded_bytes(count_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return round_up(count_bytes, PAGE_BYTES)
+
+
+class Drive:
+    """This rank's swap files, and what reading them for computation takes.
+
+    Args:
+        buffers: blocks of host memory for weights on their way to the device, uint8 and page-aligned.
+        waits: where time spent waiting for reads is counted.
+    """
+
+    def __init__(self, disk: Disk, cell: int, buffers: Sequence[Tensor], lane: Lane, waits: Traffic) -> None:
+        self.disk, self.cell, self.buffers, self.lane, self.waits = disk, cell, buffers, lane, waits
+        self.reader = Worker("terrazzo-read")
+
+
+@dataclass
+class DriveBuffer(Resting):
+    """The elements of `space.range(axes)` in swap files, from byte `offset` on; zero at first."""
+
+    space: Space
+    axes: tuple[str, ...]
+    kept: torch.dtype
+    drive: Drive
+    offset: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kept
+
+    def cuts(self, wanted: Range) -> Iterator[Range]:
+        for cell in cells(self.range, self.drive.cell):
+            if (part := cell.intersect(wanted)).numel:
+                yield part
+
+    @contextlib.contextmanager
+    def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
+        held = self.range.intersect(wanted)
+        spanned = self._span(held)
+        raw = page_aligned(padded_bytes(spanned.numel * self.dtype.itemsize))
+        whole = raw.view(self.dtype)[: spanned.numel]
+        if access != "replace" or held != spanned:
+            self._each(spanned, raw, write=False)
+        yield whole[held.within(spanned)]
+        if access != "read":
+            self._each(spanned, raw, write=True)
+
+    def load(self, into: Tensor) -> Moves:
+        mark = self.drive.lane.mark()
+        yield Handle(self.drive.waits, [self.drive.reader.submit(lambda: self._fill(into, mark))], [into])
+        return into
+
+    def read(self, cell: Range, into: Tensor) -> Pending:
+        """Start reading one cell.
+
+        Args:
+            into: uint8, page-aligned, of the cell's bytes rounded up to pages.
+        """
+        return self.drive.disk.read(self._at(cell), into)
+
+    def write(self, cell: Range, data: Tensor) -> Pending:
+        """Start writing one cell; `data` as for `read`, and unchanged until it is waited for."""
+        return self.drive.disk.write(self._at(cell), data)
+
+    def _at(self, cell: Range) -> int:
+        return self.offset + (cell.start - self.range.start) * self.dtype.itemsize
+
+    def _span(self, held: Range) -> Range:
+        """The whole cells that `held` touches."""
+        origin, size = self.range.start, self.drive.cell
+        first = origin + (held.start - origin) // size * size
+        return Range(first, min(self.range.stop, origin + round_up(held.stop - origin, size)))
+
+    def _each(self, spanned: Range, raw: Tensor, write: bool) -> None:
+        """Read or write whole cells, and wait for them."""
+        under_way = []
+        for cell in cells(spanned, self.drive.cell):
+            start = (cell.start - spanned.start) * self.dtype.itemsize
+            block = raw[start : start + padded_bytes(cell.numel * self.dtype.itemsize)]
+            under_way.append(self.write(cell, block) if write else self.read(cell, block))
+        for pending in under_way:
+            pending.wait()
+
+    def _fill(self, into: Tensor, mark: torch.cuda.Event | None) -> None:
+        """Read everything into a tensor, as many cells at once as there are buffers."""
+        under_way: deque[tuple[Range, Tensor, Pending]] = deque()
+        cell_bytes = padded_bytes(min(self.drive.cell, self.range.numel) * self.dtype.itemsize)
+        free = [block for block in self.drive.buffers if block.numel() >= cell_bytes] or [page_aligned(cell_bytes)]
+        with self.drive.lane.after(mark):
+            for cell in cells(self.range, self.drive.cell):
+                if not free:
+                    free.append(self._take(under_way, into))
+                block = free.pop()
+                part = block[: padded_bytes(cell.numel * self.dtype.itemsize)]
+                under_way.append((cell, block, self.read(cell, part)))
+            while under_way:
+                self._take(under_way, into)
+
+    def _take(self, under_way: deque[tuple[Range, Tensor, Pending]], into: Tensor) -> Tensor:
+        """Copy the oldest cell under way to its place; returns its buffer, free again."""
+        cell, block, pending = under_way.popleft()
+        pending.wait()
+        into[cell.within(self.range)].copy_(block.view(self.dtype)[: cell.numel])
+        return block

@@ -1,0 +1,190 @@
+"""Host memory: one block for a model's offloaded states, and a pool of buffers for what comes and goes each step.
+
+Both are page-aligned, as files read past the page cache ask for, and pinned where there is CUDA: a copy between a
+device and memory that may be paged out is several times slower, and makes the host wait. Pinning takes milliseconds
+even for a small buffer, so everything is pinned once and used again.
+
+Pages lie on the NUMA node of the thread that touches them first, and pinning touches them: bind that thread before, see
+`topology.bind_to`.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import threading
+from bisect import bisect_left
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.offload.disk import PAGE_BYTES
+from terrazzo.engine.process.ending import Ending
+from terrazzo.engine.process.pages import use_large_pages
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["HostArena", "HostBuffer", "HostPool"]
+
+
+class HostArena:
+    """One block of host memory, handed out piece by piece and never taken back.
+
+    Args:
+        size_bytes: rounded up to whole pages of `PAGE_BYTES`.
+        pin: lock it in memory for fast copies from and to CUDA devices; without CUDA this does nothing.
+
+    Attributes:
+        pinned_bytes: locked in memory; 0 or `size_bytes`.
+
+    Tensors stay valid for as long as they are used, but once the arena is closed or gone they are not pinned any more.
+
+    Errors: `BadInput` when the system refuses the memory, or to pin it.
+    """
+
+    def __init__(self, size_bytes: int, pin: bool) -> None:
+        self.size_bytes = max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+        self.pinned_bytes = 0
+        self._taken_bytes = 0
+        mapped = _map(self.size_bytes)
+        self._memory: Tensor | None = use_large_pages(torch.frombuffer(mapped, dtype=torch.uint8))
+        self._unpin: Ending | None = None
+        if pin and torch.cuda.is_available():
+            # A child of a fork must not share these pages: copying on write would take them from under the device.
+            mapped.madvise(getattr(mmap, "MADV_DONTFORK", mmap.MADV_NORMAL))
+            _register(self._memory)
+            self.pinned_bytes = self.size_bytes
+            self._unpin = Ending(self, functools.partial(_unregister, self._memory, torch.cuda.current_device()))
+
+    def take(self, count_bytes: int) -> Tensor:
+        """The next `count_bytes`, as uint8 [count_bytes] that starts on a page of its own; zero at first.
+
+        Errors: `Misuse` when there is not so much left, or the arena is closed.
+        """
+        if self._memory is None:
+            raise Misuse("Memory was asked of a host arena that is closed: take all that is needed before close().")
+        start = -(-self._taken_bytes // PAGE_BYTES) * PAGE_BYTES
+        if not 0 <= count_bytes <= self.size_bytes - start:
+            raise Misuse(
+                f"{count_bytes:,} bytes were asked of a host arena with {self.size_bytes - start:,} of its "
+                f"{self.size_bytes:,} left: make it as large as all that is taken, each in whole pages of {PAGE_BYTES}."
+            )
+        self._taken_bytes = start + count_bytes
+        return self._memory[start : start + count_bytes]
+
+    def close(self) -> None:
+        """Unpin the memory and let go of it; it goes back to the system with the last tensor in it. May be repeated."""
+        self._memory = None
+        if self._unpin is not None:
+            self._unpin()
+        self.pinned_bytes = 0
+
+
+class HostBuffer:
+    """A piece of host memory on loan from a pool: it goes back there when this object is gone."""
+
+    def __init__(self, pool: HostPool, arena: HostArena, memory: Tensor) -> None:
+        self._pool, self._arena, self._memory = pool, arena, memory
+
+    def __del__(self) -> None:
+        self._pool.returned.append((self._arena, self._memory))
+
+    def shaped(self, like: Tensor) -> Tensor:
+        """The buffer's first bytes as a tensor with the shape, strides and dtype of `like`."""
+        return torch.as_strided(self._memory[: like.nbytes].view(like.dtype), like.shape, like.stride())
+
+
+class HostPool:
+    """Buffers that are lent, come back, and are lent again: none is allocated in a step once sizes repeat.
+
+    A request gets the smallest idle buffer that is large enough. Where none is, a new one takes the place of the
+    largest idle one: with batches of changing lengths the pool ends up with as many buffers as are in use at once, each
+    as large as the longest batch needs, and stays there.
+
+    Whoever returns a buffer while a copy from or to it is under way must make later users of this pool wait for it, for
+    instance by copying on one stream only.
+
+    Attributes:
+        total_bytes: lent and idle together.
+    """
+
+    def __init__(self, pin: bool) -> None:
+        self._pin = pin
+        self._lock = threading.Lock()
+        self._idle: list[tuple[HostArena, Tensor]] = []  # by size
+        # Buffers come back from destructors, which run anywhere, also inside `take`: no lock there.
+        self.returned: deque[tuple[HostArena, Tensor]] = deque()
+        self.total_bytes = 0
+
+    def take(self, count_bytes: int) -> HostBuffer:
+        """A buffer of `count_bytes` or more, with anything in it."""
+        with self._lock:
+            while self.returned:
+                entry = self.returned.popleft()
+                self._idle.insert(bisect_left(self._idle, _size(entry), key=_size), entry)
+            position = bisect_left(self._idle, count_bytes, key=_size)
+            if position < len(self._idle):
+                return HostBuffer(self, *self._idle.pop(position))
+            if self._idle:
+                self._drop(self._idle.pop())
+            arena = HostArena(count_bytes, self._pin)
+            self.total_bytes += arena.size_bytes
+            return HostBuffer(self, arena, arena.take(arena.size_bytes))
+
+    def _drop(self, entry: tuple[HostArena, Tensor]) -> None:
+        self.total_bytes -= _size(entry)
+        entry[0].close()
+
+
+def _size(entry: tuple[HostArena, Tensor]) -> int:
+    return entry[0].size_bytes
+
+
+def _map(size_bytes: int) -> mmap.mmap:
+    """Private memory: what `mmap` gives by default is shared, which large pages and `fork` treat differently."""
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise BadInput(
+            f"The system refuses {_gib(size_bytes)} of host memory for what is offloaded ({error}): offload less, use "
+            "more hosts, or place states on nvme."
+        ) from error
+
+
+def _register(memory: Tensor) -> None:
+    """Pin `memory`; see cudaHostRegister in CUDA's runtime API."""
+    code = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code != 0:
+        raise BadInput(
+            f"CUDA cannot pin {_gib(memory.nbytes)} of host memory (cudaHostRegister returned error {code}; "
+            f"RLIMIT_MEMLOCK is {_lock_limit()}): raise the limit with 'ulimit -l unlimited' or in the container's "
+            "settings, offload less, or set offload.pin to false, which makes copies slower."
+        )
+
+
+def _unregister(memory: Tensor, device: int) -> None:
+    """Unpin `memory`, once the device does not use it any more.
+
+    Any thread may come here, and one that was never told its device would start up the first one.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        _cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _gib(count_bytes: int) -> str:
+    return f"{count_bytes / 2**30:.2f} GiB"
+
+
+def _lock_limit() -> str:
+    try:
+        import resource
+    except ImportError:
+        return "unknown"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"

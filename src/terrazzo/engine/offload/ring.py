@@ -1,0 +1,102 @@
+"""The ring that states in files stream through: pieces of host memory, each with one cell of a bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.gradient import Finished
+from terrazzo.engine.layout import Range
+from terrazzo.engine.offload.disk import Pending
+from terrazzo.engine.offload.drive import DriveBuffer, padded_bytes
+
+__all__ = ["Tray"]
+
+
+@dataclass
+class _Entry:
+    """One state's part of a tray."""
+
+    state: DriveBuffer
+    raw: Tensor
+    writes: bool
+
+
+class Tray:
+    """One cell at a time of a bucket whose optimizer state is in files: `master`, the moments by name, and where they
+    are in files too, `weight` and `grad`.
+
+    Args:
+        raw: uint8, page-aligned, large enough for every state's cell.
+    """
+
+    def __init__(self, raw: Tensor) -> None:
+        self._raw = raw
+        self._bucket: Bucket | None = None
+        self._cell = Range(0, 0)
+        self._entries: dict[str, _Entry] = {}
+        self._reading: list[Pending] = []
+        self._writing: list[Pending] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def holds(self, bucket: Bucket, cell: Range) -> bool:
+        return self._bucket is bucket and self._cell == cell
+
+    def part(self, key: str, wanted: Range) -> Tensor:
+        """The elements of `wanted` of one state, a view."""
+        entry = self._entries[key]
+        return entry.raw.view(entry.state.dtype)[: self._cell.numel][wanted.within(self._cell)]
+
+    def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: Finished) -> None:
+        """Start reading a cell's states.
+
+        Args:
+            known: the moments that exist; the others are zero.
+            finished: the bucket's gradient.
+        """
+        self._bucket, self._cell, self._entries = bucket, cell, {}
+        offset = self._add("master", bucket.master, 0, writes=True)
+        for key, state in bucket.moments.items():
+            offset = self._add(key, state, offset, writes=key in known)
+        if (weight := bucket.own_weight) is not None:
+            offset = self._add("weight", weight, offset, writes=True)
+        if finished.landing is not None:
+            finished.landing.wait()
+        self._add("grad", finished.data, offset, writes=False)
+        wanted = ("master", "grad", *known)
+        self._reading = [e.state.read(cell, e.raw) for key, e in self._entries.items() if key in wanted]
+        for key in bucket.moments:
+            if key not in known:
+                self._entries[key].raw.zero_()
+
+    def keep(self, key: str) -> None:
+        """A state exists from now on."""
+        self._entries[key].writes = True
+
+    def write(self) -> None:
+        """Start writing what may have changed."""
+        cell, entries = self._cell, self._entries.values()
+        self._writing = [entry.state.write(cell, entry.raw) for entry in entries if entry.writes]
+
+    def finish_reading(self) -> None:
+        for pending in self._reading:
+            pending.wait()
+        self._reading = []
+
+    def finish_writing(self) -> None:
+        for pending in self._writing:
+            pending.wait()
+        self._writing = []
+
+    def _add(self, key: str, state: object, offset: int, *, writes: bool) -> int:
+        """Give a state that is in files its part of the memory; returns where the next one begins."""
+        if not isinstance(state, DriveBuffer):
+            return offset
+        end = offset + padded_bytes(self._cell.numel * state.dtype.itemsize)
+        self._entries[key] = _Entry(state, self._raw[offset:end], writes)
+        return end

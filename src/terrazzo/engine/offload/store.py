@@ -1,0 +1,182 @@
+"""The tiers behind one interface: memory and files for every state that does not rest on the device.
+
+What a model needs on each tier is known before it is built, so host memory is one arena and the files are allocated
+once; nothing is allocated in a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buffer import Buffer, Resting, Space
+from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.offload.disk import Disk, DiskSettings
+from terrazzo.engine.offload.drive import Drive, DriveBuffer, cell_numel, padded_bytes
+from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.lane import Lane
+from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.process.worker import Job, Worker
+from terrazzo.errors import BadInput
+
+__all__ = ["Need", "Steps", "Store", "disk_bytes", "host_bytes"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model takes beside the device.
+
+    Attributes:
+        cpu, nvme: bytes of every state there, one entry for each state of a bucket.
+        load: bytes of one cell of weights that are read from drives; 0 for none.
+        tray: bytes of one cell of all states that are updated on drives; 0 for none.
+    """
+
+    cpu: tuple[int, ...] = ()
+    nvme: tuple[int, ...] = ()
+    load: int = 0
+    tray: int = 0
+
+
+@dataclass
+class Steps:
+    """What updates on the CPU have done: elements stepped and the seconds it took."""
+
+    numel: int = 0
+    seconds: float = field(default=0.0)
+
+
+def ring_length(settings: Offload) -> int:
+    """Cells under way in an update at once: some being read, one stepped on, some written."""
+    return max(4, settings.depth)
+
+
+def host_bytes(need: Need, settings: Offload) -> int:
+    """Host memory of a store: states, and buffers for what comes from and goes to drives."""
+    states = sum(padded_bytes(size) for size in need.cpu)
+    if not need.nvme:
+        return states
+    return states + settings.depth * padded_bytes(need.load) + ring_length(settings) * padded_bytes(need.tray)
+
+
+def disk_bytes(need: Need) -> int:
+    """Size of a store's files."""
+    return sum(padded_bytes(size) for size in need.nvme)
+
+
+class Store:
+    """Memory and files of one model's offloaded states on this rank.
+
+    Args:
+        device: of the mesh.
+        rank: of this process among all.
+
+    Attributes:
+        steps: what the updates of offloaded states have done since the start.
+        waits: seconds that computation has waited for reads.
+    """
+
+    def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int) -> None:
+        self.device, self.settings, self._need = device, settings, need
+        self.lane, self.waits, self.steps = Lane(device), Traffic(), Steps()
+        arena_bytes = host_bytes(need, settings)
+        self.arenas = [HostArena(arena_bytes, settings.pin)] if arena_bytes else []
+        self.drive = self._open_drive(need, rank) if need.nvme else None
+        self._writer = Worker("terrazzo-write") if need.cpu or need.nvme else None
+        self._landing: deque[Job] = deque()
+
+    def _open_drive(self, need: Need, rank: int) -> Drive:
+        settings = self.settings
+        if not settings.folders:
+            raise no_folder()
+        chosen = DiskSettings(settings.folders, settings.block_bytes, settings.depth, settings.direct, settings.digest)
+        disk = Disk(chosen, "", rank, disk_bytes(need))
+        buffers = [self.host(padded_bytes(need.load)) for _ in range(settings.depth if need.load else 0)]
+        return Drive(disk, cell_numel(settings.block_bytes), buffers, self.lane, self.waits)
+
+    def host(self, count_bytes: int) -> Tensor:
+        """Page-aligned host memory, uint8, zero at first."""
+        assert self.arenas, "no host memory was asked for"
+        return self.arenas[0].take(count_bytes)
+
+    def grow(self, states: Sequence[int]) -> None:
+        """Make room in host memory for further states of so many bytes each."""
+        if states:
+            self.arenas.insert(0, HostArena(sum(map(padded_bytes, states)), self.settings.pin))
+
+    def further(self, count_bytes: int) -> Tensor:
+        """Host memory for what not every step needs: partial sums of micro-batches; kept from then on."""
+        self.arenas.append(HostArena(padded_bytes(count_bytes), self.settings.pin))
+        return self.arenas[-1].take(count_bytes)
+
+    def commit(self, state: Resting, source: Buffer) -> Job | None:
+        """Replace what `state` holds by what `source` does; None when that is done, else what it ends with.
+
+        Two may be under way: a slow drive must not let gradients pile up.
+        """
+        if self.device.type == "cpu" and isinstance(state, Buffer):
+            state.save(source)
+            return None
+        mark = self.lane.mark()
+
+        def save() -> None:
+            with self.lane.after(mark):
+                state.save(source)
+
+        assert self._writer is not None, "nothing rests away from the device"
+        while len(self._landing) > 1:
+            self._landing.popleft().wait()
+        self._landing.append(self._writer.submit(save))
+        return self._landing[-1]
+
+    def state(self, space: Space, axes: tuple[str, ...], dtype: torch.dtype, tier: str) -> Resting:
+        """A place for one state on `tier`, zero at first."""
+        if tier == "device":
+            return space.zeros(axes, dtype)
+        numel = space.range(axes).numel
+        if tier == "nvme":
+            assert self.drive is not None, "no files were asked for"
+            offset = self.drive.disk.reserve(padded_bytes(numel * dtype.itemsize))
+            return DriveBuffer(space, axes, dtype, self.drive, offset)
+        return Buffer(space, axes, self.host(numel * dtype.itemsize).view(dtype))
+
+    def ring(self) -> Sequence[Tensor]:
+        """Buffers for cells under way in an update."""
+        cell_bytes = self._need.tray
+        if not cell_bytes:
+            return []
+        return [self.host(padded_bytes(cell_bytes)) for _ in range(ring_length(self.settings))]
+
+    def usage(self) -> dict[str, float]:
+        """Bytes held beside the device, bytes read and written so far and seconds with such transfers under way,
+        elements updated on the CPU and the seconds it took.
+        """
+        traffic = self.drive.disk.traffic if self.drive is not None else None
+        return {
+            "host_bytes": sum(arena.size_bytes for arena in self.arenas),
+            "pinned_bytes": sum(arena.pinned_bytes for arena in self.arenas),
+            "disk_bytes": self.drive.disk.size_bytes if self.drive is not None else 0,
+            "read_bytes": traffic.read_bytes if traffic else 0,
+            "written_bytes": traffic.written_bytes if traffic else 0,
+            "read_s": traffic.read_s if traffic else 0.0,
+            "write_s": traffic.write_s if traffic else 0.0,
+            "stepped_numel": self.steps.numel,
+            "step_s": self.steps.seconds,
+        }
+
+    def close(self) -> None:
+        """Remove the files. Nothing that was on drives can be used afterwards."""
+        if self.drive is not None:
+            self.drive.disk.close()
+
+
+def no_folder() -> BadInput:
+    """A plan with states on drives, and no folder for them."""
+    return BadInput(
+        "The plan places states on nvme, but no folder is given for them: pass offload=tz.Offload(path=...), or "
+        "offload.path in a configuration."
+    )

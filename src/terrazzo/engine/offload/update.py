@@ -1,0 +1,309 @@
+"""Updates away from the device: each unit's states are stepped where they rest, on a thread of its own.
+
+The optimizer's own code runs, on a twin that holds one segment and the hyper-parameters of the moment the step began:
+the user may go on to change them. States in files stream through a ring of buffers, cell by cell: the next cells are
+read while one is stepped and earlier ones are written. The order of everything is fixed and each element's arithmetic
+is the same, so the bits are those of a step on the spot.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.gradient import Finished
+from terrazzo.engine.layout import Range
+from terrazzo.engine.offload.ring import Tray
+from terrazzo.engine.offload.store import Store
+from terrazzo.engine.offload.topology import bind_to, step_threads
+from terrazzo.engine.optim.segment import Segment, scaled
+from terrazzo.engine.optim.stock import STEP_HOOKS, unhooked_step
+from terrazzo.engine.process.ending import require_own, start_thread
+from terrazzo.engine.process.worker import Job, again, without_frames
+
+__all__ = ["Twin", "Updater"]
+
+
+class Twin:
+    """An optimizer's arithmetic and hyper-parameters as they are now, to step single tensors with.
+
+    Args:
+        optimizer: may change its hyper-parameters afterwards.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.state: dict[Tensor, dict[str, Any]] = optimizer.state
+        self.groups = [
+            {key: _frozen(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
+        self._twin = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
+        ties = ("_driver", "step")  # they lead to the model
+        self._twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
+        self._twin.__dict__.update({key: {} for key in STEP_HOOKS})  # so do these, and torch looks for them
+
+    def step(self, group: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
+
+        Args:
+            group: index of its param group.
+            state: what it kept so far; empty before the first step.
+        """
+        twin = self._twin
+        twin.state = defaultdict(dict, {parameter: state} if state else {})
+        twin.param_groups = [{**self.groups[group], "params": [parameter]}]
+        unhooked_step(twin)
+        return dict(twin.state[parameter])
+
+    def changed_since(self, optimizer: Optimizer) -> list[str]:
+        """Hyper-parameters that `optimizer` has other values of now."""
+        pairs = zip(self.groups, optimizer.param_groups, strict=True)
+        return sorted({key for old, new in pairs for key in old if key in new and not _equal(old[key], new[key])})
+
+
+def _frozen(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+
+
+def _equal(old: Any, new: Any) -> bool:
+    return bool(torch.as_tensor(old == new).all())
+
+
+@dataclass
+class _Task:
+    """Some segments of one bucket that are stepped together; those in files share a cell.
+
+    Attributes:
+        segments: all of the cell.
+        due: those of them that have a gradient; the others are left alone.
+        mark: the point of computation from which on the weights may be changed.
+        done: told once the unit's last task is carried out.
+    """
+
+    bucket: Bucket
+    window: Range
+    segments: Sequence[Segment]
+    due: Sequence[Segment]
+    twin: Twin
+    finished: Finished
+    mark: torch.cuda.Event | None
+    done: Job | None = None
+    tray: Tray | None = None
+
+
+@dataclass
+class _Flush:
+    """Asks for the end of everything that is being written."""
+
+    done: Job = field(default_factory=Job)
+
+
+class Updater:
+    """Carries out updates in the order they are asked for; its thread ends with the object."""
+
+    def __init__(self, store: Store) -> None:
+        ring = [Tray(raw) for raw in store.ring()]
+        self._store, self._process = store, os.getpid()
+        self._tasks: queue.SimpleQueue[_Task | _Flush | None] = queue.SimpleQueue()
+        threads, cpus = step_threads(store.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        carrier = _Carrier(store, ring, self._tasks)
+        threads = store.settings.threads or threads
+        start_thread("terrazzo-update", lambda: _carry(carrier, threads, cpus), carrier.stop)
+
+    def __del__(self) -> None:
+        self._tasks.put(None)
+
+    def begin(self, segments: Mapping[Bucket, Sequence[Segment]], twin: Twin) -> Job:
+        """Start updating one unit's segments; the job ends when its new weights can be used."""
+        require_own(self._process)
+        mark = self._store.lane.mark()
+        tasks = []
+        for bucket, held in segments.items():
+            finished = bucket.gradient.handed_over() if any(segment.due for segment in held) else None
+            for window, among in _by_window(held).items():
+                if finished is not None and (due := [segment for segment in among if segment.due]):
+                    tasks.append(_Task(bucket, window, among, due, twin, finished, mark))
+        done = Job()
+        if not tasks:  # the unit is published all the same: other ranks may have some
+            done.set_result(None)
+            return done
+        tasks[-1].done = done
+        for task in tasks:
+            self._tasks.put(task)
+        return done
+
+    def flush(self) -> Job:
+        """Ends when everything asked for so far has been carried out and written."""
+        require_own(self._process)
+        flush = _Flush()
+        self._tasks.put(flush)
+        return flush.done
+
+
+def _by_window(segments: Sequence[Segment]) -> dict[Range, list[Segment]]:
+    windows: dict[Range, list[Segment]] = {}
+    for segment in segments:
+        windows.setdefault(segment.window, []).append(segment)
+    return windows
+
+
+def _carry(carrier: _Carrier, threads: int, cpus: Collection[int]) -> None:
+    torch.set_num_threads(threads)
+    if cpus:
+        bind_to(cpus)
+    with torch.no_grad():
+        carrier.run()
+
+
+class _Carrier:
+    """What the thread does; it must not hold the `Updater`, whose end it waits for."""
+
+    def __init__(self, store: Store, ring: list[Tray], tasks: queue.SimpleQueue[_Task | _Flush | None]) -> None:
+        self._store, self._ring, self._tasks = store, deque(ring), tasks
+        self._ahead: deque[_Task | _Flush] = deque()
+        self._failure: BaseException | None = None
+
+    def stop(self) -> None:
+        """The process exits: begin nothing more."""
+        self._failure = self._failure or RuntimeError("The process exits: this update is not carried out any more.")
+        self._tasks.put(None)
+
+    def run(self) -> None:
+        while self._look_ahead():
+            task = self._ahead.popleft()
+            done = task.done
+            try:
+                if self._failure is not None:
+                    raise again(self._failure)
+                self._carry_out(task)
+            except BaseException as error:
+                self._fail(error)
+                if done is not None:
+                    done.set_exception(without_frames(error))
+            else:
+                if done is not None:
+                    done.set_result(None)
+            del task, done
+
+    def _fail(self, error: BaseException) -> None:
+        """States are torn: nothing may be stepped any more, and transfers that failed hold what they were for."""
+        self._failure = again(error)
+        self._ring.clear()
+
+    def _look_ahead(self) -> bool:
+        """Start reading for what comes next, half the ring ahead; False at the end."""
+        while len(self._ahead) <= len(self._ring) // 2:
+            try:
+                task = self._tasks.get(block=not self._ahead)
+            except queue.Empty:
+                return True
+            if task is None:
+                return False
+            if isinstance(task, _Task) and self._failure is None:
+                try:
+                    self._start_reading(task)
+                except BaseException as error:
+                    self._fail(error)
+            self._ahead.append(task)
+        return True
+
+    def _start_reading(self, task: _Task) -> None:
+        if task.bucket.tiers.optim != "nvme":
+            return
+        for tray in self._ring:
+            if tray.holds(task.bucket, task.window):
+                tray.finish_writing()
+        tray = self._ring.popleft()
+        self._ring.append(tray)
+        tray.finish_writing()
+        kept = [task.twin.state.get(segment.parameter, {}) for segment in task.segments]
+        known = [key for key in task.bucket.moments if any(key in state for state in kept)]
+        tray.read(task.bucket, task.window, known, task.finished)
+        task.tray = tray
+
+    def _carry_out(self, task: _Task | _Flush) -> None:
+        if isinstance(task, _Flush):
+            for tray in self._ring:
+                tray.finish_writing()
+            return
+        if task.tray is not None:
+            task.tray.finish_reading()
+        if task.mark is not None:
+            task.mark.synchronize()  # what was queued before may still read weights in host memory
+        with self._store.lane.after(task.mark):
+            for segment in task.due:
+                self._step(segment, task)
+        if task.tray is not None:
+            if "weight" in task.tray:
+                task.tray.part("weight", task.window).copy_(task.tray.part("master", task.window))
+            task.tray.write()
+            if task.done is not None:
+                self._finish_weights(task.bucket)
+
+    def _finish_weights(self, bucket: Bucket) -> None:
+        """New weights in files are complete before anyone reads them."""
+        if bucket.tiers.weight == "nvme":
+            for tray in self._ring:
+                tray.finish_writing()
+
+    def _step(self, segment: Segment, task: _Task) -> None:
+        started = time.perf_counter()
+        values = segment.parameter.detach() if task.tray is None else task.tray.part("master", segment.range)
+        parameter = nn.Parameter(values)
+        parameter.grad = self._gradient(segment, task)
+        _Moments(segment, task.tray).step(task.twin, parameter)
+        weight = segment.bucket.own_weight
+        if weight is not None and (task.tray is None or "weight" not in task.tray):
+            with weight.opened(segment.range, "replace") as own:
+                own.copy_(values.to(own.device, non_blocking=True))  # across devices before the cast: pinned memory
+        self._store.steps.numel += values.numel()
+        self._store.steps.seconds += time.perf_counter() - started
+
+    def _gradient(self, segment: Segment, task: _Task) -> Tensor:
+        if task.tray is None or "grad" not in task.tray:
+            return segment.gradient(task.finished)
+        part = task.tray.part("grad", segment.range)
+        return scaled(part, task.finished.factor).to(segment.parameter.dtype)
+
+
+class _Moments:
+    """What the optimizer keeps for each element of a segment: lent to a step in the master's dtype, then put back."""
+
+    def __init__(self, segment: Segment, tray: Tray | None) -> None:
+        self._segment, self._tray = segment, tray
+        self._names = segment.bucket.moments
+
+    def step(self, twin: Twin, parameter: nn.Parameter) -> None:
+        """Update `parameter`, and what is kept for the segment with it."""
+        segment = self._segment
+        kept = twin.state.get(segment.parameter) or {}
+        lent = {key: self._home(key).to(parameter.dtype) if key in self._names else kept[key] for key in kept}
+        after = twin.step(segment.group, parameter, lent)
+        twin.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
+
+    def _home(self, key: str) -> Tensor:
+        if self._tray is not None:
+            return self._tray.part(key, self._segment.range)
+        with self._names[key].opened(self._segment.range, "change") as data:
+            return data
+
+    def _put_back(self, key: str, value: Any) -> Any:
+        if key not in self._names:
+            return value
+        home = self._home(key)
+        if home.data_ptr() != value.data_ptr():
+            home.copy_(value)
+        if self._tray is None:
+            return home
+        self._tray.keep(key)
+        return torch.empty_like(home, device="meta")

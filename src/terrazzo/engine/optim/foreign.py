@@ -1,0 +1,51 @@
+"""Optimizers that step over the parameters of a sharded model without being attached to it.
+
+Such a step would read gradients that are not there, and train nothing. Each begins with a look at what it steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from terrazzo.engine.optim.optimizer import ShardedOptimizer
+from terrazzo.engine.parameter import sharded_name
+from terrazzo.errors import Misuse
+
+__all__ = ["take_over_by", "watch_steps"]
+
+Taker = Callable[[Optimizer], None]
+_TAKERS: list[Taker] = []
+_WATCH: list[Any] = []
+
+
+def watch_steps() -> None:
+    """From now on, a foreign optimizer's step over sharded parameters raises `Misuse`."""
+    if not _WATCH:
+        _WATCH.append(register_optimizer_step_pre_hook(_before_any_step))
+
+
+def take_over_by(taker: Taker) -> None:
+    """Show `taker` every foreign optimizer as it begins a step, so that it may attach it."""
+    if taker not in _TAKERS:
+        _TAKERS.append(taker)
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    for taker in _TAKERS:
+        taker(optimizer)
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = [name for parameter in given if (name := sharded_name(parameter)) is not None]
+    if names:
+        raise Misuse(
+            f"This {type(optimizer).__name__} steps {len(names)} parameters of a sharded model ({names[0]!r}, ...), "
+            "and is not attached to it: their gradients are not there for it. Give it to tz.shard, or call "
+            "tz.attach(model, optimizer) before its first step."
+        )

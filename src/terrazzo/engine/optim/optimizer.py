@@ -1,0 +1,325 @@
+"""Drives stock `torch.optim` optimizers over flat shards of master weights.
+
+A user's optimizer object stays the same one, with its param groups, hyper-parameters and schedulers: only the tensors
+in its groups are replaced. Before its own step, gradients are handed to those tensors; after it, the updated master
+weights are published to the compute weights. A step that must not happen simply finds no gradients. Of several
+optimizers of one model, each has its own parameters, and leaves those of the others alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.gradient import Finished
+from terrazzo.engine.optim.apart import Apart
+from terrazzo.engine.optim.segment import Segment, segments_of
+from terrazzo.engine.optim.stock import unhooked_step
+from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.scaler import LossScaler
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.unit import Unit
+from terrazzo.errors import Misuse
+
+__all__ = [
+    "OptimizerDriver",
+    "ShardedOptimizer",
+    "adopt",
+    "forget_gradients",
+]
+
+
+class OptimizerDriver:
+    """Feeds one optimizer from the buckets of one model.
+
+    Args:
+        optimizer: its groups' tensors are replaced by segments.
+        units: of the model, built.
+        schedule: of the model.
+        publish: brings compute weights of some buckets in line with updated master weights.
+        first: number of its first param group among those of all the model's optimizers.
+
+    Attributes:
+        groups: numbers of its param groups.
+        buckets: those with parameters of its own.
+        segments: what the optimizer steps.
+        background: updates away from the device; None where there are none.
+        reference: to the optimizer, weak.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        units: Sequence[Unit],
+        recipe: Recipe,
+        schedule: Schedule,
+        publish: Callable[[Collection[Bucket]], None],
+        first: int = 0,
+    ) -> None:
+        self.groups = range(first, first + len(optimizer.param_groups))
+        self.units, self.recipe, self.schedule = units, recipe, schedule
+        self._owned = _owned([bucket for unit in units for bucket in unit.trainable()], self.groups)
+        self.buckets = list(self._owned)
+        self._publish = weakref.WeakMethod(publish)  # its owner owns this driver
+        self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
+        self.background: Apart | None = None
+        scaling = recipe.precision.loss_scaling
+        self.scaler = LossScaler(scaling) if scaling else None
+        self.reference, self._retired = weakref.ref(optimizer), False
+        self._moments_differ = recipe.precision.moments != recipe.precision.master
+        self._fill_groups(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _fill_groups(self, optimizer: Optimizer) -> None:
+        for index, group in zip(self.groups, optimizer.param_groups, strict=True):
+            segments = [segment for segment in self.segments if segment.group == index]
+            group["params"] = [segment.parameter for segment in segments]
+            if "param_names" in group:
+                group["param_names"] = [segment.bucket.members[segment.first].name for segment in segments]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        optimizer = self.reference()
+        assert optimizer is not None, "the optimizer is gone"
+        return optimizer
+
+    def update_apart(self, make: Callable[[Callable[[], list[Segment]]], Apart]) -> None:
+        """Have segments away from the device updated by what `make` returns; it is given what returns them."""
+        reference = weakref.ref(self)
+
+        def segments() -> list[Segment]:
+            live = reference()
+            return live.segments if live is not None else []
+
+        def reduced(unit: int) -> None:
+            if (live := reference()) is not None and live.background is not None:
+                live.background.unit_reduced(unit, live.optimizer)
+
+        self.background = make(segments)
+        self.schedule.reduced = reduced
+
+    def settle(self) -> None:
+        """Return once no update is under way."""
+        if self.background is not None:
+            self.background.settle()
+
+    def retire(self) -> None:
+        """Drive no longer, and let go of the model; nothing may be under way."""
+        self.buckets, self.segments, self.units, self._retired = [], [], (), True
+        self._owned, self.background = {}, None
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _inside_another(optimizer):
+            return
+        if (args[1:] and args[1] is not None) or kwargs.get("closure") is not None:
+            raise Misuse("optimizer.step(closure) is not supported on sharded weights: run forward and backward first.")
+        if self._retired:
+            raise Misuse(f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got.")
+        if any(bucket.gradient.unfinished for bucket in self.buckets):
+            raise Misuse(
+                "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
+                "backward outside 'with tz.accumulate(model)', so that it reduces them."
+            )
+        self.drop_segment_gradients()
+        if self.scaler is not None:
+            overflow = self._overflowed()
+            self.scaler.update(overflow)
+            if overflow:
+                return
+        self._cut_segments(optimizer)
+        if self.background is not None:
+            self.background.begin(optimizer)
+        here = [segment for segment in self.segments if not segment.bucket.updated_apart and segment.due]
+        finished = {bucket: bucket.gradient.handed_over() for bucket in {segment.bucket: None for segment in here}}
+        if self._moments_differ:
+            self._step_one_by_one(optimizer, here, finished)
+        else:
+            for segment in here:
+                segment.parameter.grad = segment.gradient(finished[segment.bucket])
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _inside_another(optimizer):
+            return
+        self.drop_segment_gradients()
+        if (publish := self._publish()) is not None:
+            publish(self._owned.keys())
+        if self.background is not None:
+            self.background.end_step()
+
+    def drop_segment_gradients(self) -> None:
+        """Segments have gradients inside a step alone."""
+        for segment in self.segments:
+            segment.parameter.grad = None
+
+    def _cut_segments(self, optimizer: Optimizer) -> None:
+        self.recut(optimizer, [segment.cut(segment.seen, optimizer) for segment in self.segments])
+
+    def recut(self, optimizer: Optimizer, parts: list[list[Segment]]) -> None:
+        """Put `parts` in the place of the segments that they were cut from."""
+        segments = [segment for pieces in parts for segment in pieces]
+        if segments != self.segments:
+            self.segments = segments
+            self._fill_groups(optimizer)
+
+    def _step_one_by_one(
+        self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, Finished]
+    ) -> None:
+        """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
+        precision = self.recipe.precision
+        for segment in segments:
+            segment.parameter.grad = segment.gradient(finished[segment.bucket])
+            _cast_moments(optimizer, segment.parameter, precision.master)
+            with _only(optimizer, segment, segment.group - self.groups.start):
+                unhooked_step(optimizer)
+            _cast_moments(optimizer, segment.parameter, precision.moments)
+            segment.parameter.grad = None
+
+    def _overflowed(self) -> bool:
+        """Whether any rank holds a non-finite gradient."""
+        wholes = (bucket.gradient.whole() for bucket in self.buckets)
+        finite = all(bool(torch.isfinite(grad).all()) for grad in wholes if grad is not None)
+        flag = torch.tensor([int(not finite)], dtype=torch.int64, device=self.recipe.axes.device)
+        return bool(self.recipe.axes.maximum(flag).item())
+
+    def leave_gradients(self, set_to_none: bool) -> None:
+        """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""
+        if not set_to_none:
+            self.settle()  # an update may still read what is going to be zero
+        if self.background is not None:
+            self.background.forget(abandoned=self.schedule.in_backward)
+        self.drop_segment_gradients()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget the gradients of its own parameters, or set finished ones to zero."""
+        self.leave_gradients(set_to_none)
+        if self.schedule.in_backward:  # a backward raised: gradients of all optimizers hold a part of it, or not
+            forget_gradients([b for unit in self.units for b in unit.trainable()], self.schedule, set_to_none)
+            return
+        for bucket, own in self._owned.items():
+            if len(own) == len(bucket.members):
+                bucket.zero_grad(set_to_none)
+            else:
+                self._zero_some(bucket, own, set_to_none)
+
+    def _zero_some(self, bucket: Bucket, own: Sequence[int], set_to_none: bool) -> None:
+        """What other optimizers have of a bucket, or none has, stays."""
+        self.settle()
+        bucket.gradient.forget(own, set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in own if set_to_none else ():
+                bucket.members[index].parameter.grad = None
+
+
+def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, list[int]]:
+    """By bucket the members that belong to one of `groups`, where there are any."""
+    found = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
+    return {bucket: own for bucket, own in found.items() if own}
+
+
+def _inside_another(optimizer: Optimizer) -> bool:
+    """Whether the step whose hooks run now is one that the optimizer's own step calls of its base class.
+
+    Both have hooks once a plain optimizer of the base class has been built in this process. The stack alone tells: a
+    count of steps under way would be wrong after one that raised.
+    """
+    hooked = sys._getframe(2)  # torch's function around a step
+    frame = hooked.f_back
+    while frame is not None:
+        if frame.f_code is hooked.f_code and frame.f_locals["args"][0] is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def forget_gradients(buckets: Iterable[Bucket], schedule: Schedule, set_to_none: bool) -> None:
+    """Forget every gradient, those on their way from a backward that raised included."""
+    if schedule.in_backward:
+        schedule.abandon_backward()
+    for bucket in buckets:
+        bucket.zero_grad(set_to_none)
+
+
+class ShardedOptimizer(Optimizer):
+    """Mixed into the class of an optimizer that drives a sharded model."""
+
+    _driver: OptimizerDriver
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._driver.zero_grad(set_to_none)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that a non-finite fp16 gradient on any rank has cancelled."""
+        return self._driver.scaler.skipped_steps if self._driver.scaler else 0
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor now applied to gradients inside the model; 1 without loss scaling."""
+        return self._driver.scaler.scale if self._driver.scaler else 1.0
+
+    def scaler_state(self) -> dict[str, float]:
+        """The loss scaler's counters as plain numbers; empty without loss scaling."""
+        return self._driver.scaler.state() if self._driver.scaler else {}
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        if self._driver.scaler and state:
+            self._driver.scaler.load_state(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise Misuse("A sharded optimizer cannot take further param groups: give it all of them before tz.shard.")
+
+    def state_dict(self) -> Any:
+        raise Misuse(
+            "A sharded optimizer's state_dict would hold only this rank's flat shards. Save with tz.checkpoint.save, "
+            "which names every piece by its parameter and resumes on any number of ranks."
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise Misuse("A sharded optimizer cannot load a plain state_dict: restore with tz.checkpoint.load.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise Misuse("A sharded optimizer cannot be deep-copied: its tensors are views of the model's master weights.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be pickled, and so not saved with torch.save: it has this rank's "
+            "flat shards alone. Save with tz.checkpoint.save(path, model, optimizer)."
+        )
+
+
+def adopt(optimizer: Optimizer, driver: OptimizerDriver) -> None:
+    """Turn `optimizer` into a `ShardedOptimizer` of its own class, in place."""
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__})
+    optimizer._driver = driver  # type: ignore[attr-defined]
+
+
+def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    state = optimizer.state[parameter]
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            state[key] = value.to(dtype)
+
+
+@contextlib.contextmanager
+def _only(optimizer: Optimizer, segment: Segment, index: int) -> Iterator[None]:
+    """The optimizer with this segment, of its param group `index`, as its only parameter."""
+    groups = optimizer.param_groups
+    group = groups[index]
+    params = group["params"]
+    optimizer.param_groups, group["params"] = [group], [segment.parameter]
+    try:
+        yield
+    finally:
+        optimizer.param_groups, group["params"] = groups, params

@@ -1,0 +1,162 @@
+"""What the engine asks of a stock `torch.optim` optimizer: how it updates, what its groups hold, and what it keeps."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Member
+from terrazzo.errors import BadInput
+
+__all__ = [
+    "ELEMENTWISE",
+    "STEP_HOOKS",
+    "StateSpec",
+    "assign_groups",
+    "check_optimizer",
+    "choose_kernel",
+    "groups_of",
+    "orphans",
+    "state_of",
+    "unhooked_step",
+]
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+)
+"""Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where torch keeps what is called around an optimizer's step, and around that of its base class."""
+
+
+def unhooked_step(optimizer: Optimizer) -> None:
+    """The optimizer class's own update, without step hooks, profiling or a scheduler's wrapper."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Errors: `BadInput` for an optimizer that is not known to be elementwise."""
+    name = type(optimizer).__name__
+    if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
+        raise BadInput(
+            f"{name} cannot run on flat shards: it is not known to update each element from that element's values "
+            "alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
+            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
+            "optimizer class if its update is elementwise."
+        )
+
+
+def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], first: int = 0) -> None:
+    """Note on each member which param group owns it, counting those of all optimizers on from `first`.
+
+    Errors: `BadInput`, with nothing noted, for parameters that are not the model's or have an optimizer already.
+    """
+    by_parameter = {member.parameter: member for member in members}
+    groups = enumerate(groups_of(optimizers), first)
+    given = [(number, parameter) for number, group in groups for parameter in group["params"]]
+    if foreign := sum(parameter not in by_parameter for _, parameter in given):
+        raise BadInput(
+            f"{foreign} of the optimizer's {len(given)} parameters are not parameters of this model. Build the "
+            "optimizer over model.parameters() of the model you shard, after any step that replaces parameters."
+        )
+    owned: dict[int, int] = {}
+    for number, parameter in given:
+        member = by_parameter[parameter]
+        if member.group >= 0 or id(member) in owned:
+            raise BadInput(
+                f"{member.name!r} is in two optimizers of this model, and a parameter has one: build them over "
+                "disjoint parameters, such as model.generator.parameters() and model.discriminator.parameters()."
+            )
+        owned[id(member)] = number
+    for member in members:
+        member.group = owned.get(id(member), member.group)
+
+
+def orphans(members: Sequence[Member]) -> list[str]:
+    """Names of the trainable parameters that no optimizer has."""
+    return [member.name for member in members if member.trainable and member.group < 0]
+
+
+def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    """The param groups of all of them, one after the other."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What an optimizer keeps for a parameter under one key.
+
+    Attributes:
+        per_element: one value per element of the parameter, in the dtype of moments; else of the shape that follows.
+        kind: Tensor, or the Python type of a plain number.
+    """
+
+    per_element: bool
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    device: torch.device | None = None
+    kind: type = Tensor
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Memory of a state that is not per element."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.kind is Tensor and not self.per_element else 0
+
+    def restored(self, flat: Tensor, device: torch.device | None) -> Any:
+        """`flat` as the optimizer expects it for a parameter on `device`."""
+        if self.kind is not Tensor:
+            return self.kind(flat.item())
+        on_cpu = self.device is None or self.device.type == "cpu"
+        return flat.to(device=self.device if on_cpu else device, dtype=self.dtype).reshape(self.shape).clone()
+
+
+def choose_kernel(optimizer: Optimizer) -> None:
+    """Take the fused kernel where the user has not chosen: on a CPU it is many times as fast as torch's default, and
+    one kernel on every tier makes one result.
+    """
+    for group in optimizer.param_groups:
+        if type(optimizer) in _FUSED and group.get("fused") is None and not group.get("foreach"):
+            group["fused"] = True
+
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, StateSpec]:
+    """What this optimizer keeps for each parameter of `group`.
+
+    Taken from a parameter that has state already, else found by stepping a tensor of two elements on a zero gradient.
+    """
+    for parameter in group["params"]:
+        if parameter.dim() and (state := optimizer.state.get(parameter)):
+            return _specs(state, parameter.shape)
+    on_cuda = next((parameter.device for parameter in group["params"] if parameter.is_cuda), None)
+    tensor = nn.Parameter(torch.zeros(2, device=on_cuda))  # where a state lives may follow the parameter
+    tensor.grad = torch.zeros_like(tensor)
+    probe = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
+    probe.__dict__.update(optimizer.__dict__)
+    probe.__dict__.update({key: OrderedDict() for key in STEP_HOOKS})  # a base class's step would call them
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**group, "params": [tensor]}]
+    unhooked_step(probe)
+    return _specs(probe.state[tensor], tensor.shape)
+
+
+def _specs(state: Mapping[str, Any], shape: torch.Size) -> dict[str, StateSpec]:
+    specs = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            specs[key] = StateSpec(per_element=False, kind=type(value))
+        else:
+            specs[key] = StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
+    return specs

@@ -1,0 +1,132 @@
+"""What a plan costs in memory, computed before anything is allocated.
+
+States follow from shapes, places and dtypes, the transient peak from a step rehearsed on paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.offload.drive import cell_numel, padded_bytes
+from terrazzo.engine.offload.needs import Templates, need_of
+from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.store import disk_bytes, host_bytes
+from terrazzo.engine.optim.segment import held_range, runs
+from terrazzo.engine.paper.rehearsal import rehearse
+from terrazzo.engine.unit import Unit
+
+__all__ = ["MemoryBill", "PaperStep", "memory_bill"]
+
+
+@dataclass(frozen=True)
+class MemoryBill:
+    """Bytes that the engine holds on this rank. Activations and the framework's own memory come on top.
+
+    All but the last two lie on the device; on CPU ranks `host_bytes` come out of the same memory. Finished gradients on
+    their way to another tier, two units' at most, are not in it.
+
+    Attributes:
+        weight_bytes: weights at rest; they include the master weights wherever both are one memory.
+        master_bytes: master weights in memory of their own.
+        grad_bytes: finished gradients, from the end of backward to `zero_grad`.
+        moments_bytes: what the optimizer keeps after its first step.
+        transient_bytes: the most ever held at once beside these: gathered weights, unreduced gradients, receive
+            buffers, weights kept between forward and backward.
+        host_bytes: states in the host's memory, and buffers for those in files.
+        disk_bytes: states in files.
+    """
+
+    weight_bytes: int
+    master_bytes: int
+    grad_bytes: int
+    moments_bytes: int
+    transient_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """On the device."""
+        return self.weight_bytes + self.master_bytes + self.grad_bytes + self.moments_bytes + self.transient_bytes
+
+    def table(self) -> str:
+        rows = {
+            "weights": self.weight_bytes,
+            "master weights": self.master_bytes,
+            "gradients": self.grad_bytes,
+            "optimizer state": self.moments_bytes,
+            "transient peak": self.transient_bytes,
+            "total": self.total_bytes,
+        }
+        rows |= {"host memory": self.host_bytes} if self.host_bytes else {}
+        rows |= {"files": self.disk_bytes} if self.disk_bytes else {}
+        return "\n".join(f"  {name:<16}{value / 2**20:>12,.1f} MiB" for name, value in rows.items())
+
+
+@dataclass(frozen=True)
+class PaperStep:
+    """A step that a bill is made for.
+
+    Attributes:
+        prefetch: units gathered ahead.
+        micro_batches: in the step.
+        local_sums: whether those before the last only add their gradients on this rank.
+    """
+
+    prefetch: int
+    micro_batches: int = 1
+    local_sums: bool = False
+
+
+def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, step: PaperStep) -> MemoryBill:
+    """The bill of these units, whether or not they have been built.
+
+    Args:
+        units: in registration order.
+        templates: `state_of` each param group; none without an optimizer.
+        offload: how states beside the device are kept.
+    """
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    trainable = [bucket for bucket in buckets if bucket.trainable]
+    updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
+    precision = buckets[0].recipe.precision
+    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
+    mastered = [bucket for bucket in updated_here if bucket.has_own_master]
+    finished = [bucket for bucket in trainable if bucket.tiers.grad == "device"]
+    resting = [bucket for bucket in buckets if bucket.tiers.weight == "device"]
+    return MemoryBill(
+        weight_bytes=sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in resting),
+        master_bytes=sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in mastered),
+        grad_bytes=sum(_numel(b, b.optim_axes) * precision.accumulate.itemsize for b in finished),
+        moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
+        transient_bytes=rehearse(units, step.prefetch, step.micro_batches, step.local_sums)[0].peak_bytes,
+        host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),
+        disk_bytes=disk_bytes(need),
+    )
+
+
+def _partial_bytes(bucket: Bucket, step: PaperStep) -> int:
+    """Host memory for the sums of micro-batches that are reduced one by one."""
+    recipe = bucket.recipe
+    if bucket.tiers.grad == "device" or step.micro_batches == 1 or step.local_sums:
+        return 0
+    axes = bucket.gradient.first_axes(last=False)
+    dtype = recipe.precision.accumulate if recipe.axes.live(axes) else recipe.precision.reduce
+    return padded_bytes(_numel(bucket, axes) * dtype.itemsize)
+
+
+def _numel(bucket: Bucket, axes: tuple[str, ...]) -> int:
+    return bucket.space.range(axes).numel
+
+
+def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:
+    total = 0
+    for bucket in buckets:
+        moment_bytes = bucket.recipe.precision.moments.itemsize
+        for first, last in runs(bucket):
+            group, numel = bucket.members[first].group, held_range(bucket, first, last).numel
+            for spec in templates[group].values() if group >= 0 and numel else ():
+                total += numel * moment_bytes if spec.per_element else spec.fixed_bytes
+    return total

@@ -1,0 +1,130 @@
+"""Threads that do a rank's errands: exchanges with its neighbours, updates of offloaded states, transfers of drives."""
+
+from __future__ import annotations
+
+import copy
+import os
+import queue
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from terrazzo.engine.process.ending import Thread, require_own, start_thread
+
+__all__ = ["Job", "Worker", "again", "without_frames"]
+
+_Jobs = queue.SimpleQueue["tuple[Job, Callable[[], None]] | None"]
+
+
+def again(error: BaseException) -> BaseException:
+    """The same error as an object of its own.
+
+    Whoever raises an error adds frames to it, and with them all that is alive there: who keeps one to raise it once
+    more keeps a copy, or the model that has failed could never be freed.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # not every class can be copied
+        copied = RuntimeError(str(error))
+    if notes := getattr(error, "__notes__", None):
+        copied.__notes__ = list(notes)
+    return copied
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The same error for another thread, with its traceback as text: the frames would keep what they hold alive."""
+    copied = again(error)
+    copied.add_note("".join(["In a background thread:\n", *traceback.format_exception(error)]).rstrip())
+    return copied
+
+
+class Job(Future[None]):
+    """Something that a thread will have done. A forked child cannot ask for it: the thread is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
+    def wait(self) -> None:
+        """Return once it is done. Errors: what it raised."""
+        error = self.failure()
+        if error is not None:
+            raise again(error)  # a copy: with frames of whoever waits, the job would hold on to who holds it
+
+    def failure(self) -> BaseException | None:
+        """What it raised, or None, once it is done."""
+        require_own(self._process)
+        return self.exception()
+
+
+class Worker:
+    """Threads that do jobs in the order they came; they end with the object.
+
+    Args:
+        name: of the threads.
+        threads: how many; with one, jobs are done one after the other.
+        break_off: for jobs that wait for other ranks, which may be gone: ends such a wait where the process exits.
+    """
+
+    def __init__(self, name: str, threads: int = 1, break_off: Callable[[], object] | None = None) -> None:
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._process = os.getpid()
+        self._threads: list[Thread] = []
+        jobs = self._jobs  # the threads must not hold the object whose end they wait for
+        for _ in range(threads):
+            thread = start_thread(name, lambda: _work(jobs), lambda: _end(jobs, threads))
+            if break_off is not None:
+                thread.can_be_broken_off(break_off, patience_s=3.0)
+            self._threads.append(thread)
+
+    def __del__(self) -> None:
+        _end(self._jobs, len(self._threads))
+
+    def submit(self, job: Callable[[], None]) -> Job:
+        """Errors: `Misuse` in a forked child."""
+        require_own(self._process)
+        done = Job()
+        self._jobs.put((done, job))
+        return done
+
+    def close(self) -> None:
+        """Return once all jobs are done and the threads have ended."""
+        require_own(self._process)
+        threads, self._threads = self._threads, []
+        _end(self._jobs, len(threads))
+        for thread in threads:
+            thread.join()
+
+
+def _end(jobs: _Jobs, threads: int) -> None:
+    """Whichever of the threads takes it, there is one for each."""
+    for _ in range(threads):
+        jobs.put(None)
+
+
+def _work(jobs: _Jobs) -> None:
+    with torch.no_grad():
+        while _do_next(jobs):
+            pass
+
+
+def _do_next(jobs: _Jobs) -> bool:
+    """False at the end. What a job holds is gone when it counts as done, and when the next one is awaited."""
+    item = jobs.get()
+    if item is None:
+        return False
+    done, job = item
+    del item
+    failure: BaseException | None = None
+    try:
+        job()
+    except BaseException as error:
+        failure = without_frames(error)
+    del job
+    if failure is None:
+        done.set_result(None)
+    else:
+        done.set_exception(failure)
+    return True

@@ -1,0 +1,245 @@
+"""Host memory: pieces that never overlap, pinning asked for once, and a pool that stops growing."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terrazzo.engine.offload import host
+from terrazzo.engine.offload.host import HostArena, HostBuffer, HostPool
+from terrazzo.errors import BadInput, Misuse
+
+PAGE = 4096
+
+
+# -- the arena ---------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_start_on_pages_and_keep_what_is_written() -> None:
+    sizes = [1, PAGE, PAGE + 1, 0, 10 * PAGE, 5000]
+    arena = HostArena(sum(-(-size // PAGE) * PAGE for size in sizes), pin=False)
+    pieces = [arena.take(size) for size in sizes]
+    assert [piece.numel() for piece in pieces] == sizes
+    assert all(piece.dtype == torch.uint8 and piece.data_ptr() % PAGE == 0 for piece in pieces)
+    assert all(int(piece.sum()) == 0 for piece in pieces)
+    for number, piece in enumerate(pieces, 1):
+        piece.fill_(number)
+    assert [set(piece.tolist()) for piece in pieces] == [{1}, {2}, {3}, set(), {5}, {6}]
+
+
+def test_an_arena_gives_no_more_than_it_has() -> None:
+    arena = HostArena(3 * PAGE - 5, pin=False)
+    assert arena.size_bytes == 3 * PAGE
+    arena.take(PAGE + 1)
+    with pytest.raises(Misuse, match=r"4,097 bytes .* 4,096 of its 12,288 left"):
+        arena.take(PAGE + 1)
+    arena.take(PAGE)
+    with pytest.raises(Misuse, match=r"1 bytes .* 0 of its 12,288 left"):
+        arena.take(1)
+    with pytest.raises(Misuse, match="-1 bytes"):
+        arena.take(-1)
+
+
+def test_tensors_outlive_their_arena() -> None:
+    arena = HostArena(64 * PAGE, pin=False)
+    piece = arena.take(64 * PAGE).fill_(7)
+    arena.close()
+    arena.close()
+    with pytest.raises(Misuse, match="closed"):
+        arena.take(1)
+    del arena
+    gc.collect()
+    assert int(piece.min()) == int(piece.max()) == 7
+
+
+@pytest.mark.parametrize("size", [1 << 60, 1 << 70])
+def test_memory_that_the_system_refuses(size: int) -> None:
+    with pytest.raises(BadInput, match="GiB of host memory"):
+        HostArena(size, pin=False)
+
+
+class Cudart:
+    """Stands in for the CUDA runtime, and records what it is asked."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.calls, self.device = code, list[tuple[Any, ...]](), 0
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        self.device, before = device, self.device
+        yield
+        self.device = before
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("register", address, size, flags))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    fake = Cudart()
+    monkeypatch.setattr(host, "_cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", fake.on)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.calls.append(("synchronize", fake.device)))
+    return fake
+
+
+def test_an_arena_is_pinned_whole_and_once(cudart: Cudart) -> None:
+    arena = HostArena(3 * PAGE - 1, pin=True)
+    first = arena.take(10)
+    address = first.data_ptr()
+    assert cudart.calls == [("register", address, 3 * PAGE, 0)] and arena.pinned_bytes == 3 * PAGE
+    arena.close()
+    arena.close()
+    assert cudart.calls[1:] == [("synchronize", 3), ("unregister", address)] and arena.pinned_bytes == 0
+
+
+def test_an_arena_that_is_dropped_is_unpinned(cudart: Cudart) -> None:
+    arena = HostArena(PAGE, pin=True)
+    address = arena.take(1).data_ptr()
+    del arena
+    gc.collect()
+    assert cudart.calls[1:] == [("synchronize", 3), ("unregister", address)]
+
+
+def test_nothing_is_pinned_unasked(cudart: Cudart) -> None:
+    arena = HostArena(PAGE, pin=False)
+    arena.close()
+    assert cudart.calls == [] and arena.pinned_bytes == 0
+
+
+def test_without_cuda_nothing_is_pinned(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert HostArena(PAGE, pin=True).pinned_bytes == 0
+    assert cudart.calls == []
+
+
+def test_pinning_that_fails_says_what_to_change(cudart: Cudart) -> None:
+    cudart.code = 2
+    with pytest.raises(BadInput, match=r"0\.50 GiB .* error 2; RLIMIT_MEMLOCK is .* offload\.pin to false"):
+        HostArena(512 << 20, pin=True)
+    gc.collect()
+    assert [call[0] for call in cudart.calls] == ["register"]
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_copied_from_and_to_a_device() -> None:
+    arena = HostArena(32 << 20, pin=True)
+    data = arena.take(32 << 20).view(torch.float32)
+    assert data.is_pinned() and arena.pinned_bytes == 32 << 20
+    data.copy_(torch.randn(data.numel()))
+    there = data.to("cuda", non_blocking=True)
+    back = torch.empty_like(data)
+    back.copy_(there)
+    assert torch.equal(back, data)
+    arena.close()
+    assert not data.is_pinned() and torch.equal(back, data)
+
+
+# -- the pool ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the arenas that pools have made."""
+    sizes: list[int] = []
+
+    class Counted(HostArena):
+        def __init__(self, size_bytes: int, pin: bool) -> None:
+            sizes.append(size_bytes)
+            super().__init__(size_bytes, pin)
+
+    monkeypatch.setattr(host, "HostArena", Counted)
+    return sizes
+
+
+def test_buffers_come_back_and_are_lent_again(made: list[int]) -> None:
+    pool = HostPool(pin=False)
+    for _ in range(5):
+        lent = [pool.take(size) for size in (3 * PAGE, PAGE, 3 * PAGE)]
+        assert len(made) == 3
+        del lent
+    assert pool.total_bytes == 7 * PAGE
+
+
+def test_the_smallest_buffer_that_is_large_enough_is_lent(made: list[int]) -> None:
+    pool = HostPool(pin=False)
+    lent = {size: pool.take(size * PAGE) for size in (8, 2, 4)}
+    addresses = {size: address_of(buffer) for size, buffer in lent.items()}
+    del lent
+    assert address_of(pool.take(3 * PAGE)) == addresses[4]
+    assert address_of(pool.take(5 * PAGE)) == addresses[8]
+    assert address_of(pool.take(1)) == addresses[2]
+    assert len(made) == 3
+
+
+def test_batches_of_changing_lengths_end_in_a_pool_of_the_largest(made: list[int]) -> None:
+    pool, choice = HostPool(pin=False), random.Random(0)
+    for _ in range(300):
+        length = choice.randint(1, 50)
+        lent = [pool.take(length * PAGE) for _ in range(4)]
+        assert pool.total_bytes <= 4 * 50 * PAGE
+        del lent
+    found = len(made)
+    for length in range(50, 0, -1):
+        lent = [pool.take(length * PAGE) for _ in range(4)]
+        del lent
+    assert len(made) <= found + 4 and pool.total_bytes <= 4 * 50 * PAGE
+
+
+def test_what_is_lent_is_never_lent_twice() -> None:
+    """Four threads that take, fill, check and return."""
+    pool, failures = HostPool(pin=False), list[str]()
+
+    def body(number: int) -> None:
+        choice = random.Random(number)
+        like = torch.empty(2 * PAGE, dtype=torch.uint8)
+        for _ in range(200):
+            buffer = pool.take(choice.randint(1, 4) * 2 * PAGE)
+            memory = buffer.shaped(like).fill_(number)
+            if set(memory.tolist()) != {number}:
+                failures.append(f"thread {number}")
+            del buffer, memory
+
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and pool.total_bytes <= 4 * 8 * PAGE
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.randn(5, 7),
+        torch.randn(5, 7).t(),
+        torch.randn(2, 3, 4, dtype=torch.bfloat16).permute(2, 0, 1),
+        torch.randn(3, 1, 5, dtype=torch.float64),
+        torch.randn(()),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
+)
+def test_a_buffer_takes_any_dense_shape(like: Tensor) -> None:
+    found = HostPool(pin=False).take(like.nbytes).shaped(like)
+    found.copy_(like)
+    assert found.shape == like.shape and found.stride() == like.stride() and found.dtype == like.dtype
+    assert torch.equal(found, like)
+
+
+def address_of(buffer: HostBuffer) -> int:
+    return buffer.shaped(torch.empty(1, dtype=torch.uint8)).data_ptr()
