@@ -334,5 +334,5 @@ def test_other_ranks_and_plans_at_every_start_see_the_same_samples(
     assert found.keys() == expected.keys()
     assert [found[step][1] for step in sorted(found)] == [expected[step][1] for step in sorted(expected)]
     apart = [abs(found[step][0] - loss) / loss for step, (loss, _) in expected.items()]
-    assert median(apart) < 1e-2 and max(apart) < 5e-2  # sums in other orders; losses of neighbouring steps are 8e-2 apart
+    assert median(apart) < 1e-2 and max(apart) < 5e-2  # by the order of sums; neighbouring steps are 8e-2 apart
     print(report)
