@@ -128,6 +128,20 @@ def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
     assert set(re.findall(r"`make ([a-z]+)", content)) <= set(targets)
 
 
+def test_whoever_wants_to_change_something_is_told_where_it_is() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = [row.split(" | ") for row in re.findall(r"^\| (.* \| `.*) \|$", text, re.M)]
+    named = {"src/terrazzo": set[Path](), "tests": set[Path]()}
+    for row in rows:
+        for root, cell in zip(named, row[-2:], strict=True):
+            named[root] |= {ROOT / root / path for path in re.findall(r"`([\w/.]+)`", cell)}
+    assert rows and all(path.exists() for paths in named.values() for path in paths)
+    inside = {folder for path in named["src/terrazzo"] for folder in (path, *path.parents)}
+    packages = {path.parent for path in (ROOT / "src/terrazzo").rglob("__init__.py")}
+    whole = {path for path in named["src/terrazzo"] if path.is_dir()}
+    assert {package for package in packages if package not in inside and not whole & set(package.parents)} == set()
+
+
 def test_every_module_of_the_engine_is_in_its_page() -> None:
     page = (ROOT / "docs/concepts/engine.md").read_text()
     modules = {path.stem for path in (ROOT / "src/terrazzo/engine").rglob("*.py")} - {"__init__"}
