@@ -36,6 +36,11 @@ def other_data(model: nn.Module) -> None:
         parameter.data = parameter.data.clamp(-0.05, 0.05)
 
 
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
 def child_converted(model: Any) -> None:
     model.blocks[0].to(torch.float64)
 
@@ -49,7 +54,7 @@ def removed(model: Any) -> None:
     model.head.bias = None
 
 
-@pytest.mark.parametrize("edit", [in_place, other_data])
+@pytest.mark.parametrize("edit", [in_place, other_data, through_data])
 @pytest.mark.parametrize("tier", ["", "@cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 @pytest.mark.parametrize("plan", WHOLE)
@@ -74,6 +79,45 @@ def test_edits_of_whole_weights_are_trained_on(plan: str, precision: str, tier: 
         for name, value in after.items():
             assert edited[name].abs().max() <= 0.0501
             assert value.abs().max() <= 0.051, name
+
+
+@pytest.mark.parametrize("plan", WHOLE)
+def test_a_kept_alias_of_data_may_be_written_to_later(plan: str) -> None:
+    def body(rank: int) -> dict[str, Tensor]:
+        model = Net()
+        model, optimizer = tz.shard(model, torch.optim.SGD(model.parameters(), lr=1e-4), plan, precision="bf16")
+        aliases = [parameter.data for parameter in model.parameters()]
+        for number in range(3):
+            step(model, optimizer, number, rank)
+            for alias in aliases:
+                alias.clamp_(-0.05, 0.05)
+        step(model, optimizer, 3, rank)
+        return full_parameters(model)
+
+    for weights in on_ranks(2, body):
+        assert max(value.abs().max() for value in weights.values()) <= 0.051
+
+
+@pytest.mark.parametrize("plan", WHOLE)
+def test_data_may_be_read_between_a_forward_and_its_backward(plan: str) -> None:
+    def body(rank: int, reads: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        model, optimizer = tz.shard(model, sgd(model.parameters()), plan, precision="bf16")
+        for number in range(2):
+            losses = []
+            for micro in range(2):
+                losses.append(loss_of(model, batch(2 * number + micro, rank)))
+                for parameter in model.parameters() if reads else ():
+                    assert parameter.data.norm() > 0
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    plain = on_ranks(2, lambda rank: body(rank, False))
+    for found, wanted in zip(on_ranks(2, lambda rank: body(rank, True)), plain, strict=True):
+        assert_close(found, wanted, 0)
 
 
 @pytest.mark.parametrize("plan", WHOLE)

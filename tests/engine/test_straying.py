@@ -389,6 +389,22 @@ def test_a_forward_of_one_rank_alone_is_named() -> None:
         on_ranks(2, body)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "shard_grad_op", "zero3", "zero3@cpu"])
+def test_a_step_that_one_rank_leaves_out_is_named(plan: str) -> None:
+    def body(rank: int) -> None:
+        model = Routed()
+        model.route = [0, 1]
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan)
+        for number in range(3):
+            loss_of(model, batch(number, rank)).backward()
+            if (number, rank) != (1, 1):
+                optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(tz.RanksApart, match=r"optimizer\.step\(\) has been called .* times here, and from 1 to 2"):
+        on_ranks(2, body)
+
+
 def uneven_without_labels(plan: str) -> str:
     """Run by each process: NCCL's part is played by gloo's own collectives, whose messages say nothing."""
     before = collectives._KINDS["gloo"]

@@ -27,13 +27,14 @@ class Axes:
         device: the device whose memory holds every state.
         traffic: what this rank has sent through these axes.
         ledger: transient memory held for this model.
+        steps: how often this rank's optimizers have stepped.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         dims = mesh.mesh_dim_names or ()
         self.names = tuple(axis for axis in DATA_AXES if axis in dims)
         self.device = _local_device(mesh.device_type)
-        self.traffic, self.ledger = Traffic(), Ledger()
+        self.traffic, self.ledger, self.steps = Traffic(), Ledger(), 0
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger) for axis in self.names
         }
@@ -78,14 +79,23 @@ class Axes:
         return rows
 
     def trail(self) -> int:
-        """A digest of what has been exchanged on transports whose messages carry no labels; equal on all ranks."""
-        digest = 0
+        """A digest of what must be equal on all ranks: optimizer steps, and what has been exchanged on transports whose
+        messages carry no labels.
+        """
+        digest = self.steps
         for collectives in self._collectives.values():
             digest = zlib.crc32(collectives.digest.to_bytes(4, "little"), digest)
         return digest
 
     def compare_trails(self, label: Label) -> None:
-        """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do."""
+        """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do, or steps."""
+        steps = self.rows(torch.tensor([self.steps], device=self.control_device)).flatten().tolist()
+        if min(steps) != max(steps):
+            raise RanksApart(
+                f"The ranks have not run the same: before {label}, optimizer.step() has been called {self.steps} times "
+                f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
+                "on it, for example with an all_reduce of whether the loss is finite."
+            )
         for collectives in self._collectives.values():
             trail = [*collectives.trail][-TRAIL:]
             own = torch.tensor([-1] * (TRAIL - len(trail)) + trail, device=self.device)

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, adopt, differ
 from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Moves
-from terrazzo.engine.parameter import Guard
+from terrazzo.engine.parameter import Guard, watch_data
 from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.engine.recipe import Recipe, Tiers
 from terrazzo.errors import Misuse
@@ -134,6 +134,10 @@ class Bucket:
         self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
         self._held: Buffer | None = None
         self._present = True
+        self._asked: set[str] = set()
+        if self.resident and self.trainable and self.has_own_master:
+            for member in self.members:
+                watch_data(member.parameter, self._asked, member.name)
         self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = view(self.full.data, slot)
@@ -184,9 +188,9 @@ class Bucket:
         self.check_members()
         self._written()
         if not self.resident:
-            _adopt(self.weight, self.full)
+            adopt(self.weight, self.full)
         if self.has_own_master:
-            _adopt(self.master, self.weight)
+            adopt(self.master, self.weight)
 
     def check_members(self) -> None:
         """Notice what the user has done to parameters since the model was sharded.
@@ -237,10 +241,12 @@ class Bucket:
 
     def adopt_edits(self) -> None:
         """Take over what has been written into whole weights."""
-        if self.resident and self._present and self._written():
+        if not (self.resident and self._present):
+            return
+        if self._written() or (self._asked and differ(self.master, self.weight)):
             self.changes += 1
             if self.has_own_master:
-                _adopt(self.master, self.weight)
+                adopt(self.master, self.weight)
 
     def forget_edits(self) -> None:
         """What has been written into gathered weights is to be lost."""
@@ -321,7 +327,7 @@ class Bucket:
             )
         storage = self.full.data.untyped_storage()
         if storage.size():
-            self.recipe.axes.ledger.give(storage.size())
+            self.recipe.axes.ledger.give(self.full.data.nbytes)
             storage.resize_(0)
         if self._present:
             self._present = False
@@ -386,11 +392,3 @@ class Bucket:
 
 def _described(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> str:
     return f"{dtype} {shape} on {device}"
-
-
-def _adopt(state: Resting, written: Resting) -> None:
-    """Replace the values of `state` where those that they round to in `written` are others."""
-    for part in state.cuts(state.range):
-        with state.opened(part, "change") as kept, written.opened(part) as new:
-            value = new.to(kept.device)
-            kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype)))

@@ -23,7 +23,7 @@ from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job
 
-__all__ = ["Access", "Buffer", "Homes", "Resting", "Space"]
+__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "adopt", "differ"]
 
 Access = Literal["read", "change", "replace"]
 """What is done with opened elements: they are read; read and written; all written, whatever they were before."""
@@ -172,3 +172,20 @@ class Homes(Protocol):
 
     def commit(self, state: Resting, source: Buffer) -> Job | None:
         """Replace what `state` holds by what `source` does; None when that is done, else what it ends with."""
+
+
+def adopt(state: Resting, written: Resting) -> None:
+    """Replace the values of `state` where those that they round to in `written` are others."""
+    for part in state.cuts(state.range):
+        with state.opened(part, "change") as kept, written.opened(part) as new:
+            value = new.to(kept.device)
+            kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype)))
+
+
+def differ(state: Resting, written: Resting) -> bool:
+    """Whether values of `state` round to others than those in `written`."""
+    for part in state.cuts(state.range):
+        with state.opened(part) as kept, written.opened(part) as new:
+            if not torch.equal(kept.to(device=new.device, dtype=new.dtype), new):
+                return True
+    return False

@@ -7,6 +7,7 @@ hooks and the user's own references stay valid; only its class and its memory co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 
-__all__ = ["AtRest", "Guard", "sharded_name"]
+__all__ = ["AtRest", "Guard", "sharded_name", "watch_data"]
 
 _T = Tensor
 _PROPERTIES = (
@@ -59,7 +60,7 @@ class AtRest(nn.Parameter):
         touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
-        raise Misuse(f"{getattr(func, '__name__', func)!s} was called on {cls._refusal(touched)}")
+        raise Misuse(f"{_called(func)} was called on {cls._refusal(touched)}")
 
     @classmethod
     def _refusal(cls, touched: AtRest | None) -> str:
@@ -74,6 +75,12 @@ class AtRest(nn.Parameter):
             f"{name!r}, whose values are sharded over ranks: outside its unit's forward and backward they are not on "
             "this rank. Read or write them inside 'with tz.gathered(model):', or use the module's own forward."
         )
+
+
+def _called(func: Callable[..., Any]) -> str:
+    """What the user has written: a method's name, or that of a property that was asked or set."""
+    of_property = getattr(getattr(func, "__self__", None), "__name__", None)
+    return str(of_property or getattr(func, "__name__", func))
 
 
 def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
@@ -111,3 +118,26 @@ class Guard:
         """The parameters are ordinary ones again, of the classes they had."""
         for parameter, original in self._classes:
             parameter.__class__ = original
+
+
+def watch_data(parameter: nn.Parameter, asked: set[str], name: str) -> None:
+    """Have `name` put into `asked` when `.data` is asked of `parameter`: what is written into it leaves no trace."""
+    parameter.terrazzo_asked, parameter.terrazzo_name = asked, name  # type: ignore[attr-defined]
+    parameter.__class__ = _watched(type(parameter))
+
+
+@functools.cache
+def _watched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    descriptor: Any = vars(torch._C.TensorBase)["data"]
+
+    def data(self: nn.Parameter) -> Tensor:
+        known = vars(self)
+        if "terrazzo_asked" in known:
+            known["terrazzo_asked"].add(known["terrazzo_name"])
+        value: Tensor = descriptor.__get__(self)
+        return value
+
+    def give_data(self: nn.Parameter, value: Tensor) -> None:
+        descriptor.__set__(self, value)
+
+    return type(kind.__name__, (kind,), {"data": property(data, give_data), "__module__": kind.__module__})

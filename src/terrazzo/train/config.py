@@ -336,6 +336,6 @@ class Config(Section):
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"
-                " shorten the warm-up"
+                f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance"
             )
         return self
