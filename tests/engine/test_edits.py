@@ -100,9 +100,10 @@ def test_a_kept_alias_of_data_may_be_written_to_later(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", WHOLE)
 def test_data_may_be_read_between_a_forward_and_its_backward(plan: str) -> None:
+    base = Net()
+
     def body(rank: int, reads: bool) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = Net()
+        model = copy.deepcopy(base)
         model, optimizer = tz.shard(model, sgd(model.parameters()), plan, precision="bf16")
         for number in range(2):
             losses = []
