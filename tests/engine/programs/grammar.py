@@ -25,7 +25,7 @@ TIERS: dict[str, tuple[tuple[str, str], ...]] = {
 RETURNS = ("tensor", "view", "slice", "pair", "dict", "record", "object", "box")
 ROUTES = ("drop", "drop together", "exit", "later", "inside", "repeat", "repeat together", "shuffle together")
 INPLACE = ("add", "mul", "rows")
-EDITS = ("clamp", "scale", "write", "data", "to", "replace", "load", "freeze")
+EDITS = ("clamp", "scale", "write", "data", "through data", "to", "replace", "load", "freeze")
 
 
 class _Short:

@@ -98,6 +98,8 @@ def edit_weight(program: Program, model: Any, edit: Edit) -> None:
             up.weight.clamp_(-0.1, 0.1)
         elif edit.kind in ("scale", "write"):
             up.weight.mul_(0.5)
+        elif edit.kind == "through data":
+            up.weight.data.mul_(0.5)
         elif edit.kind == "data":
             up.weight.data = new_value(up.weight)
         elif edit.kind == "replace":
