@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import terrazzo as tz
-from terrazzo.engine import checkpoint_activations, compile_units
+from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from tests.engine.toys import Net, adamw, batch, loss_of, sharded, train
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -62,6 +63,38 @@ def test_one_rank_trains_as_without_compilation(precision: str) -> None:
         eager = train(*sharded(base, "zero3", 1, precision=precision), 5, 0)
         found = train(*compiled(base, "zero3", "aot_eager", precision=precision), 5, 0)
     assert found == pytest.approx(eager, abs=1e-5 if precision == "fp32" else 2e-2)
+
+
+def test_a_compiler_that_looks_at_data_has_not_written_into_it() -> None:
+    """Else master weights would be compared with the weights from then on."""
+    with fake_group(1):
+        model, optimizer = compiled(Net(), "zero2", "aot_eager", precision="bf16")
+        train(model, optimizer, 2, 0)
+        buckets = [bucket for unit in engine_of(model).units for bucket in unit.buckets]
+        assert all(bucket.resident and bucket.has_own_master and not bucket._asked for bucket in buckets)
+        assert model.head.weight.data.norm() > 0
+        assert any(bucket._asked for bucket in buckets)
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.inner.weight.data.norm()
+
+
+def test_a_compiled_forward_may_read_data() -> None:
+    with fake_group(1):
+        model = nn.Sequential(Reading())
+        compile_units(model, backend="aot_eager", fullgraph=True, units=[Reading])
+        model, _ = tz.shard(model, None, "zero2", units=[Reading], precision="bf16")
+        x = torch.randn(2, 4)
+        with torch.no_grad():
+            inner = model[0].inner
+            wanted = (x.bfloat16() @ inner.weight.T + inner.bias) * inner.weight.norm()
+        torch.testing.assert_close(model(x), wanted, atol=2e-2, rtol=2e-2)
 
 
 def test_evaluation_and_training_take_turns() -> None:

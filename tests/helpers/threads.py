@@ -116,3 +116,31 @@ def _join(threads: list[threading.Thread], timeout_s: float) -> list[int]:
         for rank in stuck:
             threads[rank].join(5.0)
     return stuck
+
+
+def in_threads(barrier: threading.Barrier, body: Callable[[int], T]) -> list[T]:
+    """`body(rank)` in as many threads as meet at `barrier`, without any process group; the results in rank order.
+
+    An error breaks the barrier, and is raised again.
+    """
+    found: list[T | BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = body(rank)
+        except BaseException as error:
+            found[rank] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(barrier.parties)]
+    found += [RanksStuck(f"rank {rank} has not ended") for rank in range(barrier.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results = []
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+        results.append(each)
+    return results

@@ -137,7 +137,7 @@ class Bucket:
         self._asked: set[str] = set()
         if self.resident and self.trainable and self.has_own_master:
             for member in self.members:
-                watch_data(member.parameter, self._asked, member.name)
+                watch_data(member.parameter, self._asked)
         self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = view(self.full.data, slot)

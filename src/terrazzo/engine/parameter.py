@@ -8,6 +8,7 @@ hooks and the user's own references stay valid; only its class and its memory co
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,10 +121,14 @@ class Guard:
             parameter.__class__ = original
 
 
-def watch_data(parameter: nn.Parameter, asked: set[str], name: str) -> None:
-    """Have `name` put into `asked` when `.data` is asked of `parameter`: what is written into it leaves no trace."""
-    parameter.terrazzo_asked, parameter.terrazzo_name = asked, name  # type: ignore[attr-defined]
+def watch_data(parameter: nn.Parameter, asked: set[str]) -> None:
+    """Have its name put into `asked` when `.data` is asked of `parameter`: what is written into it leaves no trace."""
+    parameter.terrazzo_asked = asked  # type: ignore[attr-defined]
     parameter.__class__ = _watched(type(parameter))
+
+
+_COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
+"""They look at `.data` to see what a parameter is, and write nothing."""
 
 
 @functools.cache
@@ -131,8 +136,11 @@ def _watched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     descriptor: Any = vars(torch._C.TensorBase)["data"]
 
     def data(self: nn.Parameter) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return self.detach()  # the same to a graph, which cannot hold what follows; writing into it leaves a trace
         known = vars(self)
-        if "terrazzo_asked" in known:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if "terrazzo_asked" in known and not asks.startswith(_COMPILERS):
             known["terrazzo_asked"].add(known["terrazzo_name"])
         value: Tensor = descriptor.__get__(self)
         return value

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Regions", "is_differentiated"]
+from terrazzo.engine.saved import top_hooks
 
-_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+__all__ = ["Regions", "is_differentiated"]
 
 
 class Regions:
@@ -57,5 +57,5 @@ def is_differentiated() -> bool:
 
 def _packed_by(kind: str) -> Any:
     """The function that packs what autograd keeps, if it is that of `torch.utils.checkpoint`'s class of hooks."""
-    top = _top(True) if _top is not None else None
+    top = top_hooks()
     return top[0] if top is not None and getattr(top[0], "__qualname__", "").startswith(kind + ".") else None

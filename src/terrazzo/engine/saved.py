@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SavedWeights", "others_watch"]
+__all__ = ["SavedWeights", "others_watch", "top_hooks"]
 
 _autograd: Any = torch._C._autograd
 _top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
@@ -39,7 +39,7 @@ class SavedWeights:
 
     def begin(self) -> None:
         if self._units and not self._watching and _autograd._saved_tensors_hooks_is_enabled():
-            self._outer = _top(False) if _top is not None else None
+            self._outer = top_hooks(ignore_is_tracing=False)
             _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
             self._watching = True
 
@@ -70,7 +70,12 @@ class SavedWeights:
         return tensor
 
 
+def top_hooks(ignore_is_tracing: bool = True) -> Any:
+    """(pack, unpack) of whoever decides what becomes of tensors that autograd keeps now; None for nobody."""
+    return _top(ignore_is_tracing) if _top is not None else None
+
+
 def others_watch() -> bool:
     """Whether hooks of somebody else decide what becomes of tensors that autograd keeps now."""
-    top = _top(True) if _top is not None else None
+    top = top_hooks()
     return top is not None and not isinstance(getattr(top[0], "__self__", None), SavedWeights)

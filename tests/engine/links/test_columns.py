@@ -21,6 +21,7 @@ from terrazzo.engine.links.peers import Memory, find_neighbours
 from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
 from tests.engine.links.test_collectives import check_everything
 from tests.helpers.processes import Pool
+from tests.helpers.threads import in_threads
 
 CHUNK = 37
 DATA = 6
@@ -58,10 +59,9 @@ def on_gloo(machines: Sequence[int], body: Callable[[int, Any, Any], Any]) -> li
     """`body(rank, group, all_gather)` on ranks that are threads, with real gloo between them."""
     count, store = len(machines), dist.HashStore()
     barrier, box = threading.Barrier(count, timeout=60), [torch.empty(0)] * count
-    found: list[Any] = [None] * count
     local = threading.local()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         def all_gather(values: Tensor) -> Tensor:
             box[rank] = values
             barrier.wait()
@@ -70,23 +70,11 @@ def on_gloo(machines: Sequence[int], body: Callable[[int, Any, Any], Any]) -> li
             return rows
 
         local.rank = rank
-        try:
-            group = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=60))
-            found[rank] = body(rank, group, all_gather)
-        except BaseException as error:
-            found[rank] = error
-            barrier.abort()
+        group = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=60))
+        return body(rank, group, all_gather)
 
     with patch.object(peers, "_machine", lambda: machines[local.rank]), patch.object(columns, "MANY_FAR", 1):
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for error in found:
-        if isinstance(error, BaseException):
-            raise error
-    return found
+        return in_threads(barrier, run)
 
 
 def contribution(rank: int, count: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from terrazzo.engine.links import doors, peers
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.peers import Neighbour, find_neighbours
+from tests.helpers.threads import in_threads
 
 KINDS = ("gather", "reduce")
 
@@ -48,24 +49,7 @@ class Ranks:
         return gather
 
     def find(self, timeout_s: float = 60.0) -> list[dict[int, Neighbour]]:
-        found: list[Any] = [None] * self.count
-
-        def body(rank: int) -> None:
-            try:
-                found[rank] = find_neighbours(rank, self.all_gather(rank), KINDS, timeout_s)
-            except BaseException as error:
-                found[rank] = error
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for error in found:
-            if isinstance(error, BaseException):
-                raise error
-        return found
+        return in_threads(self._barrier, lambda rank: find_neighbours(rank, self.all_gather(rank), KINDS, timeout_s))
 
 
 def everybody(count: int) -> list[set[int]]:
