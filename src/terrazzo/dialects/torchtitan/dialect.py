@@ -13,8 +13,8 @@ import torch
 
 from terrazzo.dialects.description import Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.fsdp.words import given_only, keep_nulls, offload, refuse_rest, row_settings
-from terrazzo.dialects.reader import Reader, derived, matches
+from terrazzo.dialects.fsdp.words import offload, row_settings
+from terrazzo.dialects.reader import Reader, derived, given_only, keep_nulls, matches, refuse_rest
 from terrazzo.dialects.torchtitan.keys import BELOW, KEPT, KEYS, OPAQUE, REMOVED
 from terrazzo.dialects.torchtitan.write import write
 

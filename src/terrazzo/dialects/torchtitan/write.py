@@ -6,7 +6,8 @@ from typing import Any
 
 from terrazzo.dialects.description import LOADED, Description
 from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, TORCH_NAMES, Pen, nearest_row, write_offload
+from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, TORCH_NAMES, nearest_row, write_offload
 from terrazzo.dialects.torchtitan.keys import KEYS
 
 __all__ = ["write"]
