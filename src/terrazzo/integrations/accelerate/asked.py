@@ -25,8 +25,7 @@ from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import LossScaling, Offload, Plan, Precision
-from terrazzo.engine.partition import Units
+from terrazzo.engine import LossScaling, Offload, Plan, Precision, Units
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup, setup_for
 
