@@ -39,9 +39,10 @@ from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
-from terrazzo.engine.precision import DTYPE_FIELDS, PRECISIONS, LossScaling, Precision
+from terrazzo.engine.precision import DTYPE_FIELDS, DTYPES, PRECISIONS, LossScaling, Precision, short_name
 
 __all__ = [
+    "DTYPES",
     "DTYPE_FIELDS",
     "ELEMENTWISE",
     "OFFLOADS",
@@ -76,5 +77,6 @@ __all__ = [
     "parameter_names",
     "persistent_buffers",
     "shard",
+    "short_name",
     "take_over_by",
 ]

@@ -9,18 +9,23 @@ import torch
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["PRECISIONS", "LossScaling", "Precision"]
+__all__ = ["DTYPES", "DTYPE_FIELDS", "PRECISIONS", "LossScaling", "Precision", "short_name"]
 
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp64": torch.float64,
-    "float64": torch.float64,
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""Those that a model trains in, by their short names."""
+_SHORT = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_KNOWN = DTYPES | {_name(dtype): dtype for dtype in DTYPES.values()}
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """`fp32` for `torch.float32`; torch's own name for a dtype that no model trains in."""
+    return _SHORT.get(dtype) or _name(dtype)
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,11 @@ class Precision:
         for name in DTYPE_FIELDS:
             value = getattr(self, name)
             if isinstance(value, str):
-                value = _DTYPES.get(value, value)
-            if value not in _DTYPES.values():
+                value = _KNOWN.get(value, value)
+            if value not in DTYPES.values():
                 raise BadInput(
                     f"precision: {name} is {value!r}; it must be one of fp32, bf16, fp16, fp64."
-                    f"{did_you_mean(str(value), _DTYPES)}"
+                    f"{did_you_mean(str(value), _KNOWN)}"
                 )
             object.__setattr__(self, name, value)
 
@@ -95,7 +100,7 @@ class Precision:
         return PRECISIONS[name]
 
     def __str__(self) -> str:
-        dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]
+        dtypes = [f"{name} {_name(getattr(self, name))}" for name in DTYPE_FIELDS]
         scaling = f", loss scale from {self.loss_scaling.init:g}" if self.loss_scaling else ""
         return ", ".join(dtypes) + scaling
 
