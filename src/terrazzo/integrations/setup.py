@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,14 @@ class Setup:
     accumulation: int = 1
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     compile: bool = False
+
+    def over(self, **given: Any) -> Self:
+        """This one with what is given in its place, plan and precision perhaps by name; None leaves what is here."""
+        kept = {name: value for name, value in given.items() if value is not None}
+        for name, kind in (("plan", Plan), ("precision", Precision)):
+            if isinstance(kept.get(name), str):
+                kept[name] = kind.named(kept[name])
+        return replace(self, **kept)
 
     def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
         """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place."""

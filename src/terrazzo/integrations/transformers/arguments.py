@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,12 +52,7 @@ class TerrazzoArguments:
 
     def over(self, setup: Setup) -> Setup:
         """The setup with what is given here."""
-        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-        for name, kind in (("plan", Plan), ("precision", Precision)):
-            if isinstance(given.get(name), str):
-                given[name] = kind.named(given[name])
-        autocast = None if self.precision is not None else setup.autocast
-        return replace(setup, **given, autocast=autocast)
+        return replace(setup.over(**vars(self)), autocast=None if self.precision is not None else setup.autocast)
 
 
 def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Description:
