@@ -39,7 +39,7 @@ from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
-from terrazzo.engine.precision import DTYPE_FIELDS, DTYPES, PRECISIONS, LossScaling, Precision, short_name
+from terrazzo.engine.precision import DTYPE_FIELDS, DTYPES, PRECISIONS, SHORT, LossScaling, Precision
 
 __all__ = [
     "DTYPES",
@@ -48,6 +48,7 @@ __all__ = [
     "OFFLOADS",
     "PLANS",
     "PRECISIONS",
+    "SHORT",
     "TIERS",
     "Engine",
     "LossScaling",
@@ -77,6 +78,5 @@ __all__ = [
     "parameter_names",
     "persistent_buffers",
     "shard",
-    "short_name",
     "take_over_by",
 ]

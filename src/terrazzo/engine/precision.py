@@ -9,23 +9,13 @@ import torch
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["DTYPES", "DTYPE_FIELDS", "PRECISIONS", "LossScaling", "Precision", "short_name"]
+__all__ = ["DTYPES", "DTYPE_FIELDS", "PRECISIONS", "SHORT", "LossScaling", "Precision"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""Those that a model trains in, by their short names."""
-_SHORT = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_KNOWN = DTYPES | {_name(dtype): dtype for dtype in DTYPES.values()}
-
-
-def short_name(dtype: torch.dtype) -> str:
-    """`fp32` for `torch.float32`; torch's own name for a dtype that no model trains in."""
-    return _SHORT.get(dtype) or _name(dtype)
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+"""Every dtype that a state may have, with its name in configurations."""
+_DTYPES = {name: dtype for dtype, short in SHORT.items() for name in (short, str(dtype).removeprefix("torch."))}
+DTYPES = {short: dtype for dtype, short in SHORT.items()}
+"""The same by those names."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +73,11 @@ class Precision:
         for name in DTYPE_FIELDS:
             value = getattr(self, name)
             if isinstance(value, str):
-                value = _KNOWN.get(value, value)
-            if value not in DTYPES.values():
+                value = _DTYPES.get(value, value)
+            if value not in _DTYPES.values():
                 raise BadInput(
                     f"precision: {name} is {value!r}; it must be one of fp32, bf16, fp16, fp64."
-                    f"{did_you_mean(str(value), _KNOWN)}"
+                    f"{did_you_mean(str(value), _DTYPES)}"
                 )
             object.__setattr__(self, name, value)
 
@@ -100,7 +90,7 @@ class Precision:
         return PRECISIONS[name]
 
     def __str__(self) -> str:
-        dtypes = [f"{name} {_name(getattr(self, name))}" for name in DTYPE_FIELDS]
+        dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]
         scaling = f", loss scale from {self.loss_scaling.init:g}" if self.loss_scaling else ""
         return ", ".join(dtypes) + scaling
 

@@ -17,7 +17,7 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.meaning import agree
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import Offload, Plan, Precision, short_name
+from terrazzo.engine import SHORT, Offload, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup
 
@@ -63,7 +63,9 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
         document["parallelism_config"] = {name: value for name, value in said if name.endswith("_size")}
     if args.mixed_precision != "no":  # said by the launcher, where it is not said here
         document |= {args.mixed_precision: True}
-    context = Context(args.world_size, load_dtype=short_name(loaded), trainer=document)
+    context = Context(
+        args.world_size, load_dtype=SHORT.get(loaded, str(loaded).removeprefix("torch.")), trainer=document
+    )
     reading = read_document(dialect("trainer"), {key: document[key] for key in _OURS if document.get(key)}, context)
     if refused := [f"{each.key}={each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"]:
         raise BadInput(f"TrainingArguments that Terrazzo cannot honour: {'; '.join(refused)}.")
