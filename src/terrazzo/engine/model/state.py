@@ -154,9 +154,10 @@ def copied_pieces(
     """Mesh axes along which ranks hold the same, and all that this rank holds of the states of which that is true."""
     for trainable in (True, False):
         own = [bucket for bucket in buckets if bucket.trainable is trainable]
-        axes = own[0].recipe.axes if own else None
-        along = axes.live(axis for axis in axes.names if axis not in own[0].optim_axes) if axes else ()
-        if along:
+        if not own:
+            continue
+        axes, split = own[0].recipe.axes, own[0].optim_axes
+        if along := axes.live(axis for axis in axes.names if axis not in split):
             pieces = list(model_pieces(own, _copies))
             for driver in drivers if trainable else ():
                 pieces += optimizer_pieces(driver, _copies)

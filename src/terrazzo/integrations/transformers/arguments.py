@@ -63,9 +63,8 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
         document["parallelism_config"] = {name: value for name, value in said if name.endswith("_size")}
     if args.mixed_precision != "no":  # said by the launcher, where it is not said here
         document |= {args.mixed_precision: True}
-    context = Context(
-        args.world_size, load_dtype=SHORT.get(loaded, str(loaded).removeprefix("torch.")), trainer=document
-    )
+    name = SHORT.get(loaded, str(loaded).removeprefix("torch."))
+    context = Context(args.world_size, load_dtype=name, trainer=document)
     reading = read_document(dialect("trainer"), {key: document[key] for key in _OURS if document.get(key)}, context)
     if refused := [f"{each.key}={each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"]:
         raise BadInput(f"TrainingArguments that Terrazzo cannot honour: {'; '.join(refused)}.")
