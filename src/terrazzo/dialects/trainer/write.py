@@ -10,11 +10,11 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import wants_deepspeed
+from terrazzo.dialects.fsdp_words import wants_deepspeed
+from terrazzo.dialects.nested import DEEPSPEED, placed
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.write_loop import write_loop
 from terrazzo.dialects.trainer.write_parallel import write_ddp, write_fsdp, write_precision
@@ -55,7 +55,7 @@ def _outer(description: Description) -> tuple[Any, ...]:
 
 
 def _with_deepspeed(pen: Pen, context: Context) -> Writing:
-    inner = DeepSpeed().write(pen.description, context)
+    inner = DEEPSPEED.write(pen.description, context)
     _switches(pen, inner.document)
     outer = pen.finish()
     spoken = {
@@ -70,8 +70,7 @@ def _with_deepspeed(pen: Pen, context: Context) -> Writing:
         spoken |= {verdict.key: verdict for verdict in outer.verdicts if verdict.key.startswith("schedule.")}
     for verdict in inner.verdicts:
         if verdict.key not in spoken:
-            target = ", ".join(f"deepspeed.{key}" for key in verdict.target.split(", ") if key)
-            spoken[verdict.key] = replace(verdict, target=target)
+            spoken[verdict.key] = placed(verdict, "deepspeed")
     for verdict in outer.verdicts:
         spoken.setdefault(verdict.key, verdict)
     return Writing(document, tuple(spoken.values()))
