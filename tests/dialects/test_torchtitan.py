@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from terrazzo.dialects.convert import convert_reading
+from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.keys import matches
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.torchtitan.keys import KEYS
+from terrazzo.dialects.understand import read_document
 from tests.dialects.peers import (
     assert_lossless,
     converted,
@@ -269,3 +272,10 @@ def test_torchtitan_takes_what_is_written(source: str, document: dict[str, Any],
     if after.value("batch.global_batch") is not None and "global_batch_size" in conversion.document.get("training", {}):
         ranks = 8
         assert made["training"].global_batch_size % (made["training"].local_batch_size * ranks) == 0
+
+
+def test_a_config_written_into_itself_loses_nothing() -> None:
+    """Without a global batch there is one micro-batch per step, which the same config says without a key."""
+    found = dialect("torchtitan")
+    reading = read_document(found, {"training": {"local_batch_size": 2}}, Context(world=8))
+    assert not convert_reading(found, reading, found, Context(world=8)).unsaid

@@ -16,6 +16,11 @@ _OFFLOAD = words({"cpuoffloadpolicy": True, "offloadpolicy": False, True: True, 
 _LOOP = "it belongs to the training loop there"
 _FASTER = "it changes how gradients travel, not what they are"
 _CODE = "it names code, which is not run"
+_DIM = f"{_CODE}; parameters are split along dim 0 without it"
+_FACTOR = "gradients are divided by another number: scale the loss instead"
+_FREED = "weights that are split at rest are freed after backward"
+_OLD_FACTOR = "gradients are divided by another number: scale the loss"
+_MISSING = "what a missing gradient counts as is the library's"
 
 KEYS: dict[str, Key] = {
     "module": Key(NAMES, (), "class names of the modules that are units, beside the root"),
@@ -27,13 +32,7 @@ KEYS: dict[str, Key] = {
     "reshard_after_forward": Key(
         SWITCH, True, "whether weights are freed after forward; a number: kept split over so many ranks", null=True
     ),
-    "shard_placement_fn": Key(
-        ANY,
-        None,
-        "function that chooses the tensor dim to split",
-        "lossy",
-        f"{_CODE}; parameters are split along dim 0 without it",
-    ),
+    "shard_placement_fn": Key(ANY, None, "function that chooses the tensor dim to split", "lossy", _DIM),
     "mp_policy": Key(ANY, None, "dtypes of gather and reduction"),
     "mp_policy.param_dtype": Key(DTYPE, None, "dtype of gathered weights, and so of the computation"),
     "mp_policy.reduce_dtype": Key(
@@ -51,26 +50,14 @@ KEYS: dict[str, Key] = {
     "set_requires_gradient_sync": Key(ANY, None, "whether backward reduces gradients", "lossy", _LOOP),
     "set_requires_all_reduce": Key(ANY, None, "whether backward reduces over replicas", "lossy", _LOOP),
     "set_is_last_backward": Key(ANY, None, "marks the last micro-batch", "lossy", _LOOP),
-    "set_gradient_divide_factor": Key(
-        ANY,
-        None,
-        "divisor of the reduced gradient",
-        "refused",
-        "gradients are divided by another number: scale the loss instead",
-    ),
+    "set_gradient_divide_factor": Key(ANY, None, "divisor of the reduced gradient", "refused", _FACTOR),
     "set_force_sum_reduction_for_comms": Key(
         ANY, None, "gradients are summed, and divided on the rank", "harmless", _FASTER
     ),
     "set_reshard_after_forward": Key(
         ANY, None, "changes the policy while training", "lossy", "a plan is fixed when training starts"
     ),
-    "set_reshard_after_backward": Key(
-        ANY,
-        None,
-        "whether weights are freed after backward",
-        "lossy",
-        "weights that are split at rest are freed after backward",
-    ),
+    "set_reshard_after_backward": Key(ANY, None, "whether weights are freed after backward", "lossy", _FREED),
     "set_unshard_in_backward": Key(
         ANY, None, "whether backward gathers weights", "lossy", "backward gathers whatever it needs"
     ),
@@ -80,18 +67,10 @@ KEYS: dict[str, Key] = {
     "set_symm_mem_for_comm": Key(ANY, None, "collectives in symmetric memory", "harmless", _FASTER),
     "set_reduce_scatter_max_input_buffers": Key(ANY, None, "most buffers of reductions under way", "harmless", _FASTER),
     "set_reduce_scatter_divide_factor": Key(
-        ANY,
-        None,
-        "older word for set_gradient_divide_factor",
-        "refused",
-        "gradients are divided by another number: scale the loss",
+        ANY, None, "older word for set_gradient_divide_factor", "refused", _OLD_FACTOR
     ),
     "set_reduce_scatter_unused_params": Key(
-        ANY,
-        None,
-        "whether parameters without gradients are reduced",
-        "lossy",
-        "what a missing gradient counts as is the library's",
+        ANY, None, "whether parameters without gradients are reduced", "lossy", _MISSING
     ),
     "set_separate_reduce_scatter_group": Key(
         ANY, None, "a process group of its own for the reduction", "harmless", _FASTER

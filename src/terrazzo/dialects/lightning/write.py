@@ -56,8 +56,6 @@ def _own(description: Description, name: str) -> Writing:
         last = setting.keys[-1].rpartition(".")[2] if setting.keys else ""
         if path in _OWN and last == _OWN[path] and setting.origin != "default":
             pen.put(path, setting.keys[-1], setting.value)
-        else:
-            pen.implied(path)
     return pen.finish(name)
 
 

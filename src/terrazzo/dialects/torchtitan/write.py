@@ -288,7 +288,6 @@ def _decay_type(pen: Pen) -> None:
 
 def _own_schedule(pen: Pen, name: str) -> None:
     kind = "lr_scheduler.decay_type"
-    pen.implied(("schedule.name", "schedule.decay_steps", "schedule.options"))
     if kind in pen.setting("schedule.name").keys and pen.setting("schedule.name").origin == "file":
         pen.put("schedule.name", kind, name)
 
@@ -341,8 +340,6 @@ def _own_activations(pen: Pen, mode: str) -> None:
     if keys in ((key,), (f"{key}.type",)) and not pen.kept(keys[0]):
         word = {"none": None, "full": "FullAC", "selective": "SelectiveAC"}[mode]
         pen.put(path, keys[0], word)
-    else:
-        pen.implied(path)
 
 
 # -- saving --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ def write(description: Description, context: Context, name: str) -> Writing:
     write_loop(pen)
     pen.implied("mesh.world")
     if own:
-        pen.implied([path for path in _SETTINGS_OF_SECTIONS if pen.is_set(path)])
         return pen.finish(name)
     if wants_deepspeed(description):
         return _with_deepspeed(pen, context)
@@ -96,22 +95,3 @@ def _automatic(inner: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
     always = ("gradient_clipping", "train_micro_batch_size_per_gpu")
     inner |= dict.fromkeys((*always, *(["train_batch_size"] if "train_batch_size" in inner else [])), "auto")
     return inner
-
-
-_SETTINGS_OF_SECTIONS = tuple(
-    f"{section}.{name}"
-    for section, names in {
-        "sharding": "weight between grad optim",
-        "mesh": "dp_replicate dp_shard tp cp sp ep pp",
-        "units": "policy classes min_numel ignored",
-        "precision": "weight compute reduce accumulate master moments buffers output saved autocast loss_scaling"
-        " static_loss_scale",
-        "offload": "weight grad optim path pin buffers step threads direct block_bytes depth digest",
-        "prefetch": "forward backward",
-        "loading": "low_memory broadcast",
-        "activation_checkpointing": "mode every ops offload",
-        "saving": "state export background",
-    }.items()
-    for name in names.split()
-)
-"""Settings whose keys come back as they were."""

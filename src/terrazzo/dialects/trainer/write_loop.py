@@ -39,8 +39,7 @@ def write_loop(pen: Pen) -> None:
     else:
         _field(pen, "saving.every", "save_steps")
         _field(pen, "training.device", "use_cpu", pen.value("training.device") == "cpu")
-        rest = ("optimizer.name", "schedule.name", "schedule.final_fraction", "schedule.decay_steps")
-        pen.implied((*rest, "schedule.options", "training.compile", "batch.global_batch", "batch.sequence_length"))
+        pen.implied(("batch.global_batch", "batch.sequence_length"))
 
 
 def _field(pen: Pen, path: str, key: str, value: Any = None) -> None:
