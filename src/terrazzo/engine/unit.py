@@ -58,7 +58,7 @@ class Unit:
     @property
     def regathered(self) -> bool:
         """Whether backward gathers weights again that forward has put down."""
-        return any(not bucket.resident and not bucket.keeps_full for bucket in self.buckets)
+        return any(bucket.regathered for bucket in self.buckets)
 
     @property
     def fills_gradually(self) -> bool:
