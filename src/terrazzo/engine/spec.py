@@ -18,16 +18,17 @@ A `Bucket` is a description with memory. The bill, the step on paper and the pla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
-from terrazzo.engine.place import ON_DEVICE, Plan, Tiers
+from terrazzo.engine.place import ON_DEVICE, TIERS, Plan, Tiers
 from terrazzo.engine.precision import Precision
 
-__all__ = ["WHEN", "Axis", "BucketSpec", "Move", "StateBytes", "SumAxes"]
+__all__ = ["WHEN", "Axis", "BucketSpec", "Move", "StateBytes", "SumAxes", "resting_bytes"]
 
 WHEN = ("forward", "backward", "reduce", "last", "update")
 """When things move: before forward and before backward, after each backward that reduces, after the last one, and after
@@ -134,6 +135,7 @@ class BucketSpec:
     def __post_init__(self) -> None:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable
         self._numels: dict[tuple[str, ...], int] = {}
+        self._collectives: dict[str, list[Move]] = {}
         on_device = tiers.weight == "device"
         self.compute_dtype = self.stored or self.precision.compute
         self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
@@ -214,8 +216,13 @@ class BucketSpec:
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def collectives(self, when: str) -> list[Move]:
+    def collectives(self, when: str) -> Sequence[Move]:
         """In the engine's order, at one of `WHEN`."""
+        if (known := self._collectives.get(when)) is None:
+            known = self._collectives[when] = self._collectives_at(when)
+        return known
+
+    def _collectives_at(self, when: str) -> list[Move]:
         compute = self.compute_dtype.itemsize
         if when == "forward":
             return self._gathers(self.weight_axes, (), compute, "weights")
@@ -284,7 +291,7 @@ class BucketSpec:
         """
         tiers, weight_bytes = self.tiers, self.numel(self.weight_axes) * self.weight_dtype.itemsize
         if when == "forward" or (when == "backward" and not self.keep and self.between_axes == self.weight_axes):
-            return _fetched(tiers.weight, weight_bytes)
+            return _way(tiers.weight, weight_bytes, "weights to the device", "weights from disk")
         if when == "backward" or not self.trainable:
             return []
         if when == "update":
@@ -295,7 +302,8 @@ class BucketSpec:
         if when == "reduce":
             partial = self.numel(self.plan.grad.axes) * itemsize
             return [_copy("gradients to the host", partial), _copy("gradients to the device", partial)]
-        return _stored("gradients", tiers.grad, self.numel(self.optim_axes) * itemsize)
+        finished = self.numel(self.optim_axes) * itemsize
+        return _way(tiers.grad, finished, "gradients to the host", "gradients to disk")
 
     def _update_copies(self, moments: Sequence[float]) -> list[Move]:
         precision, tiers, owned, found = self.precision, self.tiers, self.numel(self.optim_axes), list[Move]()
@@ -319,19 +327,24 @@ class BucketSpec:
         gathered = weight != "device" and self.weight_axes != self.optim_axes
         if optim != "device" and (weight == "device" or gathered):
             found.append(_copy("updated weights to the device", self.numel(self.optim_axes) * itemsize))
-        resting = _stored("updated weights", weight, self.numel(self.weight_axes) * itemsize)
+        count_bytes = self.numel(self.weight_axes) * itemsize
+        resting = _way(weight, count_bytes, "updated weights to the host", "updated weights to disk")
         return found + [move for move in resting if move.over == "disk" or optim == "device" or gathered]
 
 
-def _fetched(tier: str, count_bytes: float) -> list[Move]:
-    found = [_copy("weights to the device", count_bytes), _copy("weights from disk", count_bytes, "disk")]
-    return found[: ("device", "cpu", "nvme").index(tier)]
-
-
-def _stored(what: str, tier: str, count_bytes: float) -> list[Move]:
-    found = [_copy(f"{what} to the host", count_bytes), _copy(f"{what} to disk", count_bytes, "disk")]
-    return found[: ("device", "cpu", "nvme").index(tier)]
+def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[Move]:
+    """From or to a tier: what crosses the link to the host, and what its disks'."""
+    found = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
+    return found[: TIERS.index(tier)]
 
 
 def _copy(what: str, count_bytes: float, link: str = "pcie") -> Move:
     return Move("copy", what, link, count_bytes)
+
+
+def resting_bytes(found: Iterable[BucketSpec]) -> Counter[str]:
+    """Of each state of several buckets, what rests on the device; moments left out."""
+    total = Counter[str]()
+    for state, tier, nbytes in (kept for bucket in found for kept in bucket.kept()):
+        total[state] += nbytes * (tier == "device")
+    return total

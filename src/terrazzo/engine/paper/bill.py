@@ -5,7 +5,6 @@ States follow from shapes, places and dtypes, the transient peak from a step reh
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import disk_bytes, host_bytes
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.paper.rehearsal import rehearse
+from terrazzo.engine.spec import resting_bytes
 from terrazzo.engine.unit import Unit
 
 __all__ = ["MemoryBill", "PaperStep", "memory_bill"]
@@ -93,9 +93,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     trainable = [bucket for bucket in buckets if bucket.trainable]
     updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
     need = need_of(buckets, templates, cell_numel(offload.block_bytes))
-    here = Counter[str]()
-    for kept in (kept for bucket in buckets for kept in bucket.kept() if kept.tier == "device"):
-        here[kept.state] += kept.nbytes
+    here = resting_bytes(buckets)
     return MemoryBill(
         weight_bytes=here["weight"],
         master_bytes=here["master"],

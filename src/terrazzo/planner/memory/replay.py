@@ -7,7 +7,6 @@ there is no second description of it here. Only the activations between its even
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from terrazzo.engine.order import Order
 from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.place import Tiers
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.spec import resting_bytes
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
@@ -126,9 +126,7 @@ def updated_apart_numel(units: Sequence[Sequence[PlannedBucket]], cell: int) -> 
 
 def _states(found: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
     """Bytes of the states at rest on the device, and of finished gradients."""
-    here = Counter[str]()
-    for kept in (kept for bucket in found for kept in bucket.kept() if kept.tier == "device"):
-        here[kept.state] += kept.nbytes
+    here = resting_bytes(found)
     updated = [bucket for bucket in found if bucket.trainable and not bucket.updated_apart]
     moments = round(sum(bucket.updated_numel * sum(bucket.moments) for bucket in updated))
     return {"weights": here["weight"], "master": here["master"], "moments": moments}, here["grad"]
@@ -233,8 +231,7 @@ class _Unit(PaperUnit):
             held = self._hold(held, sum(before) + sum(now))
             yield handle
             held = self._hold(held, sum(now) if stays or index + 1 < len(sums) else 0)
-        kept = [kept for bucket in self._trainable if last for kept in bucket.kept()]
-        self._hold(held, sum(each.nbytes for each in kept if each.state == "grad" and each.tier == "device"))
+        self._hold(held, resting_bytes(self._trainable)["grad"] * last)
         return torch.empty(0)
 
     def _hold(self, before: int, now: int) -> int:

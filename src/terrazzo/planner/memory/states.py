@@ -77,26 +77,25 @@ class UnitStates:
 @lru_cache(maxsize=8192)
 def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
     """The bytes of one such unit. The root's weights stay from forward to backward."""
-    return _sum([_bucket_states(bucket) for bucket in buckets(unit, placement, not unit.block)])
-
-
-def _bucket_states(bucket: PlannedBucket) -> UnitStates:
-    trainable, optim_numel = bucket.trainable, bucket.numel(bucket.optim_axes) * bucket.trainable
+    found = buckets(unit, placement, not unit.block)
+    trained = [bucket for bucket in found if bucket.trainable]
+    precision, owned = placement.precision, sum(bucket.numel(bucket.optim_axes) for bucket in trained)
+    largest = max((bucket.share(tensor) for bucket in trained for tensor in bucket.tensors), default=0)
     return UnitStates(
-        finished=optim_numel * bucket.precision.accumulate.itemsize * (bucket.tiers.grad == "device"),
-        full=bucket.full_bytes,
-        held=bucket.held_bytes,
-        keep=bucket.keeps_full and not bucket.resident,
-        regathered=bucket.regathered,
-        pending=bucket.pending_bytes(local_sums=False),
-        pending_local=bucket.pending_bytes(local_sums=True),
-        partial=bucket.partial_bytes,
-        reduction=_phases(bucket, last=True) if trainable else (),
-        early_reduction=_phases(bucket, last=False) if trainable else (),
-        largest_grad=max(map(bucket.share, bucket.tensors)) * bucket.precision.compute.itemsize * trainable,
-        optim_numel=optim_numel,
-        trainable=trainable,
-        apart=bucket.apart_bytes,
+        finished=owned * precision.accumulate.itemsize * (placement.tiers.grad == "device"),
+        full=sum(bucket.full_bytes for bucket in found),
+        held=sum(bucket.held_bytes for bucket in found),
+        keep=any(bucket.keeps_full and not bucket.resident for bucket in found),
+        regathered=any(bucket.regathered for bucket in found),
+        pending=sum(bucket.pending_bytes(local_sums=False) for bucket in trained),
+        pending_local=sum(bucket.pending_bytes(local_sums=True) for bucket in trained),
+        partial=sum(bucket.partial_bytes for bucket in trained),
+        reduction=_together([_phases(bucket, last=True) for bucket in trained]),
+        early_reduction=_together([_phases(bucket, last=False) for bucket in trained]),
+        largest_grad=largest * precision.compute.itemsize,
+        optim_numel=owned,
+        trainable=bool(trained),
+        apart=max(bucket.apart_bytes for bucket in found),
     )
 
 
@@ -108,27 +107,6 @@ def _phases(bucket: PlannedBucket, last: bool) -> tuple[Phase, ...]:
         received = [move.received_bytes] + [0] * (move.steps - 1)
         phases += [(not start, move.beside_bytes + one) for one in received]
     return tuple(phases)
-
-
-def _sum(parts: list[UnitStates]) -> UnitStates:
-    if len(parts) == 1:
-        return parts[0]
-    return UnitStates(
-        finished=sum(b.finished for b in parts),
-        full=sum(b.full for b in parts),
-        held=sum(b.held for b in parts),
-        keep=any(b.keep for b in parts),
-        regathered=any(b.regathered for b in parts),
-        pending=sum(b.pending for b in parts),
-        pending_local=sum(b.pending_local for b in parts),
-        partial=sum(b.partial for b in parts),
-        reduction=_together([b.reduction for b in parts]),
-        early_reduction=_together([b.early_reduction for b in parts]),
-        largest_grad=max(b.largest_grad for b in parts),
-        optim_numel=sum(b.optim_numel for b in parts),
-        trainable=any(b.trainable for b in parts),
-        apart=max(b.apart for b in parts),
-    )
 
 
 def _together(chains: list[tuple[Phase, ...]]) -> tuple[Phase, ...]:
