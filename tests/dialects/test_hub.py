@@ -10,6 +10,8 @@ import torch
 import yaml
 from pydantic import BaseModel
 
+from terrazzo.config.reading import config_from_dict
+from terrazzo.config.schema import Config
 from terrazzo.dialects.description import Description, Setting, build, settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.files import load
@@ -20,8 +22,6 @@ from terrazzo.dialects.understand import read_document
 from terrazzo.engine import LossScaling, Plan, place
 from terrazzo.errors import BadInput
 from terrazzo.train.build import build_plan, build_precision
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import config_from_dict
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 HUB = Terrazzo()

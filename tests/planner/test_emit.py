@@ -13,6 +13,8 @@ import pytest
 import torch
 import yaml
 
+from terrazzo.config.reading import load_config
+from terrazzo.config.schema import Config
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
@@ -20,8 +22,6 @@ from terrazzo.planner.search.emit import OPTIMIZERS, TrainFiles, train_config
 from terrazzo.planner.setup.recipes import OPTIMIZERS as RECIPES
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.train.build import build_plan, build_precision, check_settings, prepare_model
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import load_config
 from terrazzo.train.model import Decoder, DecoderConfig
 from terrazzo.train.offload import check_folders, swap_folders
 

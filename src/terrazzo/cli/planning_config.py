@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from terrazzo.config.reading import load_config
+from terrazzo.config.schema import Config, MeshConfig, PlanConfig
 from terrazzo.errors import BadInput, TerrazzoError, printable
 from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.machine.devices import Cluster, this_machine
@@ -18,8 +20,6 @@ from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import Request, build_cluster
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.calibrate import calibrate
-from terrazzo.train.config import Config, MeshConfig, PlanConfig
-from terrazzo.train.config_file import load_config
 from terrazzo.train.launch import local_ranks
 from terrazzo.train.promise import planned
 

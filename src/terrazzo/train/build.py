@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terrazzo.config.schema import BatchConfig, Config, MeshConfig, ModelConfig, OffloadConfig, OptimizerConfig
 from terrazzo.engine import PLANS, Plan, Precision, checkpoint_activations, compile_units
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.place import OFFLOADS
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
-from terrazzo.train.config import BatchConfig, Config, MeshConfig, ModelConfig, OffloadConfig, OptimizerConfig
 from terrazzo.train.lora import add_adapters
 from terrazzo.train.model import DecoderConfig, build_model
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from terrazzo.config.schema import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import Term
@@ -19,7 +20,6 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
-from terrazzo.train.config import Config
 from terrazzo.train.huggingface import read_config
 from terrazzo.train.launch import resolve_device
 from terrazzo.train.offload import lacks_room, offload_notes

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from terrazzo.config.schema import Config
 from terrazzo.engine import Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device, cpu_host, this_machine
@@ -25,7 +26,6 @@ from terrazzo.train.build import (
     mesh_shape,
     optimizer_class,
 )
-from terrazzo.train.config import Config
 from terrazzo.train.launch import resolve_device
 from terrazzo.train.lora import with_adapters
 from terrazzo.train.model import DecoderConfig

@@ -8,6 +8,7 @@ from glob import has_magic
 from pathlib import Path
 
 from terrazzo.checkpoint import clear, latest
+from terrazzo.config.schema import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train import data
@@ -21,7 +22,6 @@ from terrazzo.train.build import (
     decoder_config,
     mesh_shape,
 )
-from terrazzo.train.config import Config
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.fit import check_plan

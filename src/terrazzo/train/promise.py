@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from terrazzo.config.schema import Config
 from terrazzo.engine.offload.drive import cell_numel
 from terrazzo.engine.partition import find_units
 from terrazzo.planner.api import estimate
@@ -24,7 +25,6 @@ from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.build import construct, prepare_model
-from terrazzo.train.config import Config
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
 from terrazzo.train.planning import setup_of

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.exchange import agree, gather_json
+from terrazzo.config.reading import flatten
+from terrazzo.config.schema import Config, LaunchConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.config import Config, LaunchConfig
-from terrazzo.train.config_file import flatten
 from terrazzo.train.joining import meet
 from terrazzo.train.launch import resolve_device, set_threads
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import flatten
+from terrazzo.config.reading import flatten
+from terrazzo.config.schema import Config
 
 __all__ = ["resume_notes"]
 

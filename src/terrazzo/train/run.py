@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from terrazzo.config.reading import load_config
+from terrazzo.config.schema import Config, LaunchConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.config import Config, LaunchConfig
-from terrazzo.train.config_file import load_config
 from terrazzo.train.failure import run_rank
 from terrazzo.train.launch import adopt_slurm, is_rank, launch_ranks, local_ranks, register_rank
 from terrazzo.train.loop import Trainer

@@ -1,7 +1,7 @@
 """What a training run is, as one strict, documented tree of settings.
 
 Every section refuses unknown keys, NaN and infinities. Reading files, overrides and the wording of errors live in
-`config_file`; checks that need the machine (ranks, folders, devices) live in `preflight`.
+`reading`; checks that need the machine (ranks, folders, devices) live in the trainer's `preflight`.
 """
 
 from __future__ import annotations
