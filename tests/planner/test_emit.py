@@ -93,7 +93,8 @@ def test_the_plan_is_the_setups(strategy: str, tmp_path: Path) -> None:
 def test_a_plan_with_offload_is_the_setups(strategy: str, tmp_path: Path) -> None:
     setup = build_setup(Request(TINY, 8, gpu="h100", strategy=strategy))
     config, _ = emitted(tmp_path, strategy=strategy)
-    assert build_plan(config).places() == setup.plan.places()
+    assert build_plan(config) == setup.plan
+    assert config.plan.name == setup.plan.name
     assert bool(swap_folders(config)) == ("nvme" in strategy)
     make = {"log": {"folder": str(tmp_path / "run")}, "offload": {"path": str(tmp_path / "run" / "swap")}}
     check_folders(config.model_validate(config.model_dump() | make) if "nvme" in strategy else config)

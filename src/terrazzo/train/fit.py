@@ -133,7 +133,7 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
     """Two edits that shrink the largest term."""
     batch, edits = config.batch, []
     if largest.name in CERTAIN:
-        if setup.plan.name.partition("@")[0] not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
+        if setup.plan.base not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
             edits.append("plan=zero3 to split all states over the ranks")
         state = _STATE_OF.get(largest.name)
         if setup.cluster.device.kind == "cpu" and state and "nvme" not in setup.plan.places()[state].shares:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
-from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine import PRECISIONS, Plan, Precision
+from terrazzo.engine.precision import DTYPE_FIELDS, SHORT
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import ModelShape
@@ -35,7 +35,6 @@ OPTIMIZERS: Mapping[str, dict[str, Any]] = {
 TOKENIZER_FILE = "tokenizer.json"
 SWAP_FOLDER = Path("runs/default/swap")
 """Where swap files go unless the user says otherwise: in the default log folder, which a run makes itself."""
-_DTYPES = ("weight", "compute", "reduce", "accumulate", "master", "moments")
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,10 @@ def _plan(setup: Setup) -> dict[str, Any]:
 
 
 def _is_preset(plan: Plan) -> bool:
-    base, _, offload = plan.name.partition("@")
-    return base in PLANS and offload in ("", *OFFLOADS) and Plan.named(plan.name) == plan
+    try:
+        return Plan.named(plan.name) == plan
+    except BadInput:
+        return False
 
 
 def _offload(setup: Setup) -> dict[str, Any]:
@@ -167,10 +168,8 @@ def _precision(precision: Precision) -> dict[str, Any]:
     for name, known in PRECISIONS.items():
         if known == precision:
             return {"name": name}
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
     base = "fp16" if precision.loss_scaling else "fp32"
-    dtypes = {field: names[str(getattr(precision, field)).removeprefix("torch.")] for field in _DTYPES}
-    return {"name": base} | dtypes
+    return {"name": base} | {field: SHORT[getattr(precision, field)] for field in DTYPE_FIELDS}
 
 
 def _checkpointing(setup: Setup) -> str:
