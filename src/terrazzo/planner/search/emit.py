@@ -20,13 +20,7 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = ["TrainFiles", "train_config"]
 
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
-    "adamw": {"name": "AdamW"},
-    "adam": {"name": "Adam"},
-    "nadam": {"name": "NAdam"},
-    "radam": {"name": "RAdam"},
-    "adamax": {"name": "Adamax"},
-    "adagrad": {"name": "Adagrad"},
-    "rmsprop": {"name": "RMSprop"},
+    **{name.lower(): {"name": name} for name in ("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")},
     "momentum": {"name": "SGD", "options": {"momentum": 0.9}},
     "sgd": {"name": "SGD"},
 }
