@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo import checkpoint, cli, engine, planner
 from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Topology
-from terrazzo.config.schema import Config, Section
+from terrazzo.config import Config, Section
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.precision import DTYPE_FIELDS
 from terrazzo.train import failure, stop

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 
-from terrazzo.config.keys import KEYS
+from terrazzo.config import KEYS
 from terrazzo.dialects.convert import Conversion, convert
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.emit import to_text

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import check_replicas
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
 from terrazzo.train.loop import Trainer

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 import terrazzo as tz
 from terrazzo import checkpoint, cli
 from terrazzo.checkpoint import describe, local, offline
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.build import decoder_config
 from terrazzo.train.model import Decoder, logits_of

@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from terrazzo import cli
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.dialects.registry import NAMES, dialect, recognise
 from terrazzo.errors import BadInput
 

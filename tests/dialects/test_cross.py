@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.dialects.convert import Conversion, convert_reading
 from terrazzo.dialects.description import Description, inactive
 from terrazzo.dialects.description import settings as settings_of

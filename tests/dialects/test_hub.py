@@ -9,8 +9,7 @@ import pytest
 import torch
 import yaml
 
-from terrazzo.config.keys import KEYS
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import KEYS, config_from_dict
 from terrazzo.dialects.description import Description, Setting, build, settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.files import load

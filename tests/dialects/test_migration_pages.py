@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from terrazzo import cli
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.dialects.registry import dialect
 from tests.helpers.processes import Pool
 from tools import migration_pages as pages

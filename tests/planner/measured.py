@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import terrazzo as tz
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.engine import LossScaling, Precision
 from terrazzo.train.build import (
     batch_arithmetic,

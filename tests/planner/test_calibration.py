@@ -11,7 +11,7 @@ import pytest
 
 import terrazzo as tz
 from terrazzo.cli import app
-from terrazzo.config.reading import config_from_dict, load_config
+from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine import PRECISIONS, Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate

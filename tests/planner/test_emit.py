@@ -13,8 +13,7 @@ import pytest
 import torch
 import yaml
 
-from terrazzo.config.reading import load_config
-from terrazzo.config.schema import Config
+from terrazzo.config import Config, load_config
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.config.reading import config_from_dict, flatten, load_config
-from terrazzo.config.schema import BatchConfig, Config, MeshConfig, OptimizerConfig
+from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, config_from_dict, flatten, load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.build import batch_arithmetic, build_plan, check_settings, mesh_shape, optimizer_class
 from terrazzo.train.preflight import check, resume_from

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from terrazzo.config.reading import load_config
+from terrazzo.config import load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.build import data_spec
 from terrazzo.train.data import IGNORED, DataSpec, TokenData, evaluation_batches, load_data

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.config.reading import config_from_dict, load_config
+from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.data import rendering

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from terrazzo.config.schema import LaunchConfig
+from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
 from terrazzo.train.failure import Failure, first_failure
 from terrazzo.train.launch import _report, adopt_slurm, first_host, local_ranks, resolve_device

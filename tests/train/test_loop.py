@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from terrazzo.checkpoint.exchange import agree, gather_json
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.ranks import agree_on_config
 from tests.helpers.threads import run_in_threads

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import latest, open_source
-from terrazzo.config.reading import config_from_dict
-from terrazzo.config.schema import Config
+from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import Plan
 from terrazzo.engine.offload.disk import Disk, DiskSettings
 from terrazzo.errors import BadInput

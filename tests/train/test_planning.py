@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.engine import PRECISIONS
 from terrazzo.engine.optim.stock import ELEMENTWISE, state_of
 from terrazzo.errors import BadInput
@@ -198,7 +198,7 @@ def test_what_refuses_a_run_does_not_import_a_compiler() -> None:
     """torch._dynamo takes a second, which the ranks have to wait for and the launcher has not."""
     program = (
         "import sys\nfrom terrazzo.train.preflight import check\n"
-        "from terrazzo.config.reading import load_config\n"
+        "from terrazzo.config import load_config\n"
         "for overrides in ([], ['model.layers=1']):\n"
         f"    check(load_config({str(ROOT / 'examples/quickstart.yaml')!r}, overrides), 2)\n"
         "assert 'torch._dynamo' not in sys.modules"

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
-from terrazzo.config.reading import config_from_dict
-from terrazzo.config.schema import Config
+from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop

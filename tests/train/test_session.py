@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
-from terrazzo.config.reading import config_from_dict
-from terrazzo.config.schema import Config
+from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
 from terrazzo.train import loop, session
 from terrazzo.train.huggingface import weight_files

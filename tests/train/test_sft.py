@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from terrazzo.config.reading import config_from_dict
+from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.export import describe_model

@@ -22,9 +22,7 @@ from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.shard import file_name
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.store import Folder
-from terrazzo.engine import engine_of
-from terrazzo.engine.model.names import parameter_names, persistent_buffers
-from terrazzo.engine.model.state import Read
+from terrazzo.engine import Read, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, Damaged, Misuse, printable
 
 __all__ = ["SourceWeights", "load", "load_weights", "open_source", "own_folder", "restore"]

@@ -17,16 +17,14 @@ from torch import Tensor
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import DTYPES
-from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, numbered_groups, optimizer_name, scaler_of
+from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.seal import seal_of
 from terrazzo.checkpoint.shard import Entry, arrange, bytes_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.store import Store
-from terrazzo.engine import engine_of
-from terrazzo.engine.model.names import parameter_names, persistent_buffers
-from terrazzo.engine.precision import DTYPE_FIELDS
+from terrazzo.engine import DTYPE_FIELDS, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
 
 __all__ = ["Snapshot", "take"]
@@ -161,11 +159,11 @@ def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any],
 
 
 def _optimizer(model: torch.nn.Module) -> dict[str, Any]:
-    members = [member for bucket in engine_of(model).buckets() for member in bucket.members]
+    engine = engine_of(model)
     groups = [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [member.name for member in members if member.group == number]}
-        for number, group in numbered_groups(model)
+        | {"params": [kept.name for kept in engine.parameters() if kept.group == number]}
+        for number, group in engine.param_groups()
     ]
     scaler = scaler_of(model)
     return {"name": optimizer_name(model), "groups": groups, "scaler": scaler.scaler_state() if scaler else {}}

@@ -41,13 +41,13 @@ def _key(field: FieldInfo, default: Any) -> Key:
     kinds = get_args(field.annotation) if union else (field.annotation,)
     kind, *_ = [kind for kind in kinds if kind is not NoneType]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
-    bound = {name: value for each in field.metadata for name, value in vars_of(each)}
+    bound = {name: value for each in field.metadata for name, value in _limits(each)}
     low = bound["gt"] + (kind is int) if "gt" in bound else bound.get("ge")
     meaning = field.description or ", ".join(choices)
     return Key(default, get_origin(kind) or kind, choices, low, bound.get("le"), NoneType in kinds, meaning)
 
 
-def vars_of(limit: Any) -> Iterator[tuple[str, Any]]:
+def _limits(limit: Any) -> Iterator[tuple[str, Any]]:
     """`("gt", 0)` of `Gt(gt=0)`."""
     return ((name, getattr(limit, name)) for name in ("gt", "ge", "le") if hasattr(limit, name))
 

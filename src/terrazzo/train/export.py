@@ -22,7 +22,7 @@ from terrazzo.checkpoint.exporters.huggingface import (
     export_huggingface,
     tokenizer_files,
 )
-from terrazzo.config.schema import Config
+from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter

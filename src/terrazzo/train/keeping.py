@@ -13,7 +13,7 @@ from torch import nn
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver
 from terrazzo.checkpoint.exchange import gather_json, together
-from terrazzo.config.schema import Config
+from terrazzo.config import Config
 from terrazzo.errors import Misuse, SaveFailed
 from terrazzo.train.ranks import Ranks
 

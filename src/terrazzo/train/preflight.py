@@ -8,7 +8,7 @@ from glob import has_magic
 from pathlib import Path
 
 from terrazzo.checkpoint import clear, latest
-from terrazzo.config.schema import Config
+from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train import data

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.exchange import agree, gather_json
-from terrazzo.config.reading import flatten
-from terrazzo.config.schema import Config, LaunchConfig
+from terrazzo.config import Config, LaunchConfig, flatten
 from terrazzo.errors import BadInput
 from terrazzo.train.joining import meet
 from terrazzo.train.launch import resolve_device, set_threads

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.config.reading import flatten
-from terrazzo.config.schema import Config
+from terrazzo.config import Config, flatten
 
 __all__ = ["resume_notes"]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from terrazzo.config.reading import load_config
-from terrazzo.config.schema import Config, LaunchConfig
+from terrazzo.config import Config, LaunchConfig, load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.failure import run_rank
 from terrazzo.train.launch import adopt_slurm, is_rank, launch_ranks, local_ranks, register_rank

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.exchange import gather_json
-from terrazzo.config.reading import load_config
-from terrazzo.config.schema import Config
+from terrazzo.config import Config, load_config
 from terrazzo.engine import engine_of
 from terrazzo.telemetry import PeakMemory
 from terrazzo.train.failure import run_rank

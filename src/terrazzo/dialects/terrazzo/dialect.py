@@ -6,15 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.config.keys import KEYS
-from terrazzo.config.schema import tier_text
+from terrazzo.config import KEYS, tier_text
 from terrazzo.dialects.description import LOADED, Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.paths import PATHS, STATES, WORDS
 from terrazzo.dialects.terrazzo.write import write
-from terrazzo.engine import Place, Plan
-from terrazzo.engine.precision import DTYPE_FIELDS, PRECISIONS, SHORT
+from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Place, Plan
 from terrazzo.errors import BadInput
 
 __all__ = ["Terrazzo"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.config.keys import KEYS
+from terrazzo.config import KEYS
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.draft import Draft
 from terrazzo.dialects.terrazzo.paths import KEY_OF

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.description import LOADED
 from terrazzo.dialects.terrazzo.draft import HubDraft
-from terrazzo.engine.precision import DTYPE_FIELDS, PRECISIONS, SHORT, LossScaling
+from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, LossScaling
 
 __all__ = ["write_precision"]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import PRECISIONS, Plan, Precision
-from terrazzo.engine.precision import DTYPE_FIELDS, SHORT
+from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import ModelShape
