@@ -32,7 +32,8 @@ import numpy.typing as npt
 from terrazzo.errors import BadInput
 from terrazzo.train.data.chat import Chat
 from terrazzo.train.data.records import ASSISTANT, Document
-from terrazzo.train.data.sources import Skipped, SourceFile
+from terrazzo.train.data.sources import Skipped
+from terrazzo.train.data.stored import SourceFile
 from terrazzo.train.data.tokenizer import TokenArray, Tokenizer
 
 __all__ = ["CacheHeader", "TokenCache", "cache_key", "open_cache", "write_cache"]
@@ -87,12 +88,8 @@ class TokenCache:
 
 
 def cache_key(files: Sequence[SourceFile], *settings: str | int | None) -> str:
-    """A name for what the cache of these inputs holds; files count by path, size and modification time."""
-    listed = []
-    for file in files:
-        status = file.path.stat()
-        listed.append((str(file.path.absolute()), file.name, file.required, status.st_size, status.st_mtime_ns))
-    described = json.dumps([FORMAT_VERSION, *settings, listed])
+    """A name for what the cache of these inputs holds; files count by place, size and time or tag."""
+    described = json.dumps([FORMAT_VERSION, *settings, [file.key for file in files]])
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
