@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrazzo.errors import BadInput
+from terrazzo.files import sync_folder
 from terrazzo.train.data.chat import Chat
 from terrazzo.train.data.records import ASSISTANT, Document
 from terrazzo.train.data.sources import Skipped
@@ -304,12 +305,3 @@ def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while group := list(islice(iterator, size)):
         yield group
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a rename in `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
