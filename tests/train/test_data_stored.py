@@ -21,6 +21,8 @@ from terrazzo.train.data import build as build_module
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.preflight import check
+from terrazzo.train.resume import resume_notes
+from terrazzo.train.secrets import without_passwords
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 
@@ -168,6 +170,13 @@ def test_tokens_of_a_url_are_cached_until_an_object_changes(
     bucket.pipe("/bucket/a.txt", b"other")
     assert load_data(spec).train.tokens_numel == len("other") + 1
     assert len(built) == 2
+
+
+def test_a_password_in_the_url_of_data_is_no_change_to_it() -> None:
+    config = config_from_dict({"data": {"source": "memory://me:pass-word@bucket/*.txt"}})
+    saved = without_passwords(config.model_dump(mode="json"))
+    assert "pass-word" not in str(saved)
+    assert resume_notes(config, saved) == []
 
 
 # -- folders of `datasets` ---------------------------------------------------------------------------------------------
