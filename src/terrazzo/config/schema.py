@@ -101,7 +101,7 @@ class LoraConfig(Section):
 class DataConfig(Section):
     """Where the text comes from and how it becomes tokens."""
 
-    source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs")
+    source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs, URLs")
     text_field: str = Field("text", description="field of JSONL and parquet rows that holds the text")
     chat_template: Path | None = Field(None, description="file with a chat template; default: the tokenizer's own")
     loss_on: Literal["assistant", "all"] = Field("assistant", description="conversations: which tokens are learnt")
