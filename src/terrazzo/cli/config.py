@@ -198,7 +198,7 @@ def _versions(given: list[str]) -> dict[str, str]:
 
 def _sizes(model: str) -> dict[str, Any]:
     """What readers and checks need of a model."""
-    from terrazzo.planner.model.loading import model_shape
+    from terrazzo.planner import model_shape
 
     shape = model_shape(model)
     sizes: dict[str, Any] = {"parameters": shape.numel, "hidden_size": shape.hidden or None}
@@ -220,8 +220,8 @@ def _trainers_own(understood: Understood) -> list[Any]:
     """What `terrazzo train` itself says of a file of its own."""
     if understood.dialect.name != "terrazzo":
         return []
+    from terrazzo.config import config_from_dict
     from terrazzo.dialects.dialect import Finding
-    from terrazzo.train.config_file import config_from_dict
 
     try:
         config_from_dict(understood.loaded.document, origin="`terrazzo train`")

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.exchange import agree, gather_json, together
+from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import resident_bytes
@@ -25,7 +26,6 @@ from terrazzo.train.build import (
     data_spec,
     prepare_model,
 )
-from terrazzo.train.config import Config
 from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
 from terrazzo.train.huggingface import weight_files
 from terrazzo.train.keeping import Keeper
@@ -36,7 +36,6 @@ from terrazzo.train.preflight import clear_checkpoints, make_log_folder, resume_
 from terrazzo.train.ranks import Ranks
 from terrazzo.train.resume import resume_notes
 from terrazzo.train.schedule import build_schedule
-from terrazzo.train.secrets import without_passwords
 
 __all__ = ["Session", "open_session"]
 
@@ -90,7 +89,7 @@ class Session:
 
     def close(self) -> None:
         """Remove what the run has put on drives beside its checkpoints: ranks end without the interpreter's help."""
-        engine_of(self.model).store.close()
+        engine_of(self.model).close()
 
     def _extra(self) -> dict[str, Any]:
         validation = self.data.validation
@@ -172,7 +171,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
         else:  # last, so that nothing is lost to a run that cannot start
             together(lambda: clear_checkpoints(config) if ranks.is_first else None, BadInput)
     except BaseException:
-        engine_of(model).store.close()  # its files would stay: ranks end without the interpreter's help
+        engine_of(model).close()  # its files would stay: ranks end without the interpreter's help
         raise
     return session
 

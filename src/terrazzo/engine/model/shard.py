@@ -43,7 +43,6 @@ from terrazzo.engine.model.materialize import (
 )
 from terrazzo.engine.model.module import adopt_model
 from terrazzo.engine.model.stand_in import show_gradients
-from terrazzo.engine.offload.drive import cell_numel
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
@@ -92,7 +91,8 @@ def shard(  # structure: signature fixed by the design
             callable that builds one from the parameters; several optimizers over disjoint parameters in a list, which
             come back in a list; or None. A warning names trainable parameters that none of them has.
         plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
-            `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`.
+            `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`,
+            of all units or, as in `zero3@cpu:0.7`, of a share of them.
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
         precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`.
         mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.
@@ -203,7 +203,7 @@ def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -
     """Host memory and files for what these units keep there. Collective."""
     buckets = [bucket for unit in units for bucket in unit.buckets]
     axes = buckets[0].recipe.axes
-    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
+    need = need_of(buckets, templates, offload.cell_numel)
     return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
 
@@ -220,7 +220,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     engine = engine_of(model)
     schedule = engine.schedule
     before = schedule.accumulating, schedule.reduce_each
-    schedule.accumulating, schedule.reduce_each = True, not engine.sums_locally(local)
+    engine.sync(False, each=not engine.sums_locally(local))
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.offload.drive import cell_numel, padded_bytes
+from terrazzo.engine.offload.drive import padded_bytes
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import disk_bytes, host_bytes
@@ -92,7 +92,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     buckets = [bucket for unit in units for bucket in unit.buckets]
     trainable = [bucket for bucket in buckets if bucket.trainable]
     updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
-    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
+    need = need_of(buckets, templates, offload.cell_numel)
     here = resting_bytes(buckets)
     return MemoryBill(
         weight_bytes=here["weight"],

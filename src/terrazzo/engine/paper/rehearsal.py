@@ -31,10 +31,7 @@ def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sum
         local_sums: whether those before the last only add their gradients on this rank.
     """
     ledger, traffic = Ledger(), Traffic()
-    paper = [
-        PaperUnit(unit.name, unit.index, unit.buckets, unit.has_gradients and not unit.fills_gradually, ledger, traffic)
-        for unit in units
-    ]
+    paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, ledger, traffic) for unit in units]
     schedule = Schedule(paper, Order.of_registration(paper), prefetch)
     recipe = units[0].buckets[0].recipe
     if meets(recipe):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.offload.drive import cell_numel, padded_bytes
+from terrazzo.engine.offload.drive import padded_bytes
 from terrazzo.engine.offload.needs import load_bytes, tray_bytes
 from terrazzo.engine.offload.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
@@ -116,7 +116,7 @@ def _sums(setup: Setup, stage: int) -> Term:
 
 def _buffers(setup: Setup, stage: int) -> Term:
     """Host memory through which states on disk come and go."""
-    cell, found = cell_numel(setup.offload.block_bytes), [bucket for bucket, _ in _buckets(setup, stage)]
+    cell, found = setup.offload.cell_numel, [bucket for bucket, _ in _buckets(setup, stage)]
     load = max((load_bytes(bucket, cell) for bucket in found), default=0)
     tray = max((tray_bytes(bucket, bucket.moments, cell) for bucket in found), default=0)
     value = float(host_bytes(Need(nvme=(load, tray), load=load, tray=tray), setup.offload)) if load or tray else 0.0
