@@ -59,6 +59,20 @@ def test_state_that_the_optimizer_has_comes_along() -> None:
         assert train(model, optimizers[0], 3, 0) == train(reference, optimizers[1], 3, 0)
 
 
+@pytest.mark.parametrize("plan", ["zero1", "zero2@cpu"])
+def test_a_released_optimizer_leaves_nothing_to_count_or_to_save(plan: str) -> None:
+    with fake_group(2):
+        model: nn.Module = Net()
+        tz.shard(model, None, plan)
+        engine = engine_of(model)
+        before = engine.bill, engine.parameters()
+        optimizer = tz.attach(model, adamw(model.parameters()))
+        assert engine.bill != before[0] and engine.parameters() != before[1]
+        engine.release_optimizer()
+        assert (engine.bill, engine.parameters()) == before
+        assert engine.param_groups() == [] and optimizer.param_groups
+
+
 def test_what_cannot_be_attached_is_refused(tmp_path: Path) -> None:
     with fake_group(2):
         model: nn.Module = Net()

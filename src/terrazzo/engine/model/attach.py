@@ -41,7 +41,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
         raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
     check_optimizer(optimizer)
-    _forget_gone(engine)
+    engine.forget_gone()
     check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
     first = len(engine.templates)
     templates = [*engine.templates, *(state_of(optimizer, group) for group in optimizer.param_groups)]
@@ -50,22 +50,11 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         check_agreement(engine.axes, {"optimizer": optimizer_facts(optimizer)})
         together(engine.axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), templates)))
     except BaseException:
-        _forget_gone(engine)
+        engine.forget_gone()
         raise
     engine.templates = templates
     drive(engine, optimizer, first)
     return optimizer
-
-
-def _forget_gone(engine: Engine) -> None:
-    """Parameters of optimizers that nobody has any more can get another one."""
-    engine.drivers = [driver for driver in engine.drivers if driver.reference() is not None]
-    held = {number for driver in engine.drivers for number in driver.groups}
-    for bucket in engine.trainable():
-        for member in bucket.members:
-            member.group = member.group if member.group in held else -1
-    if not engine.drivers:
-        engine.templates = []
 
 
 def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:

@@ -112,6 +112,17 @@ class Engine:
             driver.retire()
         self.drivers.clear()
         self.hooks.scaler = None
+        self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Parameters of optimizers that nobody has any more can get another one."""
+        self.drivers = self._stepping()
+        held = {number for driver in self.drivers for number in driver.groups}
+        for bucket in self.trainable():
+            for member in bucket.members:
+                member.group = member.group if member.group in held else -1
+        if not self.drivers:
+            self.templates = []
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
