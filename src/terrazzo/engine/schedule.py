@@ -2,7 +2,8 @@
 
 Five events drive everything. Forward of a unit begins: gather it, start gathering the next ones, wait. Forward ends:
 weights go to the plan's `between`. Backward of a unit begins: release the units that have ended, gather this one, start
-reducing the ended ones, start gathering the next ones, wait. Backward ends: reduce the rest.
+reducing the ended ones, start gathering the next ones, wait. Half of its gradient is there: gather what was held back.
+Backward ends: reduce the rest.
 
 In backward three units' worth of memory is in use: the weights and the gradient of the running unit, and either the
 gradient that is being reduced or the weights that come next. So while a gradient is being reduced, the next gather is

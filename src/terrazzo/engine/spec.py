@@ -172,7 +172,7 @@ class BucketSpec:
             known = self._numels[axes] = self.whole // parts if self.padded else -(-self.whole // parts)
         return known
 
-    def kept(self, moments: Sequence[float] = ()) -> Iterator[StateBytes]:
+    def at_rest(self, moments: Sequence[float] = ()) -> Iterator[StateBytes]:
         """The states of one rank.
 
         Args:
@@ -287,7 +287,7 @@ class BucketSpec:
         earlier micro-batches no further than the host's memory, and an update happens where the optimizer's state lies.
 
         Args:
-            moments: as for `kept`.
+            moments: as for `at_rest`.
         """
         tiers, weight_bytes = self.tiers, self.numel(self.weight_axes) * self.weight_dtype.itemsize
         if when == "forward" or (when == "backward" and not self.keep and self.between_axes == self.weight_axes):
@@ -342,9 +342,9 @@ def _copy(what: str, count_bytes: float, link: str = "pcie") -> Move:
     return Move("copy", what, link, count_bytes)
 
 
-def resting_bytes(found: Iterable[BucketSpec]) -> Counter[str]:
+def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
     """Of each state of several buckets, what rests on the device; moments left out."""
     total = Counter[str]()
-    for state, tier, nbytes in (kept for bucket in found for kept in bucket.kept()):
+    for state, tier, nbytes in (resting for bucket in buckets for resting in bucket.at_rest()):
         total[state] += nbytes * (tier == "device")
     return total

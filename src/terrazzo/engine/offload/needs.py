@@ -48,11 +48,11 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
         cell: elements of states on drives that are handled at once.
     """
     moments = [_moments(bucket, templates) if bucket.updated_apart else [] for bucket in buckets]
-    kept = [kept for bucket, states in zip(buckets, moments, strict=True) for kept in bucket.kept(states)]
+    resting = [state for bucket, states in zip(buckets, moments, strict=True) for state in bucket.at_rest(states)]
     trays = (tray_bytes(bucket, states, cell) for bucket, states in zip(buckets, moments, strict=True))
     return Need(
-        cpu=tuple(state.nbytes for state in kept if state.tier == "cpu"),
-        nvme=tuple(state.nbytes for state in kept if state.tier == "nvme"),
+        cpu=tuple(state.nbytes for state in resting if state.tier == "cpu"),
+        nvme=tuple(state.nbytes for state in resting if state.tier == "nvme"),
         load=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
         tray=max(trays, default=0) if templates else 0,
     )

@@ -81,7 +81,7 @@ class PlannedBucket(BucketSpec):
         Padding has no moments on the device; away from it each state has pages of its own.
         """
         found: dict[str, tuple[str, float]] = {}
-        for state, tier, nbytes in self.kept(self.moments):
+        for state, tier, nbytes in self.at_rest(self.moments):
             before = found.get(state, (tier, 0))[1]
             found[state] = tier, before + (nbytes if tier == "device" else padded_bytes(nbytes))
         if self.trainable and not self.updated_apart:
