@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from terrazzo.engine import listeners
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.label import Purpose
+from terrazzo.engine.listeners import before_gradient, eager, on_backward, take_last, weakly
 from terrazzo.engine.order import Order, merge
 from terrazzo.engine.pass_end import meet
 from terrazzo.engine.precision import Precision
@@ -65,26 +64,25 @@ class Hooks:
             for bucket in unit.buckets
             if not bucket.resident
         }
-        self._saved = SavedWeights(storages, listeners.on_use(weakref.ref(self)))
+        self._saved = SavedWeights(storages, weakly(self, Hooks.use_saved))
 
     def attach(self, model: nn.Module) -> None:
         """Register every hook on `model` and its units' modules and trainable parameters."""
-        hooks = weakref.ref(self)
-        model.register_forward_pre_hook(listeners.before_model(hooks), with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(eager(weakly(self, Hooks.before_model)), with_kwargs=True, prepend=True)
         for unit in self.units:
             if unit.module is not model:
-                unit.module.register_forward_pre_hook(listeners.before_unit(hooks, unit.index), prepend=True)
-                unit.module.register_forward_hook(listeners.after_unit(hooks, unit.index))
-            for bucket in unit.trainable():
-                for index, member in enumerate(bucket.members):
-                    hook = listeners.on_gradient(hooks, unit.index, weakref.ref(bucket), index)
-                    listeners.take_last(member.parameter, hook)
-        model.register_forward_hook(listeners.after_model(hooks))
-        model.register_forward_hook(listeners.model_ended(hooks), always_call=True)
+                before, after = (weakly(self, told, unit.index) for told in (Hooks.before_unit, Hooks.after_unit))
+                unit.module.register_forward_pre_hook(eager(before), prepend=True)
+                unit.module.register_forward_hook(eager(after))
+            for number, bucket in enumerate(unit.buckets):
+                for index, member in enumerate(bucket.members if bucket.trainable else ()):
+                    take_last(member.parameter, weakly(self, Hooks.take_gradient, unit.index, number, index))
+        model.register_forward_hook(eager(weakly(self, Hooks.after_model)))
+        model.register_forward_hook(eager(weakly(self, Hooks.model_ended)), always_call=True)
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def before_model(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not _inside_backward():
             self.adopt_edits()
             abandoned = self.schedule.in_backward
@@ -98,7 +96,7 @@ class Hooks:
             if torch.is_grad_enabled() and (self._surprised or unsettled):
                 self._saved.begin()
         if self.units[0].is_root:
-            self.before_unit(self.units[0])
+            self.before_unit(0)
         if self.precision.compute in _HALF:
             return self._cast(args), self._cast(kwargs)
         return args, kwargs
@@ -111,34 +109,36 @@ class Hooks:
                     bucket.check_members()
                     bucket.adopt_edits()
 
-    def after_model(self, output: Any) -> Any:
+    def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         if _inside_backward():
             return output
         if self.units[0].is_root:
-            self.after_unit(self.units[0], output)
+            self.after_unit(0, module, args, output)
         training = torch.is_grad_enabled()
         self.schedule.end_forward()
         if training and not self.schedule.order.agreed:
             self._agree_on_order()
         return scale_backward(output, self.scaler) if self.scaler else output
 
-    def model_ended(self) -> None:
+    def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The model's own forward has returned, or raised."""
         if not _inside_backward():
             self._saved.end()
             if self.schedule.in_forward:
                 self.schedule.abandon_forward()
 
-    def before_unit(self, unit: Unit, args: Any = ()) -> None:
+    def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:
+        unit = self.units[index]
         if _inside_backward():  # activation checkpointing runs the forward again
             self.start_backward()
             self.schedule.recompute(unit)
             return
-        if not self.schedule.order.agreed and (pair := self._regions.enter(unit.index, args)):
+        if not self.schedule.order.agreed and (pair := self._regions.enter(index, args)):
             self.schedule.together.add(pair)
         self.schedule.enter_forward(unit)
 
-    def after_unit(self, unit: Unit, output: Any) -> None:
+    def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        unit = self.units[index]
         if _inside_backward():
             if is_differentiated() and self._watch(unit, output)[0]:
                 self.schedule.expect_backward(unit)
@@ -166,14 +166,18 @@ class Hooks:
             )
         self.schedule.enter_backward(unit)
 
-    def use_saved(self, unit: Unit) -> None:
-        """A part of backward is about to read the weights of `unit`."""
+    def use_saved(self, index: int) -> None:
+        """A part of backward is about to read the weights of a unit."""
+        unit = self.units[index]
         if not unit.present:
             self._surprised = True
             self.start_backward()
             self.schedule.enter_backward(unit)
 
-    def take_gradient(self, unit: Unit, bucket: Bucket, index: int) -> None:
+    def take_gradient(self, unit_index: int, number: int, index: int, parameter: Tensor) -> None:
+        """The gradient of the parameter `index` in the unit's bucket `number` has been accumulated."""
+        unit = self.units[unit_index]
+        bucket = unit.buckets[number]
         if not self.schedule.in_backward:
             self.start_backward()
         if not bucket.present or torch.is_grad_enabled():
@@ -226,7 +230,7 @@ class Hooks:
             self._late.clear()
             self._passes += 1
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(listeners.end_of_backward(weakref.ref(self)))  # type: ignore[no-untyped-call, unused-ignore]
+            engine.queue_callback(weakly(self, Hooks.end_backward))  # type: ignore[no-untyped-call, unused-ignore]
         return self._passes
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
@@ -242,9 +246,9 @@ class Hooks:
         hidden = hidden or not any(isinstance(leaf, Tensor) for leaf in leaves)
         differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         differentiable += _put_aside([unit.module, *self._inside[unit.index]])
-        hook = listeners.on_backward(weakref.ref(self), unit.index, unit.generation)
+        hook = on_backward(self, unit.index, unit.generation)
         for leaf in differentiable:
-            listeners.before_gradient(leaf, hook)
+            before_gradient(leaf, hook)
         return bool(differentiable), hidden
 
     def _cast(self, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The functions that torch calls: each reaches the `Hooks` of its model through a weak reference.
+"""The functions that torch calls: each reaches whom it tells, the `Hooks` of its model say, through a weak reference.
 
 Those of modules stay out of compiled graphs.
 """
@@ -12,124 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.bucket import Bucket
-
-__all__ = [
-    "after_model",
-    "after_unit",
-    "before_gradient",
-    "before_model",
-    "before_unit",
-    "end_of_backward",
-    "model_ended",
-    "on_backward",
-    "on_gradient",
-    "on_use",
-    "take_last",
-]
-
-HooksRef = weakref.ref[Any]
-"""To a `Hooks`."""
+__all__ = ["before_gradient", "eager", "on_backward", "take_last", "weakly"]
 
 
-def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+def weakly(owner: object, method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """`method` of `owner` without keeping that alive; None once it is gone.
+
+    Args:
+        first: arguments before those of each call.
+    """
+    reference = weakref.ref(owner)
+
+    def call(*further: Any) -> Any:
+        live = reference()
+        return method(live, *first, *further) if live is not None else None
+
+    return call
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, called between compiled graphs."""
     disabled: Callable[..., Any] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
     return disabled
 
 
-def before_model(hooks: HooksRef) -> Callable[..., Any]:
-    """A pre-hook of the model, with keywords."""
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        live = hooks()
-        return live.before_model(args, kwargs) if live is not None else (args, kwargs)
-
-    return _eager(before)
-
-
-def after_model(hooks: HooksRef) -> Callable[..., Any]:
-    """A hook of the model, which may change what it returns."""
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        live = hooks()
-        return live.after_model(output) if live is not None else output
-
-    return _eager(after)
-
-
-def model_ended(hooks: HooksRef) -> Callable[..., None]:
-    """A hook of the model that is called when it raises, too."""
-
-    def ended(module: nn.Module, args: Any, output: Any) -> None:
-        if (live := hooks()) is not None:
-            live.model_ended()
-
-    return _eager(ended)
-
-
-def on_use(hooks: HooksRef) -> Callable[[int], None]:
-    """Told of a unit, by index, whose weights a part of backward is about to read."""
-
-    def use(unit: int) -> None:
-        if (live := hooks()) is not None:
-            live.use_saved(live.units[unit])
-
-    return use
-
-
-def before_unit(hooks: HooksRef, index: int) -> Callable[..., None]:
-    """A pre-hook of a unit's module."""
-
-    def before(module: nn.Module, args: Any) -> None:
-        if (live := hooks()) is not None:
-            live.before_unit(live.units[index], args)
-
-    return _eager(before)
-
-
-def after_unit(hooks: HooksRef, index: int) -> Callable[..., None]:
-    """A hook of a unit's module."""
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if (live := hooks()) is not None:
-            live.after_unit(live.units[index], output)
-
-    return _eager(after)
-
-
-def on_gradient(hooks: HooksRef, unit: int, bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None]:
-    """A hook of a parameter, after its gradient has been accumulated."""
-
-    def gradient(parameter: Tensor) -> None:
-        live, owner = hooks(), bucket()
-        if live is not None and owner is not None:
-            live.take_gradient(live.units[unit], owner, index)
-
-    return gradient
-
-
-def on_backward(hooks: HooksRef, index: int, generation: int) -> Callable[[Any], None]:
+def on_backward(hooks: Any, index: int, generation: int) -> Callable[[Any], None]:
     """Tells once per backward pass that it has reached one call of a unit, whichever of its outputs comes first."""
-    told = 0
+    told, reference = 0, weakref.ref(hooks)
 
     def backward(grads: Any) -> None:
         nonlocal told
-        live = hooks()
+        live = reference()
         if live is not None and told != live.start_backward():
             told = live.start_backward()
             live.before_backward(live.units[index], generation)
 
     return backward
-
-
-def end_of_backward(hooks: HooksRef) -> Callable[[], None]:
-    """A callback at the end of a backward pass."""
-
-    def end() -> None:
-        if (live := hooks()) is not None:
-            live.end_backward()
-
-    return end
 
 
 def before_gradient(output: Tensor, hook: Callable[[Any], None]) -> None:

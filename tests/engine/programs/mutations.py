@@ -103,10 +103,10 @@ def a_late_gradient_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """What comes after its unit's reduction has been started is never reduced."""
     take = hooks.Hooks.take_gradient
 
-    def taken(self: Any, unit: Any, bucket: Bucket, index: int) -> None:
-        if unit.index in self.schedule.closed:
-            bucket.members[index].parameter.grad = None
-        take(self, unit, bucket, index)
+    def taken(self: Any, unit: int, number: int, index: int, parameter: torch.Tensor) -> None:
+        if unit in self.schedule.closed:
+            parameter.grad = None
+        take(self, unit, number, index, parameter)
 
     patch.setattr(hooks.Hooks, "take_gradient", taken)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.listeners import weakly
 from terrazzo.engine.model.checks import check_agreement, optimizer_facts, together
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.state import reading, restore_optimizer
@@ -87,7 +87,7 @@ def drive(engine: Engine, optimizer: Optimizer, first: int) -> None:
         for member in bucket.members
         if member.parameter in optimizer.state
     }
-    optimizer.register_step_pre_hook(_tell(weakref.ref(engine.hooks)))
+    optimizer.register_step_pre_hook(weakly(engine.hooks, _before_step))
     driver = OptimizerDriver(optimizer, engine.units, engine.recipe, engine.schedule, engine.publish, first)
     engine.drivers.append(driver)
     engine.hooks.scaler = driver.scaler
@@ -105,10 +105,6 @@ def drive(engine: Engine, optimizer: Optimizer, first: int) -> None:
     adopt(optimizer, driver)
 
 
-def _tell(hooks: weakref.ref[Hooks]) -> Callable[..., None]:
-    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (live := hooks()) is not None:
-            live.adopt_edits()
-            live.wanted()
-
-    return step
+def _before_step(hooks: Hooks, *_: Any) -> None:
+    hooks.adopt_edits()
+    hooks.wanted()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket, Member
 from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.listeners import weakly
 from terrazzo.engine.model.attach import check_several, drive
 from terrazzo.engine.model.checks import (
     check_agreement,
@@ -114,7 +114,7 @@ def shard(  # structure: signature fixed by the design
         schedule.meet = lambda label, number: meet(recipe.axes, label, [number])[0]
     hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, None)
     engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks, store, prepared.templates)
-    schedule.denominator = _weak_call(engine.gradient_denominator)
+    schedule.denominator = weakly(engine, Engine.gradient_denominator)
     for built in prepared.optimizers:
         drive(engine, built, sum(len(driver.groups) for driver in engine.drivers))
     hooks.attach(model)
@@ -359,18 +359,6 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     move_buffers(model, axes)
     axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
     axes.traffic.reset()
-
-
-def _weak_call(method: Callable[[], float]) -> Callable[[], float]:
-    """`method`, without keeping its owner alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> float:
-        live = reference()
-        assert live is not None, "the model is gone"
-        return live()
-
-    return call
 
 
 def _bucket_groups(members: list[Member], owners: Sequence[int]) -> list[list[Member]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket, Member
 from terrazzo.engine.buffer import Access
+from terrazzo.engine.listeners import eager, weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.parameter import AtRest
@@ -37,19 +38,9 @@ def show_gradients(model: nn.Module, engine: Engine) -> None:
 
     Not inside its forward, where a compiler would ask them what they cannot answer.
     """
-    owner = weakref.ref(_StandIns(engine))
-    model.register_forward_pre_hook(_eager(lambda *_: _told(owner, _StandIns.begin)), prepend=True)
-    model.register_forward_hook(_eager(lambda *_: _told(owner, _StandIns.show_again)), always_call=True)
-
-
-def _told(owner: weakref.ref[_StandIns], what: Callable[[_StandIns], None]) -> None:
-    if (live := owner()) is not None:
-        what(live)
-
-
-def _eager(function: Callable[..., None]) -> Callable[..., None]:
-    disabled: Callable[..., None] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
-    return disabled
+    owner = _StandIns(engine)
+    model.register_forward_pre_hook(eager(weakly(owner, _StandIns.begin)), prepend=True)
+    model.register_forward_hook(eager(weakly(owner, _StandIns.show_again)), always_call=True)
 
 
 class _Shelf:
@@ -113,7 +104,7 @@ class _StandIns:
         self._measured = 0
         hooks = engine.hooks
         hooks.begun, hooks.ended, hooks.wanted = self.hide, self.show, self.notice_dropped
-        before = _before_gradient(weakref.ref(self))
+        before = weakly(self, _StandIns.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
                 for member in bucket.members:
@@ -152,12 +143,12 @@ class _StandIns:
         for segment in self._segments():
             segment.parameter.grad = None
 
-    def begin(self) -> None:
+    def begin(self, *_: Any) -> None:
         """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
         if self._shown:
             self.hide()
 
-    def show_again(self) -> None:
+    def show_again(self, *_: Any) -> None:
         """A forward has ended; one inside backward recomputes a part of it."""
         if torch._C._current_graph_task_id() == -1 and any(bucket.gradient.changes for bucket in self._buckets):
             self.show()
@@ -224,16 +215,6 @@ class _StandIns:
                 "the last micro-batch's backward outside 'with tz.accumulate(model)' first; zero_grad() of the "
                 "optimizer or the model forgets them."
             )
-
-
-def _before_gradient(owner: weakref.ref[_StandIns]) -> Callable[[Tensor], None]:
-    """Runs before autograd adds a gradient to `.grad`, which must not be a stand-in then."""
-
-    def before(grad: Tensor) -> None:
-        if (live := owner()) is not None:
-            live.begin()
-
-    return before
 
 
 def _member(key: Key) -> Member:

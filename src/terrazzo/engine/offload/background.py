@@ -30,7 +30,7 @@ class Background:
         schedule: Schedule,
         updater: Updater,
         mode: StepMode,
-        segments: Callable[[], Iterable[Segment]],
+        segments: Callable[[], Iterable[Segment] | None],
     ) -> None:
         self.units, self.schedule, self.mode = units, schedule, mode
         self._updater, self._segments = updater, segments
@@ -108,7 +108,7 @@ class Background:
     def _begin(self, unit: Unit, twin: Twin) -> None:
         segments: dict[Bucket, list[Segment]] = {}
         buckets = [bucket for bucket in unit.buckets if bucket.updated_apart]
-        for segment in self._segments():
+        for segment in self._segments() or ():
             if segment.bucket in buckets:
                 segments.setdefault(segment.bucket, []).append(segment)
         unit.begin_update(self._updater.begin(segments, twin))

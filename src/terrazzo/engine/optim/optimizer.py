@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Finished
+from terrazzo.engine.listeners import weakly
 from terrazzo.engine.optim.apart import Apart
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.stock import unhooked_step
@@ -92,20 +93,14 @@ class OptimizerDriver:
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
 
-    def update_apart(self, make: Callable[[Callable[[], list[Segment]]], Apart]) -> None:
+    def update_apart(self, make: Callable[[Callable[[], list[Segment] | None]], Apart]) -> None:
         """Have segments away from the device updated by what `make` returns; it is given what returns them."""
-        reference = weakref.ref(self)
+        self.background = make(weakly(self, lambda driver: driver.segments))
+        self.schedule.reduced = weakly(self, OptimizerDriver._reduced)
 
-        def segments() -> list[Segment]:
-            live = reference()
-            return live.segments if live is not None else []
-
-        def reduced(unit: int) -> None:
-            if (live := reference()) is not None and live.background is not None:
-                live.background.unit_reduced(unit, live.optimizer)
-
-        self.background = make(segments)
-        self.schedule.reduced = reduced
+    def _reduced(self, unit: int) -> None:
+        if self.background is not None:
+            self.background.unit_reduced(unit, self.optimizer)
 
     def settle(self) -> None:
         """Return once no update is under way."""
