@@ -113,15 +113,10 @@ def segments_of(buckets: Iterable[Bucket]) -> list[Segment]:
     return [
         segment
         for bucket in buckets
-        for window in _windows(bucket)
+        for window in bucket.master.cuts(bucket.master.range)
         for first, last in runs(bucket)
         for segment in _segment(bucket, first, last, window)
     ]
-
-
-def _windows(bucket: Bucket) -> Iterator[Range]:
-    master = bucket.master
-    return iter([master.range]) if isinstance(master, Buffer) else master.cuts(master.range)
 
 
 def runs(bucket: Bucket) -> Iterator[tuple[int, int]]:
