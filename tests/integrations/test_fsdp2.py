@@ -343,7 +343,7 @@ def deferred() -> None:
                     module.reset_parameters()
         else:
             tz.accumulate(model).__enter__()  # anything that needs the engine gives values, unit by unit
-            engine_of(model).schedule.accumulating = False
+            engine_of(model).sync(True, each=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = loss_of(model, batches(1, 0)[0])
         before.backward()

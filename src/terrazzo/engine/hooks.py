@@ -24,6 +24,7 @@ from terrazzo.engine.regions import Regions, is_differentiated
 from terrazzo.engine.saved import SavedWeights
 from terrazzo.engine.scaler import LossScaler, scale_backward
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
 
@@ -188,7 +189,7 @@ class Hooks:
                 "the loss scale of fp16 is missing from it. Return every tensor that a loss is computed from out of "
                 "the model's forward, in tuples, lists or dicts."
             )
-        dtype = self.precision.accumulate if self.schedule.sums_locally else self.precision.reduce
+        dtype = bucket.pending_dtype(self.schedule.this_pass)
         bucket.gradient.take(index, bucket.members[index].parameter, dtype)
         if self.schedule.holds_back(unit) and unit.half_filled:
             self.schedule.halfway()
@@ -213,9 +214,9 @@ class Hooks:
     def end_backward(self) -> None:
         if self.schedule.in_backward:
             self.schedule.end_backward()
-            if not self.schedule.accumulating:
+            if self.schedule.this_pass is Pass.FINISHES:
                 self._agree()
-            elif not self.schedule.sums_locally and self.schedule.meet is None:
+            elif self.schedule.this_pass is Pass.REDUCES and self.schedule.meet is None:
                 self._agree_on_flags()  # ranks that have not run the same hear it here
             self.schedule.finish()
             if self.scaler is not None:

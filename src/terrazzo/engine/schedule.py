@@ -25,6 +25,7 @@ from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit, position_from
 from terrazzo.engine.reductions import Reductions
 from terrazzo.engine.runnable import Runnable
+from terrazzo.engine.spec import Pass
 
 __all__ = ["Schedule"]
 
@@ -46,8 +47,7 @@ class Schedule:
         together: pairs of units that this model recomputes in one region.
         strayed: whether a unit has come elsewhere than in the order, since the last agreement.
         closed: units whose gradients are being reduced, or are complete, in this backward.
-        accumulating: whether this micro-batch is not the step's last.
-        reduce_each: whether such a micro-batch's gradients are reduced, to the plan's `grad` place, or only added.
+        this_pass: what becomes of this micro-batch's gradients.
     """
 
     def __init__(self, units: Sequence[Runnable], order: Order, prefetch: int) -> None:
@@ -55,7 +55,7 @@ class Schedule:
         self.denominator: Callable[[], float] = lambda: 1.0
         self.reduced: Callable[[int], None] = lambda unit: None
         self.meet: Callable[[Label, int], int] | None = None
-        self.accumulating, self.reduce_each, self.strayed = False, True, False
+        self.this_pass, self.strayed = Pass.FINISHES, False
         self.visits: list[Visit] = []
         self.together: set[tuple[int, int]] = set()
         self.closed: set[int] = set()
@@ -229,7 +229,7 @@ class Schedule:
 
     def begin_backward(self) -> None:
         self.in_backward, self._backward_cursor, self._held_back = True, 0, ()
-        if self.meet is not None or not self.sums_locally:
+        if self.meet is not None or self.this_pass is not Pass.ADDS:
             self._backwards += 1
         self.closed.clear()
 
@@ -353,31 +353,27 @@ class Schedule:
 
     def _tell(self, finished: Iterable[int]) -> None:
         for unit in finished:
-            if not self.accumulating:
+            if self.this_pass is Pass.FINISHES:
                 self.reduced(unit)
 
     def _close(self, unit: Runnable) -> None:
         """The unit's gradients are complete: start summing them over ranks, unless this micro-batch only adds."""
         self.closed.add(unit.index)
-        if unit.has_gradients and not self.sums_locally:
+        if unit.has_gradients and self.this_pass is not Pass.ADDS:
             self.start_reducing(unit)
 
     def start_reducing(self, unit: Runnable) -> None:
         """Start summing a unit's gradients, after moving the earlier reductions one collective on."""
         self._tell(self._reductions.advance())
-        purpose = Purpose.PARTIAL if self.accumulating else Purpose.GRADIENT
-        moves = unit.reduce(None if self.accumulating else self.denominator())
+        last = self.this_pass is Pass.FINISHES
+        purpose = Purpose.GRADIENT if last else Purpose.PARTIAL
+        moves = unit.reduce(self.denominator() if last else None)
         self._reductions.start(unit.index, Transfer(moves, self._label(purpose, unit.index, self._backwards)))
 
     @property
     def awaits_backward(self) -> bool:
         """Whether the backward of an earlier forward has not come, or raised."""
         return bool(self._awaited)
-
-    @property
-    def sums_locally(self) -> bool:
-        """Whether this micro-batch's gradients are only added to what is on this rank."""
-        return self.accumulating and not self.reduce_each
 
     # -- outside a step ----------------------------------------------------------------------------------------
 

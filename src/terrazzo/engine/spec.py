@@ -17,6 +17,7 @@ A `Bucket` is a description with memory. The bill, the step on paper and the pla
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,11 +29,19 @@ import torch
 from terrazzo.engine.place import ON_DEVICE, TIERS, Plan, Tiers
 from terrazzo.engine.precision import Precision
 
-__all__ = ["WHEN", "Axis", "BucketSpec", "Move", "StateBytes", "SumAxes", "resting_bytes"]
+__all__ = ["WHEN", "Axis", "BucketSpec", "Move", "Pass", "StateBytes", "SumAxes", "resting_bytes"]
 
 WHEN = ("forward", "backward", "reduce", "last", "update")
 """When things move: before forward and before backward, after each backward that reduces, after the last one, and after
 the optimizer's step."""
+
+
+class Pass(enum.Enum):
+    """What becomes of the gradients of a backward pass."""
+
+    ADDS = "added to what is on this rank, and no more"
+    REDUCES = "summed over ranks, to the plan's `grad` place"
+    FINISHES = "summed over ranks and divided: the step's last micro-batch"
 
 
 class Axis(Protocol):
@@ -198,10 +207,12 @@ class BucketSpec:
         kept_apart = self.regathered and self.between_axes != self.weight_axes
         return self.numel(self.between_axes) * self.compute_dtype.itemsize * kept_apart
 
-    def pending_bytes(self, local_sums: bool) -> int:
-        """An unreduced gradient, which only adds up on this rank or is on its way to the wire."""
-        dtype = self.precision.accumulate if local_sums else self.precision.reduce
-        return self.trainable * self.whole * dtype.itemsize
+    def pending_dtype(self, this_pass: Pass) -> torch.dtype:
+        """Of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""
+        return self.precision.accumulate if this_pass is Pass.ADDS else self.precision.reduce
+
+    def pending_bytes(self, this_pass: Pass) -> int:
+        return self.trainable * self.whole * self.pending_dtype(this_pass).itemsize
 
     @property
     def partial_bytes(self) -> int:

@@ -40,6 +40,7 @@ from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.ending import require_own
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
@@ -196,7 +197,7 @@ class Engine:
     @property
     def syncs(self) -> bool:
         """Whether the next backward pass is that of a step's last micro-batch."""
-        return not self.schedule.accumulating
+        return self.schedule.this_pass is Pass.FINISHES
 
     def sync(self, required: bool, *, each: bool) -> None:
         """From now on, backward passes are those of a step's last micro-batch, or they are not.
@@ -204,7 +205,7 @@ class Engine:
         Args:
             each: reduce every micro-batch before the last, too; else add it up on this rank.
         """
-        self.schedule.accumulating, self.schedule.reduce_each = not required, each
+        self.schedule.this_pass = Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS
 
     def gather_ahead(self, count: int) -> None:
         """From now on, gather at least so many units ahead of the running one."""

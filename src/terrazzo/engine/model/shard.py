@@ -218,13 +218,12 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     Errors: `BadInput` for `local=False` under a plan that keeps whole gradients.
     """
     engine = engine_of(model)
-    schedule = engine.schedule
-    before = schedule.accumulating, schedule.reduce_each
+    before = engine.schedule.this_pass
     engine.sync(False, each=not engine.sums_locally(local))
     try:
         yield
     finally:
-        schedule.accumulating, schedule.reduce_each = before
+        engine.schedule.this_pass = before
 
 
 def clip_grad_norm_(

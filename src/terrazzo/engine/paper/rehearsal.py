@@ -16,7 +16,7 @@ from terrazzo.engine.order import Order, contains
 from terrazzo.engine.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import BucketSpec, Move
+from terrazzo.engine.spec import BucketSpec, Move, Pass
 from terrazzo.engine.unit import Unit
 
 __all__ = ["PaperBucket", "PaperUnit", "rehearse"]
@@ -36,11 +36,12 @@ def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sum
     recipe = units[0].buckets[0].recipe
     if meets(recipe):
         schedule.meet = lambda label, wanted: _meet(recipe, traffic)
+    earlier = Pass.ADDS if local_sums else Pass.REDUCES
     for index in range(micro_batches):
-        schedule.accumulating, schedule.reduce_each = index < micro_batches - 1, not local_sums
+        schedule.this_pass = earlier if index < micro_batches - 1 else Pass.FINISHES
         _forward(schedule, paper)
         _backward(schedule, paper)
-        if not schedule.accumulating or (schedule.meet is None and not local_sums):
+        if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not local_sums):
             _record_control(recipe, traffic, _flags(units))
     if recipe.precision.loss_scaling:
         _record_control(recipe, traffic, 1)  # overflow
@@ -68,7 +69,7 @@ def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
     schedule.begin_backward()
     for index in schedule.order.backward:
         schedule.enter_backward(paper[index])
-        paper[index].take_gradients(schedule.sums_locally)
+        paper[index].take_gradients(schedule.this_pass)
         schedule.halfway()
     schedule.end_backward()
     schedule.finish()
@@ -134,9 +135,9 @@ class PaperUnit:
             bucket.release()
             bucket.drop_held()
 
-    def take_gradients(self, local_sums: bool) -> None:
+    def take_gradients(self, this_pass: Pass) -> None:
         for bucket in self.buckets:
-            bucket.take_gradients(local_sums)
+            bucket.take_gradients(this_pass)
 
     def reduce(self, denominator: float | None) -> Moves:
         for bucket in self.buckets:
@@ -180,9 +181,9 @@ class PaperBucket:
         self._ledger.give(self._held_bytes)
         self._held_bytes = 0
 
-    def take_gradients(self, local_sums: bool) -> None:
+    def take_gradients(self, this_pass: Pass) -> None:
         if not self._pending_bytes:
-            self._pending_bytes = self.spec.pending_bytes(local_sums)
+            self._pending_bytes = self.spec.pending_bytes(this_pass)
             self._ledger.take(self._pending_bytes)
 
     def reduce(self, last: bool) -> Moves:

@@ -17,7 +17,7 @@ from terrazzo.engine.order import Order
 from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.place import Tiers
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import resting_bytes
+from terrazzo.engine.spec import Pass, resting_bytes
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
@@ -151,7 +151,7 @@ class _Player:
     def play(self, *, last: bool) -> None:
         """One micro-batch."""
         schedule = self._schedule
-        schedule.accumulating, schedule.reduce_each = not last, not self._local_sums
+        schedule.this_pass = Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES
         self._moment, self._live = "forward", self._trace.buffer_bytes
         for unit in self._paper:
             unit.filled_numel = 0
@@ -177,7 +177,7 @@ class _Player:
             if event.kind == "backward":
                 schedule.enter_backward(unit)
             else:
-                unit.take(event.numel, schedule.sums_locally)
+                unit.take(event.numel, schedule.this_pass)
                 if schedule.holds_back(unit) and unit.half_filled:
                     schedule.halfway()
 
@@ -216,8 +216,8 @@ class _Unit(PaperUnit):
     def half_filled(self) -> bool:
         return 2 * self.filled_numel >= sum(bucket.share(t) for bucket in self._trainable for t in bucket.tensors)
 
-    def take(self, numel: int, local_sums: bool) -> None:
-        self.take_gradients(local_sums)
+    def take(self, numel: int, this_pass: Pass) -> None:
+        self.take_gradients(this_pass)
         self.filled_numel += numel
 
     def reduce(self, denominator: float | None) -> Moves:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from terrazzo.engine.spec import Pass
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import Placement, placed_units, placement_of
@@ -87,8 +88,8 @@ def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
         held=sum(bucket.held_bytes for bucket in found),
         keep=any(bucket.keeps_full and not bucket.resident for bucket in found),
         regathered=any(bucket.regathered for bucket in found),
-        pending=sum(bucket.pending_bytes(local_sums=False) for bucket in trained),
-        pending_local=sum(bucket.pending_bytes(local_sums=True) for bucket in trained),
+        pending=sum(bucket.pending_bytes(Pass.REDUCES) for bucket in trained),
+        pending_local=sum(bucket.pending_bytes(Pass.ADDS) for bucket in trained),
         partial=sum(bucket.partial_bytes for bucket in trained),
         reduction=_together([_phases(bucket, last=True) for bucket in trained]),
         early_reduction=_together([_phases(bucket, last=False) for bucket in trained]),
