@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.links.collectives import TRAIL, Collectives, backend_of, collectives_for
-from terrazzo.engine.links.label import Label
+from terrazzo.engine.links.collectives import Collectives, backend_of, collectives_for
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
-from terrazzo.errors import RanksApart
 
 __all__ = ["Axes"]
 
@@ -77,33 +74,6 @@ class Axes:
         for axis in self.live(self.names):
             rows = self.along(axis).gather_rows(rows).flatten(0, 1)
         return rows
-
-    def trail(self) -> int:
-        """A digest of what must be equal on all ranks: optimizer steps, and what has been exchanged on transports whose
-        messages carry no labels.
-        """
-        digest = self.steps
-        for collectives in self._collectives.values():
-            digest = zlib.crc32(collectives.digest.to_bytes(4, "little"), digest)
-        return digest
-
-    def compare_trails(self, label: Label) -> None:
-        """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do, or steps."""
-        steps = self.rows(torch.tensor([self.steps], device=self.control_device)).flatten().tolist()
-        if min(steps) != max(steps):
-            raise RanksApart(
-                f"The ranks have not run the same: before {label}, optimizer.step() has been called {self.steps} times "
-                f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
-                "on it, for example with an all_reduce of whether the loss is finite."
-            )
-        for collectives in self._collectives.values():
-            trail = [*collectives.trail][-TRAIL:]
-            own = torch.tensor([-1] * (TRAIL - len(trail)) + trail, device=self.device)
-            for theirs in self.rows(own).tolist():
-                for mine, other in zip(own.tolist(), theirs, strict=True):
-                    if mine != other and min(mine, other) >= 0:
-                        label.of_code(mine).check(other, "another rank")
-        raise RanksApart(f"The ranks have not run the same some time before {label}.")
 
     def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 
 from terrazzo.engine.axes import Axes
+from terrazzo.engine.links.collectives import TRAIL
 from terrazzo.engine.links.label import Label, moving
 from terrazzo.engine.recipe import Recipe
+from terrazzo.errors import RanksApart
 
 __all__ = ["MEETING_NUMEL", "meet", "meets"]
 
@@ -27,7 +30,7 @@ def meet(axes: Axes, label: Label, numbers: Sequence[int]) -> list[int]:
     Errors: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
     transport whose messages carry no labels.
     """
-    trail = axes.trail()
+    trail = _trail(axes)
     values = torch.tensor([label.code, ~label.code, trail, ~trail, *numbers], device=axes.control_device)
     before = moving.set(label)
     try:
@@ -37,5 +40,34 @@ def meet(axes: Axes, label: Label, numbers: Sequence[int]) -> list[int]:
     label.check(highest, "another rank")
     label.check(~lowest, "another rank")
     if most != ~least:
-        axes.compare_trails(label)
+        _compare_trails(axes, label)
     return [int(number) for number in top]
+
+
+def _trail(axes: Axes) -> int:
+    """A digest of what must be equal on all ranks: optimizer steps, and what has been exchanged on transports whose
+    messages carry no labels.
+    """
+    digest = axes.steps
+    for axis in axes.names:
+        digest = zlib.crc32(axes.along(axis).digest.to_bytes(4, "little"), digest)
+    return digest
+
+
+def _compare_trails(axes: Axes, label: Label) -> None:
+    """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do, or steps."""
+    steps = axes.rows(torch.tensor([axes.steps], device=axes.control_device)).flatten().tolist()
+    if min(steps) != max(steps):
+        raise RanksApart(
+            f"The ranks have not run the same: before {label}, optimizer.step() has been called {axes.steps} times "
+            f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
+            "on it, for example with an all_reduce of whether the loss is finite."
+        )
+    for axis in axes.names:
+        trail = [*axes.along(axis).trail][-TRAIL:]
+        own = torch.tensor([-1] * (TRAIL - len(trail)) + trail, device=axes.device)
+        for theirs in axes.rows(own).tolist():
+            for mine, other in zip(own.tolist(), theirs, strict=True):
+                if mine != other and min(mine, other) >= 0:
+                    label.of_code(mine).check(other, "another rank")
+    raise RanksApart(f"The ranks have not run the same some time before {label}.")
