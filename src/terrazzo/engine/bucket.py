@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, adopt, differ
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values
 from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Moves
@@ -158,9 +158,9 @@ class Bucket(BucketSpec):
         self.check_members()
         self._written()
         if not self.resident:
-            adopt(self.weight, self.full)
+            take_values(self.weight, self.full)
         if self.has_own_master:
-            adopt(self.master, self.weight)
+            take_values(self.master, self.weight)
 
     def check_members(self) -> None:
         """Notice what the user has done to parameters since the model was sharded.
@@ -216,7 +216,7 @@ class Bucket(BucketSpec):
         if self._written() or (self._asked and differ(self.master, self.weight)):
             self.changes += 1
             if self.has_own_master:
-                adopt(self.master, self.weight)
+                take_values(self.master, self.weight)
 
     def forget_edits(self) -> None:
         """What has been written into gathered weights is to be lost."""

@@ -23,7 +23,7 @@ from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job
 
-__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "adopt", "differ"]
+__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "differ", "take_values"]
 
 Access = Literal["read", "change", "replace"]
 """What is done with opened elements: they are read; read and written; all written, whatever they were before."""
@@ -174,7 +174,7 @@ class Homes(Protocol):
         """Replace what `state` holds by what `source` does; None when that is done, else what it ends with."""
 
 
-def adopt(state: Resting, written: Resting) -> None:
+def take_values(state: Resting, written: Resting) -> None:
     """Replace the values of `state` where those that they round to in `written` are others."""
     for part in state.cuts(state.range):
         with state.opened(part, "change") as kept, written.opened(part) as new:

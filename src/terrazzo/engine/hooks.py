@@ -28,7 +28,7 @@ from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "forget_gradients"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -38,17 +38,16 @@ class Hooks:
 
     Args:
         units: in registration order, root first.
-        scaler: set when gradients inside the model are scaled.
 
     Attributes:
+        scaler: set when gradients inside the model are scaled.
         begun, ended: told of each backward pass, before any gradient is there and when all are.
         wanted: told before gradients are clipped, or taken by the optimizer.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision, scaler: LossScaler | None
-    ) -> None:
-        self.units, self.schedule, self.axes, self.precision, self.scaler = units, schedule, axes, precision, scaler
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision) -> None:
+        self.units, self.schedule, self.axes, self.precision = units, schedule, axes, precision
+        self.scaler: LossScaler | None = None
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
         self.begun: Callable[[], None] = _ignore
@@ -86,14 +85,13 @@ class Hooks:
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not _inside_backward():
             self.adopt_edits()
-            abandoned = self.schedule.in_backward
             unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
             if self.scaler is not None:
                 self.scaler.in_use = False
+            if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
+                forget_gradients(self.units, self.schedule)
             self.schedule.begin_forward(torch.is_grad_enabled())
             self._regions.begin()
-            if abandoned:
-                self._forget_gradients()
             if torch.is_grad_enabled() and (self._surprised or unsettled):
                 self._saved.begin()
         if self.units[0].is_root:
@@ -258,12 +256,6 @@ class Hooks:
 
         return tree_map_only(Tensor, cast, inputs)
 
-    def _forget_gradients(self) -> None:
-        """After a backward that raised, some gradients hold its part and some do not: none can be used."""
-        for unit in self.units:
-            for bucket in unit.trainable():
-                bucket.zero_grad(set_to_none=True)
-
     # -- the end of a step -------------------------------------------------------------------------------------
 
     def _agree_on_order(self) -> None:
@@ -315,6 +307,15 @@ class Hooks:
 
 _WITH = 3
 """Added to the index of a unit in the notes of ranks: past the events of a `Visit`."""
+
+
+def forget_gradients(units: Iterable[Unit], schedule: Schedule, set_to_none: bool = True) -> None:
+    """Forget every gradient, those on their way from a backward that raised included."""
+    if schedule.in_backward:
+        schedule.abandon_backward()
+    for unit in units:
+        for bucket in unit.trainable():
+            bucket.zero_grad(set_to_none)
 
 
 def _ignore() -> None:

@@ -29,6 +29,8 @@ from terrazzo.engine.spec import Pass
 
 __all__ = ["Schedule"]
 
+Meet = Callable[[Label, int], int]
+
 
 class Schedule:
     """Runs the units of one model.
@@ -37,12 +39,12 @@ class Schedule:
         units: in registration order, root first.
         order: the program to start with.
         prefetch: how many units ahead of the running one are gathered.
+        meet: the highest of the numbers that the ranks bring to the end of a pass; None where no rank needs another's
+            weights.
 
     Attributes:
         denominator: divides finished gradient sums.
         reduced: told of each unit whose gradients are finished.
-        meet: the highest of the numbers that the ranks bring to the end of a pass; None where no rank needs another's
-            weights.
         visits: what the last forward of the model ran.
         together: pairs of units that this model recomputes in one region.
         strayed: whether a unit has come elsewhere than in the order, since the last agreement.
@@ -50,11 +52,10 @@ class Schedule:
         this_pass: what becomes of this micro-batch's gradients.
     """
 
-    def __init__(self, units: Sequence[Runnable], order: Order, prefetch: int) -> None:
-        self.units, self.order, self.prefetch = units, order, prefetch
+    def __init__(self, units: Sequence[Runnable], order: Order, prefetch: int, meet: Meet | None = None) -> None:
+        self.units, self.order, self.prefetch, self.meet = units, order, prefetch, meet
         self.denominator: Callable[[], float] = lambda: 1.0
         self.reduced: Callable[[int], None] = lambda unit: None
-        self.meet: Callable[[Label, int], int] | None = None
         self.this_pass, self.strayed = Pass.FINISHES, False
         self.visits: list[Visit] = []
         self.together: set[tuple[int, int]] = set()
@@ -75,8 +76,6 @@ class Schedule:
 
     def begin_forward(self, training: bool) -> None:
         """The model's own forward begins; `training` if it is differentiated, whatever parts of it are not."""
-        if self.in_backward:
-            self.abandon_backward()  # an earlier backward raised: its end never came
         self.in_forward, self._training, self._forward_cursor = True, training, 0
         self._forwards += 1
         for passing in (self._running, self._begun, self.visits):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.hooks import Hooks, forget_gradients
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.transfer import Traffic, Transfer
 from terrazzo.engine.model.checks import together
@@ -32,7 +32,7 @@ from terrazzo.engine.model.state import (
 )
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.optimizer import OptimizerDriver, forget_gradients
+from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.paper.bill import MemoryBill, PaperStep, memory_bill
 from terrazzo.engine.paper.rehearsal import rehearse
 from terrazzo.engine.place import Plan
@@ -129,7 +129,7 @@ class Engine:
         """Forget every gradient, or set finished ones to zero."""
         for driver in self.drivers:
             driver.leave_gradients(set_to_none)
-        forget_gradients(self.trainable(), self.schedule, set_to_none)
+        forget_gradients(self.units, self.schedule, set_to_none)
 
     def memory_bill(self, micro_batches: int = 1, local: bool | None = None) -> MemoryBill:
         """Promised memory of a step.

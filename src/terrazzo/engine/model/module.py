@@ -12,7 +12,7 @@ from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.names import persistent_buffers
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["ShardedModule", "adopt_model"]
+__all__ = ["ShardedModule", "mix_in"]
 
 
 class _Loaded(NamedTuple):
@@ -90,7 +90,7 @@ class ShardedModule(nn.Module):
         )
 
 
-def adopt_model(model: nn.Module, engine: Engine) -> None:
+def mix_in(model: nn.Module, engine: Engine) -> None:
     """Turn `model` into a `ShardedModule` of its own class, in place."""
     kind = type(model)
     model._terrazzo = engine  # type: ignore[assignment]

@@ -41,7 +41,7 @@ from terrazzo.engine.model.materialize import (
     move_buffers,
     synchronize,
 )
-from terrazzo.engine.model.module import adopt_model
+from terrazzo.engine.model.module import mix_in
 from terrazzo.engine.model.stand_in import show_gradients
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
@@ -109,16 +109,15 @@ def shard(  # structure: signature fixed by the design
         give_back_freed()  # before anything large is built
     _build_units(model, planned, store)
 
-    schedule = Schedule(planned, Order.of_registration(planned), prefetch)
-    if meets(recipe):
-        schedule.meet = lambda label, number: meet(recipe.axes, label, [number])[0]
-    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, None)
+    meeting = (lambda label, number: meet(recipe.axes, label, [number])[0]) if meets(recipe) else None
+    schedule = Schedule(planned, Order.of_registration(planned), prefetch, meeting)
+    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision)
     engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks, store, prepared.templates)
     schedule.denominator = weakly(engine, Engine.gradient_denominator)
     for built in prepared.optimizers:
         drive(engine, built, sum(len(driver.groups) for driver in engine.drivers))
     hooks.attach(model)
-    adopt_model(model, engine)
+    mix_in(model, engine)
     show_gradients(model, engine)
     watch_steps()
     if recipe.axes.device.type == "cpu":

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Finished
+from terrazzo.engine.hooks import forget_gradients
 from terrazzo.engine.listeners import weakly
 from terrazzo.engine.optim.apart import Apart
 from terrazzo.engine.optim.segment import Segment, segments_of
@@ -30,12 +31,7 @@ from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
 
-__all__ = [
-    "OptimizerDriver",
-    "ShardedOptimizer",
-    "adopt",
-    "forget_gradients",
-]
+__all__ = ["OptimizerDriver", "ShardedOptimizer", "mix_in"]
 
 
 class OptimizerDriver:
@@ -200,7 +196,7 @@ class OptimizerDriver:
         """Forget the gradients of its own parameters, or set finished ones to zero."""
         self.leave_gradients(set_to_none)
         if self.schedule.in_backward:  # a backward raised: gradients of all optimizers hold a part of it, or not
-            forget_gradients([b for unit in self.units for b in unit.trainable()], self.schedule, set_to_none)
+            forget_gradients(self.units, self.schedule, set_to_none)
             return
         for bucket, own in self._owned.items():
             if len(own) == len(bucket.members):
@@ -236,14 +232,6 @@ def _inside_another(optimizer: Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def forget_gradients(buckets: Iterable[Bucket], schedule: Schedule, set_to_none: bool) -> None:
-    """Forget every gradient, those on their way from a backward that raised included."""
-    if schedule.in_backward:
-        schedule.abandon_backward()
-    for bucket in buckets:
-        bucket.zero_grad(set_to_none)
 
 
 class ShardedOptimizer(Optimizer):
@@ -294,7 +282,7 @@ class ShardedOptimizer(Optimizer):
         )
 
 
-def adopt(optimizer: Optimizer, driver: OptimizerDriver) -> None:
+def mix_in(optimizer: Optimizer, driver: OptimizerDriver) -> None:
     """Turn `optimizer` into a `ShardedOptimizer` of its own class, in place."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__})

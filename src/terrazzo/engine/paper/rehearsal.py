@@ -32,10 +32,9 @@ def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sum
     """
     ledger, traffic = Ledger(), Traffic()
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, ledger, traffic) for unit in units]
-    schedule = Schedule(paper, Order.of_registration(paper), prefetch)
     recipe = units[0].buckets[0].recipe
-    if meets(recipe):
-        schedule.meet = lambda label, wanted: _meet(recipe, traffic)
+    meeting = (lambda label, wanted: _meet(recipe, traffic)) if meets(recipe) else None
+    schedule = Schedule(paper, Order.of_registration(paper), prefetch, meeting)
     earlier = Pass.ADDS if local_sums else Pass.REDUCES
     for index in range(micro_batches):
         schedule.this_pass = earlier if index < micro_batches - 1 else Pass.FINISHES
