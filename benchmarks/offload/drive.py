@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.offload.turns import Others, attempt, in_fresh_process, seconds, take_turns
-from terrazzo.engine.offload.disk import Disk, DiskSettings
+from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.settings import Offload
 
@@ -32,10 +32,9 @@ class Effort:
     rounds: int = 9
 
 
-def settings(folder: Path) -> DiskSettings:
+def settings(folder: Path) -> Offload:
     """As the engine has them where the user chooses nothing."""
-    chosen = Offload(path=folder)
-    return DiskSettings(chosen.folders, chosen.block_bytes, chosen.depth, chosen.direct, digest=False)
+    return Offload(path=folder)
 
 
 def measure(folder: Path, effort: Effort = Effort()) -> dict[str, Any]:
@@ -85,7 +84,7 @@ class Fio:
 
     path: Path
     size_bytes: int
-    chosen: DiskSettings
+    chosen: Offload
 
     def act(self, kind: str, environment: dict[str, str]) -> Callable[[], float]:
         return lambda: self.seconds(kind, environment)

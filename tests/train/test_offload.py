@@ -16,7 +16,8 @@ import torch
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import Plan
-from terrazzo.engine.offload.disk import Disk, DiskSettings
+from terrazzo.engine.offload.disk import Disk
+from terrazzo.engine.offload.settings import Offload
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes, memory
@@ -184,7 +185,7 @@ def test_disks_must_hold_the_files_of_all_ranks(tmp_path: Path, monkeypatch: pyt
 
 
 def test_files_of_runs_that_are_gone_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(DiskSettings((tmp_path,), 1 << 16, 1, False, False), "gone", 0, 1 << 20)
+    disk = Disk(Offload(tmp_path, direct=False), "gone", 0, 1 << 20)
     left = [path.name for path in tmp_path.iterdir()]
     content = [(path.name, path.stat().st_size) for path in tmp_path.iterdir()]
     disk.close()

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from terrazzo.engine.offload.disk import PAGE_BYTES, Disk, DiskSettings, page_aligned
+from terrazzo.engine.offload.disk import PAGE_BYTES, Disk, page_aligned
+from terrazzo.engine.offload.settings import Offload
 
 
 def disk_in(*folders: Path, pages: int = 64, block: int = 4, direct: bool = False, digest: bool = False) -> Disk:
     """A Disk of so many pages, with so many in a block."""
-    settings = DiskSettings(folders, block * PAGE_BYTES, depth=4, direct=direct, digest=digest)
+    settings = Offload(folders, block_mib=block * PAGE_BYTES / 2**20, depth=4, direct=direct, digest=digest)
     return Disk(settings, "test", 0, pages * PAGE_BYTES)
 
 

@@ -20,13 +20,13 @@ from terrazzo.engine.offload import disk as disk_module
 from terrazzo.engine.offload.disk import (
     PAGE_BYTES,
     Disk,
-    DiskSettings,
     DiskTraffic,
     free_bytes,
     inspect_folder,
     page_aligned,
 )
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.engine.offload.settings import Offload
+from terrazzo.errors import Misuse
 from tests.engine.offload.swap import at_page, disk_in, mounted, random_pages, read_back, supports_direct
 
 pytestmark = pytest.mark.alone  # threads, descriptors and memory of other tests would be counted
@@ -167,7 +167,7 @@ def test_more_folders_than_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("run", "begins"), [("job/../7 x", "terrazzo-swap-job_.._7_x-"), ("", "terrazzo-swap-")])
 def test_a_file_is_named_after_run_and_rank(tmp_path: Path, run: str, begins: str) -> None:
-    disk = Disk(DiskSettings((tmp_path,), PAGE_BYTES, 1, False, False), run, 12, PAGE_BYTES)
+    disk = Disk(Offload(tmp_path, direct=False), run, 12, PAGE_BYTES)
     (name,) = os.listdir(tmp_path)
     assert name.startswith(begins)
     assert name.endswith("-rank00012.bin")
@@ -283,21 +283,6 @@ def test_nothing_beyond_the_end_is_touched(tmp_path: Path, page: int) -> None:
         with pytest.raises(Misuse, match="are not within this Disk's 262144"):
             start(at_page(page), random_pages(2))
     disk.close()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"folders": ()}, "set offload.path"),
-        ({"block_bytes": 5000}, "5000 bytes is not a multiple of 4096: set offload.block_mib"),
-        ({"block_bytes": 0}, "offload.block_mib"),
-        ({"depth": 0}, "offload.depth is 0"),
-    ],
-)
-def test_settings_that_cannot_work(tmp_path: Path, change: dict[str, object], says: str) -> None:
-    given = {"folders": (tmp_path,), "block_bytes": 4096, "depth": 1, "direct": False, "digest": False}
-    with pytest.raises(BadInput, match=says):
-        DiskSettings(**{**given, **change})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count_bytes", [0, 1, 4096, 12345])

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.collectives import backend_of
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.offload.store import no_folder
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.precision import Precision
 from terrazzo.errors import BadInput, Misuse
@@ -206,7 +205,10 @@ def check_agreement(
 def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:
     """Errors: `BadInput` for settings of offload that cannot work with the tiers in use."""
     if "nvme" in tiers and not offload.folders:
-        raise no_folder()
+        raise BadInput(
+            "The plan places states on nvme, but no folder is given for them: pass offload=tz.Offload(path=...), or "
+            "offload.path in a configuration."
+        )
     if offload.step == "backward" and precision.loss_scaling:
         raise BadInput(
             "offload: step 'backward' updates units before the gradients of all are known, but fp16 loss scaling "

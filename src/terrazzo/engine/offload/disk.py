@@ -25,15 +25,15 @@ from torch import Tensor
 
 from terrazzo.engine.offload.disk_file import PAGE_BYTES, SwapFile, lost, sweep
 from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, mount_of
+from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.process.ending import Ending, leaves_to_parent, require_own
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job, Worker, again
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import Misuse
 
 __all__ = [
     "PAGE_BYTES",
     "Disk",
-    "DiskSettings",
     "DiskTraffic",
     "Pending",
     "free_bytes",
@@ -42,32 +42,6 @@ __all__ = [
     "page_aligned",
     "sweep",
 ]
-
-
-@dataclass(frozen=True)
-class DiskSettings:
-    """Where swap files lie and how they are accessed.
-
-    `depth` blocks of `block_bytes` are in flight at a time, by as many threads. `direct` bypasses the page cache.
-    `digest` checks at each read that the bytes are those that were written (a core for some 2 GB/s).
-    """
-
-    folders: tuple[Path, ...]
-    block_bytes: int
-    depth: int
-    direct: bool
-    digest: bool
-
-    def __post_init__(self) -> None:
-        if not self.folders:
-            raise BadInput("The tier nvme needs a folder for its swap files: set offload.path.")
-        if self.block_bytes <= 0 or self.block_bytes % PAGE_BYTES:
-            raise BadInput(
-                f"A block of {self.block_bytes} bytes is not a multiple of {PAGE_BYTES}: set offload.block_mib to a "
-                "multiple of 1/256, such as 4."
-            )
-        if self.depth < 1:
-            raise BadInput(f"offload.depth is {self.depth}: at least one block must be in flight; 8 is usual.")
 
 
 @dataclass
@@ -129,13 +103,13 @@ class Disk:
     A forked child has no part in it.
     """
 
-    def __init__(self, settings: DiskSettings, run: str, rank: int, size_bytes: int) -> None:
+    def __init__(self, settings: Offload, run: str, rank: int, size_bytes: int) -> None:
         """Take the space; stale files of earlier runs go first. Raises `BadInput` if a folder cannot be used."""
         self.size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self.traffic = DiskTraffic()
-        self._settings, self._reserved_bytes = settings, 0
+        self._settings, self._block_bytes, self._reserved_bytes = settings, settings.block_bytes, 0
         self._lock = threading.Lock()
-        self._digests = _Digests(settings.block_bytes)
+        self._digests = _Digests(self._block_bytes)
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
         sweep(settings.folders)
@@ -213,7 +187,7 @@ class Disk:
 
     def _cut(self, offset: int, data: memoryview) -> Iterator[_Block]:
         """Cut at multiples of `block_bytes` of the whole space, so that each part lies in one file."""
-        size, end, at = self._settings.block_bytes, offset + len(data), offset
+        size, end, at = self._block_bytes, offset + len(data), offset
         while at < end:
             index, inside = divmod(at, size)
             stripe, which = divmod(index, len(self._files))
@@ -310,17 +284,18 @@ def page_aligned(count_bytes: int) -> Tensor:
     return use_large_pages(torch.frombuffer(memory, dtype=torch.uint8))
 
 
-def _make_files(settings: DiskSettings, run: str, rank: int, size_bytes: int) -> list[SwapFile]:
+def _make_files(settings: Offload, run: str, rank: int, size_bytes: int) -> list[SwapFile]:
     """A file per folder, just as long as its share of the blocks; none stays if one cannot be made."""
     label = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:80]
     name = f"terrazzo-swap-{f'{label}-' if label else ''}{{nonce}}-rank{rank:05d}.bin"
-    whole, rest = divmod(size_bytes, settings.block_bytes)
+    folders, block_bytes = settings.folders, settings.block_bytes
+    whole, rest = divmod(size_bytes, block_bytes)
     files: list[SwapFile] = []
     with ExitStack() as undo:
         undo.callback(_remove, files)
-        for index, folder in enumerate(settings.folders):
-            blocks = len(range(index, whole, len(settings.folders)))
-            share = blocks * settings.block_bytes + (rest if whole % len(settings.folders) == index else 0)
+        for index, folder in enumerate(folders):
+            blocks = len(range(index, whole, len(folders)))
+            share = blocks * block_bytes + (rest if whole % len(folders) == index else 0)
             files.append(SwapFile(folder, name, share, settings.direct))
         undo.pop_all()
     return files

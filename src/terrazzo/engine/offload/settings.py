@@ -1,4 +1,8 @@
-"""What a user can choose about states that do not rest on the device."""
+"""What a user can choose about states that do not rest on the device.
+
+A user calls the tier `nvme`, or its drives. Here a `Disk` is this rank's swap files and moves bytes, and a `Drive`
+moves cells of states in them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from terrazzo.engine.layout import round_up
+from terrazzo.engine.offload.disk_file import PAGE_BYTES
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["STEP_MODES", "Offload"]
@@ -55,7 +60,7 @@ class Offload:
             _check_number("threads", self.threads, 1, 4096)
         _check_number("depth", self.depth, 1, 256)
         sized = isinstance(self.block_mib, int | float) and 0 < self.block_mib <= 64
-        if not sized or self.block_bytes % 4096:
+        if not sized or self.block_bytes % PAGE_BYTES:
             raise BadInput(
                 f"offload: block_mib is {self.block_mib!r}; give a multiple of 4 KiB up to 64 MiB, such as 4 or 0.25."
             )

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from terrazzo.engine.buffer import Buffer, Resting, Space
 from terrazzo.engine.links.transfer import Traffic
-from terrazzo.engine.offload.disk import Disk, DiskSettings
+from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer, padded_bytes
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.process.worker import Job, Worker
-from terrazzo.errors import BadInput
 
 __all__ = ["Need", "Steps", "Store", "disk_bytes", "host_bytes"]
 
@@ -91,10 +90,7 @@ class Store:
 
     def _open_drive(self, need: Need, rank: int) -> Drive:
         settings = self.settings
-        if not settings.folders:
-            raise no_folder()
-        chosen = DiskSettings(settings.folders, settings.block_bytes, settings.depth, settings.direct, settings.digest)
-        disk = Disk(chosen, "", rank, disk_bytes(need))
+        disk = Disk(settings, "", rank, disk_bytes(need))
         buffers = [self.host(padded_bytes(need.load)) for _ in range(settings.depth if need.load else 0)]
         return Drive(disk, settings.cell_numel, buffers, self.lane, self.waits)
 
@@ -172,11 +168,3 @@ class Store:
         """Remove the files. Nothing that was on drives can be used afterwards."""
         if self.drive is not None:
             self.drive.disk.close()
-
-
-def no_folder() -> BadInput:
-    """A plan with states on drives, and no folder for them."""
-    return BadInput(
-        "The plan places states on nvme, but no folder is given for them: pass offload=tz.Offload(path=...), or "
-        "offload.path in a configuration."
-    )
