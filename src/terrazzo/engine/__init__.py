@@ -1,7 +1,7 @@
 """The engine: one table of places, running.
 
 The core is in this folder. Read it in this order: layout, place, precision, spec, axes and recipe, what is stated;
-buffer, parameter, gradient, bucket, partition and unit, what is held; order, regions, runnable, reductions and
+buffer, parameter, gradient, partition, bucket and unit, what is held; order, regions, runnable, reductions and
 schedule, when it moves; pass_end, scaler, saved, listeners and hooks, how a training loop drives it. Folders, from the
 lowest to the highest, the core among them:
 

@@ -6,48 +6,24 @@ Which of them exist, and which share memory, its description says: see `BucketSp
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values
 from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.parameter import Guard, watch_data
+from terrazzo.engine.partition import Member
 from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import BucketSpec
 from terrazzo.errors import Misuse
 
-__all__ = ["Bucket", "Member"]
-
-
-@dataclass
-class Member:
-    """One parameter: every name it has, where it is registered, and the optimizer's param group (-1: none).
-
-    Attributes:
-        holders: modules and attributes, until its values are there; they may hold the model itself.
-        registered: the dictionaries of parameters in which it stands from then on, by attribute.
-    """
-
-    names: tuple[str, ...]
-    parameter: nn.Parameter
-    holders: tuple[tuple[nn.Module, str], ...]
-    group: int = -1
-    registered: tuple[tuple[dict[str, Any], str], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def trainable(self) -> bool:
-        return self.parameter.requires_grad
+__all__ = ["Bucket"]
 
 
 class Bucket(BucketSpec):
@@ -90,7 +66,7 @@ class Bucket(BucketSpec):
 
     def build(self, store: Homes) -> None:
         """Allocate the states, fill them from the parameters' values, and make the parameters views."""
-        precision, tiers = self.recipe.precision, self.tiers
+        precision, tiers = self.precision, self.tiers
         self.weight = store.state(self.space, self.weight_axes, self.weight_dtype, tiers.weight)
         if self.has_own_master:
             self.master = store.state(self.space, self.optim_axes, precision.master, tiers.optim)
@@ -125,7 +101,7 @@ class Bucket(BucketSpec):
         """Room for what the optimizer will keep for each element away from the device: what an earlier one has left
         is used again.
         """
-        wanted, homes, dtype = list(names), self._moment_homes, self.recipe.precision.moments
+        wanted, homes, dtype = list(names), self._moment_homes, self.precision.moments
         while len(homes) < len(wanted):
             homes.append(store.state(self.space, self.optim_axes, dtype, self.tiers.optim))
         self.moments = dict(zip(wanted, homes, strict=False))

@@ -7,10 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.bucket import Member
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Member", "UnitSpec", "Units", "find_units", "partition"]
@@ -23,6 +23,30 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 MIN_UNIT_NUMEL = 1_000_000
 """Elements. Where no block repeats, a module becomes a unit once it holds this many parameters of its own."""
+
+
+@dataclass
+class Member:
+    """One parameter: every name it has, where it is registered, and the optimizer's param group (-1: none).
+
+    Attributes:
+        holders: modules and attributes, until its values are there; they may hold the model itself.
+        registered: the dictionaries of parameters in which it stands from then on, by attribute.
+    """
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    holders: tuple[tuple[nn.Module, str], ...]
+    group: int = -1
+    registered: tuple[tuple[dict[str, Any], str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameter.requires_grad
 
 
 @dataclass

@@ -18,15 +18,17 @@ __all__ = ["Unit"]
 class Unit:
     """One unit's buckets, and the gathers that may be under way for them, one for each.
 
+    Args:
+        names: of all units of the model.
+        index: position in the order of registration, root first.
+
     Attributes:
         name: of its module in the model; empty for the root.
-        index: position in the order of registration, root first.
-        names: of all units of the model.
     """
 
-    def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket]) -> None:
-        self.name, self.index, self.buckets = name, index, buckets
-        self.names: tuple[str, ...] = ()
+    def __init__(self, names: tuple[str, ...], index: int, module: nn.Module, buckets: list[Bucket]) -> None:
+        self.names, self.index, self.buckets = names, index, buckets
+        self.name = names[index]
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
         self._gathering: list[Transfer] = []
         self._updates: list[Job] = []  # the one under way, or none

@@ -23,7 +23,7 @@ from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_k
 from terrazzo.engine.precision import Precision
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["attach", "check_several", "drive"]
+__all__ = ["attach", "check_several", "put_on"]
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -53,7 +53,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         engine.forget_gone()
         raise
     engine.templates = templates
-    drive(engine, optimizer, first)
+    put_on(engine, optimizer, first)
     return optimizer
 
 
@@ -75,7 +75,7 @@ def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -
         )
 
 
-def drive(engine: Engine, optimizer: Optimizer, first: int) -> None:
+def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
     """Put the optimizer on the engine's master weights, with whatever state it had.
 
     Args:

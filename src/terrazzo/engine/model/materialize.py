@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.bucket import Member
+from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.bucket import Bucket, Member
+from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.listeners import weakly
-from terrazzo.engine.model.attach import check_several, drive
+from terrazzo.engine.model.attach import check_several, put_on
 from terrazzo.engine.model.checks import (
     check_agreement,
     check_device,
@@ -51,7 +51,7 @@ from terrazzo.engine.optim.foreign import watch_steps
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, orphans, state_of
 from terrazzo.engine.order import Order
 from terrazzo.engine.paper.bill import MemoryBill, PaperStep, memory_bill
-from terrazzo.engine.partition import Units, UnitSpec, find_units, partition
+from terrazzo.engine.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.pass_end import meet, meets
 from terrazzo.engine.place import Place, Plan
 from terrazzo.engine.precision import Precision
@@ -115,7 +115,7 @@ def shard(  # structure: signature fixed by the design
     engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks, store, prepared.templates)
     schedule.denominator = weakly(engine, Engine.gradient_denominator)
     for built in prepared.optimizers:
-        drive(engine, built, sum(len(driver.groups) for driver in engine.drivers))
+        put_on(engine, built, sum(len(driver.groups) for driver in engine.drivers))
     hooks.attach(model)
     mix_in(model, engine)
     show_gradients(model, engine)
@@ -331,14 +331,11 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) ->
     Args:
         owners: for each param group the number of its optimizer.
     """
-    units = []
+    units, names = [], tuple(spec.name for spec in specs)
     for index, spec in enumerate(specs):
         tiers = recipe.tiers(index, len(specs))
         buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members, owners)]
-        units.append(Unit(spec.name, index, spec.module, buckets))
-    names = tuple(spec.name for spec in specs)
-    for unit in units:
-        unit.names = names
+        units.append(Unit(names, index, spec.module, buckets))
     return units
 
 

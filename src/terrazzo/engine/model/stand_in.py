@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.bucket import Bucket, Member
+from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Access
 from terrazzo.engine.listeners import eager, weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.parameter import AtRest
+from terrazzo.engine.partition import Member
 from terrazzo.errors import Misuse
 
 __all__ = ["show_gradients"]

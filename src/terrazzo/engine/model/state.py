@@ -121,7 +121,7 @@ def parameter_infos(buckets: list[Bucket], templates: Sequence[Mapping[str, Stat
         for member, slot in zip(bucket.members, bucket.slots, strict=True):
             states: dict[str, tuple[int, torch.dtype | None]] | None = None
             if bucket.trainable and member.group >= 0:
-                moments = bucket.recipe.precision.moments
+                moments = bucket.precision.moments
                 states = {
                     kind: (slot.numel, moments) if spec.per_element else (math.prod(spec.shape), None)
                     for kind, spec in templates[member.group].items()
@@ -242,7 +242,7 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, 
 
 def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tensor:
     """A state per element, in the memory of the one `before` it where that fits: fresh memory would cost its pages."""
-    dtype = segment.bucket.recipe.precision.moments
+    dtype = segment.bucket.precision.moments
     if kind in segment.bucket.moments:
         return _read_apart(segment, kind, read)
     if isinstance(before, Tensor) and (before.shape, before.dtype) == (segment.parameter.shape, dtype):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.bucket import Member
+from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput
 
 __all__ = [
