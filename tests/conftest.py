@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from tests.helpers import alone
+from tests.helpers.cover import mark_what_is_long
 from tests.helpers.processes import Pool
 
+pytest_plugins = ["tests.helpers.stuck"]
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is none, and keep all tests with real processes on one xdist worker."""
+    """Say what is long, skip GPU tests where there is none, and keep tests with real processes on one xdist worker."""
+    mark_what_is_long(items)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
