@@ -29,17 +29,17 @@ def runs_elsewhere(item: pytest.Item) -> bool:
 
 def outcome_of(item: pytest.Item) -> str | None:
     """What the test said when it failed, or None. Raises `pytest.fail` when its process gave no result."""
-    results, said = _run(item.path, item.config.rootpath)
+    results, said = _run(item.path, item.config.rootpath, item.config.getoption("markexpr"))
     if item.name not in results:
         pytest.fail(f"{item.nodeid} gave no result in a process of its own:\n{said}", pytrace=False)
     return results[item.name]
 
 
 @functools.cache
-def _run(module: Path, root: Path) -> tuple[dict[str, str | None], str]:
+def _run(module: Path, root: Path, marks: str) -> tuple[dict[str, str | None], str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-n0", f"--junitxml={report}", str(module)]
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", f"--junitxml={report}", "-m", marks, str(module)]
         try:
             done = subprocess.run(
                 command, cwd=root, env={**os.environ, _INSIDE: "1"}, capture_output=True, text=True, timeout=LIMIT_S

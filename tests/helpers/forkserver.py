@@ -16,7 +16,9 @@ from unittest import mock
 
 __all__ = ["spawning_by_fork"]
 
-multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "terrazzo", "tests.helpers.processes"])
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "tests.helpers.processes"]
+)
 
 
 @contextmanager
