@@ -32,7 +32,7 @@ def _texts(package: Path) -> list[str]:
 def test_a_tree_that_keeps_the_rules_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = _tree(
         tmp_path,
-        engine____init__="from .model.shard import x\n",
+        engine____init__='"""Open to other packages:\n\n    place   a table\n"""\nfrom .model.shard import x\n',
         engine__unit="from terrazzo.engine.links import collectives\nfrom .place import x\n",
         engine__model__shard="from ..unit import x\n",
         engine__links__collectives="import torch.distributed as dist\ndist.all_reduce(1)\n",
@@ -75,6 +75,51 @@ def test_an_import_that_points_up_inside_the_engine(tmp_path: Path, name: str, s
     tree = _tree(tmp_path, **{"engine____init__": "", "engine__offload__store": "", name: source})
     (finding,) = [found for found in _texts(tree) if "layer above" in found]
     assert finding.startswith(f"{_path(name)}:{source.count(chr(10))}: {text}")
+
+
+FACE = '''"""The engine. What is below is open, too. Open to other
+packages, which ask for it:
+
+    place, links   tables, and ways
+    model.names    names
+
+    unit    indented like them, and no more of them
+"""
+'''
+
+
+@pytest.mark.parametrize(
+    ("source", "inside"),
+    [
+        ("from terrazzo.engine import shard, engine_of\n", None),
+        ("import terrazzo.engine\n", None),
+        ("from terrazzo.engine.place import Plan\nfrom ..engine.links import collectives\n", None),
+        ("from terrazzo.engine.links.collectives import x\nfrom terrazzo.engine.model.names import x\n", None),
+        ("from terrazzo.engine.model.shard import _prepare\n", "terrazzo.engine.model.shard"),
+        ("def f():\n    from terrazzo.engine.model import names, shard\n", "terrazzo.engine.model.shard"),
+        ("from ..engine import unit\n", "terrazzo.engine.unit"),
+        ("import terrazzo.engine.unit as u\n", "terrazzo.engine.unit"),
+    ],
+)
+def test_another_package_has_a_face(tmp_path: Path, source: str, inside: str | None) -> None:
+    own = {"engine____init__": FACE, "engine__unit": "", "engine__placement": "", "engine__model__shard": ""}
+    tree = _tree(tmp_path, **own, engine__model__names="", engine__links____init__="", planner__memory=source)
+    line = source.count("\n")
+    want = f"planner/memory.py:{line}: '{inside}' is inside of another package: import from 'terrazzo.engine', or open"
+    assert _texts(tree) == ([] if inside is None else [f"{want} it in its docstring"])
+
+
+def test_what_a_face_opens_is_there(tmp_path: Path) -> None:
+    tree = _tree(tmp_path, engine____init__=FACE, engine__links____init__="")
+    assert _texts(tree) == ["engine/__init__.py:1: 'model.names' is opened to other packages, and not there"]
+
+
+def test_a_folder_that_may_still_reach_inside(tmp_path: Path) -> None:
+    source = "from terrazzo.engine.unit import x\n"
+    own = {"engine____init__": "", "engine__unit": "", "planner____init__": "", "planner__memory____init__": ""}
+    assert _texts(_tree(tmp_path, **own, planner__memory__replay=source)) == []
+    (finding,) = _texts(_tree(tmp_path, **own, planner__memory__replay=source, planner__memories=source))
+    assert finding.startswith("planner/memories.py:1: 'terrazzo.engine.unit' is inside ")
 
 
 def test_a_new_folder_of_the_engine_must_be_given_a_layer(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 CORE = "(core)"
 ENGINE_LAYERS = ("process", "links", CORE, "optim", "offload", "paper", "model", "")
 
+# In the docstring of a package's `__init__`, above lines of modules and folders that others may import from, too.
+OPEN = re.compile(r"Open to other\spackages[^:]*:\n\n((?: {4}.*\n)+)")
+INSIDE = {"terrazzo.planner.memory": "terrazzo.engine"}
+"""Folders whose modules may reach into all of another package, until that has a face for them."""
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MEDIAN_FUNCTION_LINES = 10
@@ -179,6 +184,42 @@ def check_direction(modules: dict[str, Module]) -> Iterator[Finding]:
                 yield Finding(module.path, line, text)
 
 
+def opened(init: Module) -> list[str]:
+    """What a package's docstring opens to others: names of modules and folders below it."""
+    table = OPEN.search(f"{ast.get_docstring(init.tree, clean=False)}\n")
+    rows = table[1].splitlines() if table else []
+    return [name for row in rows for name in re.split(" {2,}", row.strip())[0].split(", ")]
+
+
+def check_faces(modules: dict[str, Module]) -> Iterator[Finding]:
+    """What a package imports of another is its `__init__`, or a module that the docstring there opens."""
+    faces = {name: opened(init) for name, init in modules.items() if name.count(".") == 1 and _is_folder(init)}
+    for name, names in faces.items():
+        for each in names:
+            if f"{name}.{each}" not in modules:
+                yield Finding(modules[name].path, 1, f"'{each}' is opened to other packages, and not there")
+    for name, module in modules.items():
+        for line, target in sorted(set(imports_of(module, modules))):
+            package = ".".join(target.split(".")[:2])
+            if package not in faces or modules[target].part == module.part or _below(target, INSIDE.get(_parent(name))):
+                continue
+            if target != package and not any(_below(target, f"{package}.{each}") for each in faces[package]):
+                text = f"'{target}' is inside of another package: import from '{package}', or open it in its docstring"
+                yield Finding(module.path, line, text)
+
+
+def _below(name: str, folder: str | None) -> bool:
+    return folder is not None and f"{name}.".startswith(f"{folder}.")
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_folder(module: Module) -> bool:
+    return module.path.name == "__init__.py"
+
+
 def _folder(module: Module) -> str:
     return "the engine's core" if module.folder == CORE else f"'engine/{module.folder}'"
 
@@ -310,6 +351,7 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
         findings += [
             *check_direction(modules),
             *check_engine(modules),
+            *check_faces(modules),
             *check_cycles(modules),
             *check_collectives(modules, root.name),
             *(Finding(found.path, found.line, found.text) for found in find_waits(modules)),

@@ -177,7 +177,7 @@ class Own:
         return taken
 
     def close(self) -> None:
-        engine_of(self.model).store.close()
+        engine_of(self.model).close()
 
 
 class ZeroInfinity:

@@ -157,7 +157,7 @@ class Own:
         engine_of(self.model).settle()
 
     def close(self) -> None:
-        engine_of(self.model).store.close()
+        engine_of(self.model).close()
 
 
 class PerTensor:

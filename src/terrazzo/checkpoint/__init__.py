@@ -5,6 +5,13 @@
 
 Each rank writes the element ranges it owns; reading asks for ranges, whoever wrote them. A folder gets its name only
 when it is complete and on disk, and every byte that is read is checked against a digest. Nothing is pickled.
+
+Open to other packages:
+
+    describe, exporters, native, offline   what the command line does with folders
+    exchange                               plain values between ranks, for whoever has to agree
+    read, source                           a checkpoint's weights as a mapping, whose a folder is, names of states
+    rng                                    states of random generators
 """
 
 from terrazzo.checkpoint.read import load, load_weights, open_source

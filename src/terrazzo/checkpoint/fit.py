@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.optimizers import numbered_groups, optimizer_name, scaler_of
+from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo
-from terrazzo.engine import engine_of
-from terrazzo.engine.model.names import parameter_names, persistent_buffers
+from terrazzo.engine import engine_of, parameter_names, persistent_buffers
 
 __all__ = ["fitted_groups", "misfits"]
 
@@ -68,37 +67,30 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Pa
 
 def _group_names(source: Source, model: torch.nn.Module) -> list[tuple[dict[str, Any], frozenset[str]]]:
     """Each param group and its parameters, as the checkpoint names them."""
-    numbered = numbered_groups(model)
+    numbered = engine_of(model).param_groups()
     names: dict[int, set[str]] = {number: set() for number, _ in numbered}
-    for member in (member for bucket in engine_of(model).buckets() for member in bucket.members):
-        if member.group in names:
-            names[member.group].add(source.resolve(member.names) or member.name)
+    for kept in engine_of(model).parameters():
+        if kept.group in names:
+            names[kept.group].add(source.resolve(kept.names) or kept.name)
     return [(group, frozenset(names[number])) for number, group in numbered]
 
 
 def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
     """What is wrong with the states of each parameter, seen from what they are to become."""
-    engine = engine_of(model)
-    for bucket in engine.buckets():
-        weight = bucket.master.dtype if bucket.trainable else bucket.weight_dtype
-        for member in bucket.members:
-            if (name := source.resolve(member.names)) is None:
-                continue
-            info = source.tensors[name]
-            wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (member.parameter.numel(), weight)}
-            kept = {kind for kind in info.states if kind not in (WEIGHT, BUFFER)}
-            if with_optimizer and kept and bucket.trainable and member.group >= 0:
-                template, moments = engine.templates[member.group], engine.precision.moments
-                yield from (f"{_shown(name)} has no {kind}" for kind in sorted(template.keys() - kept))
-                yield from (f"{_shown(name)} has {kind}, which this optimizer does not keep"
-                            for kind in sorted(kept - template.keys()))  # fmt: skip
-                wanted |= {
-                    kind: (wanted[WEIGHT][0], moments) if spec.per_element else (math.prod(spec.shape), None)
-                    for kind, spec in template.items()
-                }
-            for kind, (numel, dtype) in wanted.items():
-                if (state := info.states.get(kind)) is not None:
-                    yield from _misfit(f"{_shown(name)}, {kind}", state, numel, dtype, cast)
+    for kept in engine_of(model).parameters():
+        if (name := source.resolve(kept.names)) is None:
+            continue
+        info = source.tensors[name]
+        wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (kept.numel, kept.dtype)}
+        there = info.states.keys() - {WEIGHT, BUFFER}
+        if with_optimizer and there and kept.states is not None:
+            yield from (f"{_shown(name)} has no {kind}" for kind in sorted(kept.states.keys() - there))
+            yield from (f"{_shown(name)} has {kind}, which this optimizer does not keep"
+                        for kind in sorted(there - kept.states.keys()))  # fmt: skip
+            wanted |= kept.states
+        for kind, (numel, dtype) in wanted.items():
+            if (state := info.states.get(kind)) is not None:
+                yield from _misfit(f"{_shown(name)}, {kind}", state, numel, dtype, cast)
 
 
 def _misfit(what: str, state: StateInfo, numel: int, dtype: torch.dtype | None, cast: bool) -> Iterator[str]:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.checkpoint.manifest import Manifest, Range, State
+from terrazzo.checkpoint.manifest import Extent, Manifest, State
 from terrazzo.checkpoint.manifest import Tensor as TensorEntry
 from terrazzo.checkpoint.places import open_store
 from terrazzo.checkpoint.seal import seal_of
-from terrazzo.checkpoint.shard import Part, file_name, write_file
+from terrazzo.checkpoint.shard import Entry, file_name, write_file
 from terrazzo.checkpoint.store import Draft
 
 __all__ = ["FAILED", "Job", "record_name"]
@@ -31,7 +31,7 @@ class Job:
     Attributes:
         store, name: where the checkpoint goes.
         nonce: tells attempts apart; the same on all ranks.
-        parts: this rank's, arranged.
+        entries: this rank's, arranged.
         alone: what of the manifest is this rank's alone, if anything is.
         common: on the first rank the manifest's other fields, and in `tensors` shapes only; else None.
     """
@@ -41,7 +41,7 @@ class Job:
     nonce: str
     rank: int
     world_size: int
-    parts: list[Part]
+    entries: list[Entry]
     alone: dict[str, Any] | None
     common: dict[str, Any] | None
 
@@ -52,27 +52,34 @@ class Job:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps({**vars(self), "parts": [part._asdict() for part in self.parts]})
+        return json.dumps({**vars(self), "entries": [entry._asdict() for entry in self.entries]})
 
     @classmethod
     def from_json(cls, text: str) -> Job:
         """What `to_json` gave."""
         values: dict[str, Any] = json.loads(text)
-        parts = [Part(**{**part, "shape": tuple(part["shape"])}) for part in values.pop("parts")]
-        return cls(**values, parts=parts)
+        entries = [Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in values.pop("entries")]
+        return cls(**values, entries=entries)
 
     def draft(self) -> Draft:
         """The checkpoint being written, for whoever does a part of it."""
         return open_store(self.store).draft(self.name, self.nonce)
 
-    def write(self, draft: Draft, data: Callable[[Part], memoryview], moved: Callable[[], None] = lambda: None) -> None:
-        """Write this rank's file, whose bytes are `data` of each part, and its record. Raises `OSError`, `Damaged`.
+    def write(
+        self, draft: Draft, data: Callable[[Entry], memoryview], moved: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write this rank's file, whose bytes are `data` of each entry, and its record. Raises `OSError`, `Damaged`.
 
         `moved` is called after each block that was written or read back.
         """
-        written = write_file(draft, file_name(self.rank), self.parts, data, moved)
-        parts = [part._asdict() for part in self.parts]
-        record = {"file": written.file.model_dump(), "parts": parts, "digests": written.digests, "alone": self.alone}
+        written = write_file(draft, file_name(self.rank), self.entries, data, moved)
+        entries = [entry._asdict() for entry in self.entries]
+        record = {
+            "file": written.file.model_dump(),
+            "entries": entries,
+            "digests": written.digests,
+            "alone": self.alone,
+        }
         draft.note(record_name(self.rank), json.dumps(record).encode())
 
     def fail(self, draft: Draft, problem: str) -> None:
@@ -95,11 +102,11 @@ class Job:
             record = json.loads(draft.noted(record_name(rank)))
             files.append(record["file"])
             ranks += [] if record["alone"] is None else [record["alone"]]
-            for part, digests in zip(record["parts"], record["digests"], strict=True):
-                _add(tensors, part, digests, rank, record["file"]["header_bytes"])
+            for entry, digests in zip(record["entries"], record["digests"], strict=True):
+                _add(tensors, entry, digests, rank, record["file"]["header_bytes"])
         for tensor in tensors.values():
             for state in tensor.states.values():
-                state.ranges.sort(key=lambda part: part.start)
+                state.ranges.sort(key=lambda extent: extent.start)
         return Manifest(**{**self.common, "files": files, "tensors": tensors, "ranks": ranks})
 
 
@@ -108,9 +115,9 @@ def record_name(rank: int) -> str:
     return f"rank-{rank:05d}.note"
 
 
-def _add(tensors: dict[str, TensorEntry], part: dict[str, Any], digests: list[str], rank: int, header: int) -> None:
-    entry = tensors.setdefault(part["name"], TensorEntry(shape=part["shape"], states={}))
-    state = entry.states.setdefault(part["kind"], State(dtype=part["dtype"], numel=part["numel"], ranges=[]))
-    if part["start"] < part["stop"]:
-        offset = header + part["offset"]
-        state.ranges.append(Range(start=part["start"], stop=part["stop"], file=rank, offset=offset, digests=digests))
+def _add(tensors: dict[str, TensorEntry], entry: dict[str, Any], digests: list[str], rank: int, header: int) -> None:
+    tensor = tensors.setdefault(entry["name"], TensorEntry(shape=entry["shape"], states={}))
+    state = tensor.states.setdefault(entry["kind"], State(dtype=entry["dtype"], numel=entry["numel"], ranges=[]))
+    if entry["start"] < entry["stop"]:
+        offset = header + entry["offset"]
+        state.ranges.append(Extent(start=entry["start"], stop=entry["stop"], file=rank, offset=offset, digests=digests))

@@ -39,10 +39,10 @@ __all__ = [
     "MANIFEST",
     "SEAL",
     "VERSION",
+    "Extent",
     "File",
     "Manifest",
     "OptimizerState",
-    "Range",
     "State",
     "Tensor",
     "Topology",
@@ -98,7 +98,7 @@ class _Strict(BaseModel):
         return value
 
 
-class Range(_Strict):
+class Extent(_Strict):
     """Elements `start..stop` of a state: where their bytes are, and a digest for each `block_bytes` of them."""
 
     start: NonNegativeInt
@@ -113,7 +113,7 @@ class State(_Strict):
 
     dtype: Dtype
     numel: NonNegativeInt
-    ranges: Annotated[list[Range], _FIRST]
+    ranges: Annotated[list[Extent], _FIRST]
 
 
 class Tensor(_Strict):

@@ -13,7 +13,7 @@ from terrazzo.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     SEAL,
-    Range,
+    Extent,
     blocks_of,
     dtype_of,
     parse_manifest,
@@ -24,11 +24,11 @@ from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorI
 from terrazzo.checkpoint.store import Folder
 from terrazzo.errors import Damaged
 
-__all__ = ["Block", "Checkpoint"]
+__all__ = ["Checkpoint", "DigestBlock"]
 
 
 @dataclass(frozen=True)
-class Block:
+class DigestBlock:
     """Bytes of a file under one digest, and what they are."""
 
     file: str
@@ -68,7 +68,7 @@ class Checkpoint(Source):
     def __init__(self, folder: Folder, sizes: bool = True) -> None:
         super().__init__(folder.where)
         self.folder = folder
-        self._checked: set[Block] = set()  # by this process, which need not do it again
+        self._checked: set[DigestBlock] = set()  # by this process, which need not do it again
         data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
         check_seal(data, folder.read(SEAL, 4096), folder.where)
         self.manifest = manifest = parse_manifest(data, f"{folder.where}/{MANIFEST}")
@@ -95,28 +95,28 @@ class Checkpoint(Source):
         dtype = dtype_of(state.dtype)
         values = torch.empty(stop - start, dtype=dtype)
         into = bytes_of(values)
-        for part in state.ranges:
-            first, last = max(start, part.start), min(stop, part.stop)
+        for extent in state.ranges:
+            first, last = max(start, extent.start), min(stop, extent.stop)
             if first < last:
-                skipped = part.offset + (first - part.start) * dtype.itemsize
+                skipped = extent.offset + (first - extent.start) * dtype.itemsize
                 out = into[(first - start) * dtype.itemsize : (last - start) * dtype.itemsize]
-                self._fill(out, skipped, self._blocks(part, dtype.itemsize, f"{name}, {kind}"))
+                self._fill(out, skipped, self._blocks(extent, dtype.itemsize, f"{name}, {kind}"))
         return values
 
-    def blocks(self, wanted: Callable[[str], bool] = lambda kind: True) -> dict[str, list[Block]]:
+    def blocks(self, wanted: Callable[[str], bool] = lambda kind: True) -> dict[str, list[DigestBlock]]:
         """By file, its blocks of the kinds of state that are `wanted`, and its header, in the order of the bytes."""
         manifest = self.manifest
-        found = {file.name: [Block(file.name, 0, file.header_bytes, file.header_digest, "the header")]
+        found = {file.name: [DigestBlock(file.name, 0, file.header_bytes, file.header_digest, "the header")]
                  for file in manifest.files}  # fmt: skip
         for name, tensor in manifest.tensors.items():
             for kind, state in tensor.states.items():
                 if wanted(kind):
                     itemsize = dtype_of(state.dtype).itemsize
-                    for part in state.ranges:
-                        found[manifest.files[part.file].name] += self._blocks(part, itemsize, f"{name}, {kind}")
+                    for extent in state.ranges:
+                        found[manifest.files[extent.file].name] += self._blocks(extent, itemsize, f"{name}, {kind}")
         return {file: sorted(blocks, key=lambda block: block.offset) for file, blocks in found.items()}
 
-    def problems(self, blocks: Sequence[Block]) -> Iterator[str]:
+    def problems(self, blocks: Sequence[DigestBlock]) -> Iterator[str]:
         """What is wrong with these blocks."""
         buffer = memoryview(bytearray(max((block.count_bytes for block in blocks), default=0)))
         for block in blocks:
@@ -125,13 +125,13 @@ class Checkpoint(Source):
             else:
                 self._checked.add(block)
 
-    def _blocks(self, part: Range, itemsize: int, what: str) -> Iterator[Block]:
-        file = self.manifest.files[part.file].name
-        spans = blocks_of((part.stop - part.start) * itemsize, self.manifest.block_bytes)
-        for (first, last), expected in zip(spans, part.digests, strict=True):
-            yield Block(file, part.offset + first, last - first, expected, what)
+    def _blocks(self, extent: Extent, itemsize: int, what: str) -> Iterator[DigestBlock]:
+        file = self.manifest.files[extent.file].name
+        spans = blocks_of((extent.stop - extent.start) * itemsize, self.manifest.block_bytes)
+        for (first, last), expected in zip(spans, extent.digests, strict=True):
+            yield DigestBlock(file, extent.offset + first, last - first, expected, what)
 
-    def _fill(self, out: memoryview, offset: int, blocks: Iterable[Block]) -> None:
+    def _fill(self, out: memoryview, offset: int, blocks: Iterable[DigestBlock]) -> None:
         """Fill `out` with the bytes at `offset`, which lie in `blocks`; whole blocks are read in place."""
         end = offset + len(out)
         for block in blocks:
@@ -149,7 +149,7 @@ class Checkpoint(Source):
                 begin, finish = max(offset, block.offset), min(end, last)
                 out[begin - offset : finish - offset] = buffer[begin - block.offset : finish - block.offset]
 
-    def _read_block(self, block: Block, into: memoryview) -> None:
+    def _read_block(self, block: DigestBlock, into: memoryview) -> None:
         if block in self._checked:
             self.folder.read_into(block.file, block.offset, into)
         elif not checked_block(self.folder, block.file, block.offset, into, block.digest):

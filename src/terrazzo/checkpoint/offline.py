@@ -20,10 +20,10 @@ from torch import Tensor
 from terrazzo.checkpoint.exporters import PIECE_BYTES
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import DTYPES, File
-from terrazzo.checkpoint.native import Block, Checkpoint
+from terrazzo.checkpoint.native import Checkpoint, DigestBlock
 from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.read import open_source, own_folder
-from terrazzo.checkpoint.shard import Part, arrange, bytes_of
+from terrazzo.checkpoint.shard import Entry, arrange, bytes_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
 from terrazzo.checkpoint.store import Folder
 from terrazzo.errors import BadInput, Damaged, SaveFailed
@@ -104,7 +104,7 @@ class Audit:
             bad = [found for task in pool.map(lambda blocks: self._check(blocks, advance), tasks) for found in task]
         return problems + [text for _, text in _joined(self._folder, bad)]
 
-    def _check(self, blocks: Sequence[Block], advance: Advance) -> list[tuple[Block, str]]:
+    def _check(self, blocks: Sequence[DigestBlock], advance: Advance) -> list[tuple[DigestBlock, str]]:
         buffer, bad = memoryview(bytearray(max(block.count_bytes for block in blocks))), []
         for block in blocks:
             if (problem := block.problem(self._folder, buffer)) is not None:
@@ -126,16 +126,16 @@ def _size_problem(folder: Folder, file: File) -> tuple[int, str | None]:
     return size_bytes, f"'{folder.where}/{file.name}' has {size_bytes} bytes and was written with {was}: {what}."
 
 
-def _gone(blocks: Sequence[Block]) -> str:
+def _gone(blocks: Sequence[DigestBlock]) -> str:
     """What went with the end of a file."""
     names = list(dict.fromkeys(block.what for block in blocks))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f" Gone with it: {'; '.join(names[:3])}{more}." if names else ""
 
 
-def _joined(folder: Folder, bad: Iterable[tuple[Block, str]]) -> list[tuple[Block, str]]:
+def _joined(folder: Folder, bad: Iterable[tuple[DigestBlock, str]]) -> list[tuple[DigestBlock, str]]:
     """Changed blocks that follow each other in one state, as one."""
-    joined: list[tuple[Block, str]] = []
+    joined: list[tuple[DigestBlock, str]] = []
     for block, text in bad:
         last, said = joined[-1] if joined else (block, "")
         follows = (last.file, last.what, last.offset + last.count_bytes) == (block.file, block.what, block.offset)
@@ -314,12 +314,12 @@ def convert(source: Source, path: str, advance: Advance) -> None:
     """
     check_new(path)
     store, name = split(path)
-    parts, nonce = arrange(list(_parts(source))), os.urandom(4).hex()
-    job = Job(store.where, name, nonce, 0, 1, parts, alone=None, common=_common(source))
+    entries, nonce = arrange(list(_entries(source))), os.urandom(4).hex()
+    job = Job(store.where, name, nonce, 0, 1, entries, alone=None, common=_common(source))
 
-    def data(part: Part) -> memoryview:
-        advance(part.count_bytes)
-        return bytes_of(source.read(part.name, part.kind, part.start, part.stop))
+    def data(entry: Entry) -> memoryview:
+        advance(entry.count_bytes)
+        return bytes_of(source.read(entry.name, entry.kind, entry.start, entry.stop))
 
     draft = job.draft()
     try:
@@ -333,7 +333,7 @@ def convert(source: Source, path: str, advance: Advance) -> None:
         raise
 
 
-def _parts(source: Source) -> Iterator[Part]:
+def _entries(source: Source) -> Iterator[Entry]:
     """Every state in pieces, none of which is large."""
     for name, info in source.tensors.items():
         for kind, state in info.states.items():
@@ -343,7 +343,7 @@ def _parts(source: Source) -> Iterator[Part]:
             step = PIECE_BYTES // state.dtype.itemsize
             for start in range(0, max(state.numel, 1), step):
                 stop = min(start + step, state.numel)
-                yield Part(name, kind, start, stop, info.shape, state.numel, dtype)
+                yield Entry(name, kind, start, stop, info.shape, state.numel, dtype)
 
 
 def _common(source: Source) -> dict[str, Any]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from terrazzo.engine import engine_of
-from terrazzo.engine.optim.optimizer import ShardedOptimizer
+from terrazzo.engine import ShardedOptimizer, engine_of
 from terrazzo.errors import BadInput
 
-__all__ = ["Optimizers", "check_optimizers", "numbered_groups", "optimizer_name", "scaler_of"]
+__all__ = ["Optimizers", "check_optimizers", "optimizer_name", "scaler_of"]
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 """The model's optimizer, all of them where it has several, or None for the weights alone."""
@@ -30,12 +28,6 @@ def check_optimizers(model: torch.nn.Module, optimizer: Optimizers) -> None:
             f"{_named(own)}. Give all of its optimizers, as tz.shard and tz.attach returned them, or None for the "
             "weights alone."
         )
-
-
-def numbered_groups(model: torch.nn.Module) -> list[tuple[int, dict[str, Any]]]:
-    """The param groups of all optimizers, each with the number that the model's parameters know it by."""
-    drivers = [driver for driver in engine_of(model).drivers if driver.reference() is not None]
-    return [pair for each in drivers for pair in zip(each.groups, each.optimizer.param_groups, strict=True)]
 
 
 def optimizer_name(model: torch.nn.Module) -> str:

@@ -15,16 +15,14 @@ from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.fit import fitted_groups, misfits
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.native import Block, Checkpoint
+from terrazzo.checkpoint.native import Checkpoint, DigestBlock
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.shard import file_name
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.store import Folder
-from terrazzo.engine import engine_of
-from terrazzo.engine.model.names import parameter_names, persistent_buffers
-from terrazzo.engine.model.state import Read
+from terrazzo.engine import Read, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, Damaged, Misuse, printable
 
 __all__ = ["SourceWeights", "load", "load_weights", "open_source", "own_folder", "restore"]
@@ -170,7 +168,7 @@ def _check_bytes(source: Source, with_optimizer: bool) -> None:
         raise Damaged(problem)
 
 
-def _share(blocks: list[Block]) -> list[Block]:
+def _share(blocks: list[DigestBlock]) -> list[DigestBlock]:
     """Consecutive blocks of about a rank's share of the bytes: where ranks are as before, its own file's."""
     total, before, mine = sum(block.count_bytes for block in blocks), 0, []
     for block in blocks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,6 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.engine import Engine, Piece, engine_of
-from terrazzo.engine.model.materialize import digest
-from terrazzo.engine.model.state import copies, model_pieces, optimizer_pieces
 from terrazzo.errors import Diverged
 
 __all__ = ["check_replicas"]
@@ -27,8 +24,7 @@ def check_replicas(model: nn.Module) -> None:
         Diverged: copies differ; names the state, and the ranks whose copy is not that of most.
     """
     engine = engine_of(model)
-    engine.settle()
-    problems = [_difference(engine, split, pieces) for split, pieces in _held(engine)]
+    problems = [_difference(engine, along, pieces) for along, pieces in engine.copies()]
     first = next((problem for rank in gather_json(problems) for problem in rank if problem is not None), None)
     if first is not None:
         raise Diverged(
@@ -37,27 +33,13 @@ def check_replicas(model: nn.Module) -> None:
         )
 
 
-def _held(engine: Engine) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
-    """Axes, and all that this rank holds of the states that are split over just these."""
-    for trainable in (True, False):
-        buckets = [bucket for bucket in engine.buckets() if bucket.trainable is trainable]
-        if buckets:
-            pieces = list(model_pieces(buckets, copies))
-            for driver in engine.drivers if trainable else ():
-                pieces += optimizer_pieces(driver, copies)
-            yield buckets[0].optim_axes, pieces
-
-
-def _difference(engine: Engine, split: tuple[str, ...], pieces: list[Piece]) -> str | None:
+def _difference(engine: Engine, along: tuple[str, ...], pieces: list[Piece]) -> str | None:
     """What is wrong with the copies of `pieces`, if anything; the same on all ranks that have them."""
     axes = engine.axes
-    along = axes.live(axis for axis in axes.names if axis not in split)
-    if not along:
-        return None
     count = torch.tensor([len(pieces)], device=axes.device)
     if not all(_equal(engine, along, count)):
         return "Ranks that should hold copies of the same states do not hold as many"
-    sums = torch.tensor([int(digest(piece.tensor)) for piece in pieces], dtype=torch.int64, device=axes.device)
+    sums = torch.tensor([piece.digest() for piece in pieces], dtype=torch.int64, device=axes.device)
     for piece, value, same in zip(pieces, sums, _equal(engine, along, sums), strict=True):
         if not same:
             rows = torch.stack([torch.tensor(dist.get_rank(), device=axes.device), value]).unsqueeze(0)

@@ -151,8 +151,8 @@ class Saver:
         if not self._writer.is_alive():
             self._writer.end(_BRIEF_S)
             self._writer = _Writer(self._staging.descriptor, self._patience_s)
-        parts = snapshot.job.parts
-        size_bytes = parts[-1].offset + parts[-1].count_bytes if parts else 0
+        entries = snapshot.job.entries
+        size_bytes = entries[-1].offset + entries[-1].count_bytes if entries else 0
         if self._limit is not None and size_bytes > self._limit:
             raise BadInput(
                 f"A save in the background copies {size_bytes:,} bytes of this rank's state, and the limit is"
@@ -261,10 +261,10 @@ class _Staging:
             self._memory = mmap.mmap(self.descriptor, size_bytes)
 
     def copy(self, snapshot: Snapshot) -> None:
-        """The bytes of all parts, at their offsets."""
-        for part in snapshot.job.parts:
-            if part.count_bytes:
-                self._view(part.offset, part.count_bytes, dtype_of(part.dtype)).copy_(snapshot.tensors[part.key]())
+        """The bytes of all entries, at their offsets."""
+        for entry in snapshot.job.entries:
+            if entry.count_bytes:
+                self._view(entry.offset, entry.count_bytes, dtype_of(entry.dtype)).copy_(snapshot.tensors[entry.key]())
 
     def close(self) -> None:
         self._memory = None

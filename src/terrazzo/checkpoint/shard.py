@@ -20,12 +20,12 @@ from terrazzo.checkpoint.manifest import BLOCK_BYTES, DTYPES, File, blocks_of, d
 from terrazzo.checkpoint.store import Draft, Folder, Sink
 from terrazzo.errors import Damaged
 
-__all__ = ["Part", "Written", "arrange", "bytes_of", "checked_block", "digest", "file_name", "header_of", "write_file"]
+__all__ = ["Entry", "Written", "arrange", "bytes_of", "checked_block", "digest", "file_name", "header_of", "write_file"]
 
 _PAGE_BYTES = 4096
 
 
-class Part(NamedTuple):
+class Entry(NamedTuple):
     """Elements `start..stop` of one state of a tensor, and the byte of the data section where they begin."""
 
     name: str
@@ -72,22 +72,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def arrange(parts: Sequence[Part]) -> list[Part]:
-    """`parts` with their offsets, one after the other; wide elements first, so that each is aligned."""
+def arrange(entries: Sequence[Entry]) -> list[Entry]:
+    """`entries` with their offsets, one after the other; wide elements first, so that each is aligned."""
     offset, placed = 0, []
-    for part in sorted(parts, key=lambda part: -dtype_of(part.dtype).itemsize):
-        placed.append(part._replace(offset=offset))
-        offset += part.count_bytes
+    for entry in sorted(entries, key=lambda entry: -dtype_of(entry.dtype).itemsize):
+        placed.append(entry._replace(offset=offset))
+        offset += entry.count_bytes
     return placed
 
 
-def header_of(parts: Sequence[Part]) -> bytes:
-    """The safetensors header of arranged `parts`, its own length in front and blanks at its end."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "terrazzo"}}
-    for part in parts:
-        data = [part.offset, part.offset + part.count_bytes]
-        entries[part.key] = {"dtype": DTYPES[part.dtype], "shape": [part.stop - part.start], "data_offsets": data}
-    text = json.dumps(entries, separators=(",", ":")).encode()
+def header_of(entries: Sequence[Entry]) -> bytes:
+    """The safetensors header of arranged `entries`, its own length in front and blanks at its end."""
+    header: dict[str, Any] = {"__metadata__": {"format": "terrazzo"}}
+    for entry in entries:
+        data = [entry.offset, entry.offset + entry.count_bytes]
+        header[entry.key] = {"dtype": DTYPES[entry.dtype], "shape": [entry.stop - entry.start], "data_offsets": data}
+    text = json.dumps(header, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // _PAGE_BYTES) * _PAGE_BYTES - 8
     return length.to_bytes(8, "little") + text.ljust(length)
 
@@ -95,21 +95,21 @@ def header_of(parts: Sequence[Part]) -> bytes:
 def write_file(
     draft: Draft,
     name: str,
-    parts: Sequence[Part],
-    data: Callable[[Part], memoryview],
+    entries: Sequence[Entry],
+    data: Callable[[Entry], memoryview],
     moved: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Write arranged `parts`, whose bytes are `data` of each, and make sure that they are there.
+    """Write arranged `entries`, whose bytes are `data` of each, and make sure that they are there.
 
     `moved` is called after each block.
     Raises `OSError` as the file system does, and `Damaged` when what is read back is not what was written.
     """
-    header = header_of(parts)
-    size_bytes = len(header) + (parts[-1].offset + parts[-1].count_bytes if parts else 0)
+    header = header_of(entries)
+    size_bytes = len(header) + (entries[-1].offset + entries[-1].count_bytes if entries else 0)
     sink = draft.create(name, size_bytes)
     try:
         sink.write(memoryview(header))
-        digests = [_write_part(sink, data(part), moved) for part in parts]
+        digests = [_write_entry(sink, data(entry), moved) for entry in entries]
     except BaseException:
         sink.abandon()
         raise
@@ -119,7 +119,7 @@ def write_file(
     with ThreadPoolExecutor(1) as pool:  # reading back does not wait for the disk: let it pass the time
         flushed = pool.submit(sink.finish)
         if (folder := draft.folder()) is not None:
-            _read_back(folder, written, parts, moved)
+            _read_back(folder, written, entries, moved)
         flushed.result()
     return written
 
@@ -130,7 +130,7 @@ def checked_block(folder: Folder, file: str, offset: int, buffer: memoryview, ex
     return digest(buffer) == expected
 
 
-def _write_part(sink: Sink, data: memoryview, moved: Callable[[], None]) -> list[str]:
+def _write_entry(sink: Sink, data: memoryview, moved: Callable[[], None]) -> list[str]:
     return [_write_block(sink, data[first:last], moved) for first, last in blocks_of(len(data))]
 
 
@@ -141,9 +141,9 @@ def _write_block(sink: Sink, block: memoryview, moved: Callable[[], None]) -> st
     return value
 
 
-def _read_back(folder: Folder, written: Written, parts: Sequence[Part], moved: Callable[[], None]) -> None:
+def _read_back(folder: Folder, written: Written, entries: Sequence[Entry], moved: Callable[[], None]) -> None:
     buffer = memoryview(bytearray(max(BLOCK_BYTES, written.file.header_bytes)))
-    for offset, count_bytes, expected, what in _blocks(written, parts):
+    for offset, count_bytes, expected, what in _blocks(written, entries):
         if not checked_block(folder, written.file.name, offset, buffer[:count_bytes], expected):
             raise Damaged(
                 f"'{folder.where}/{written.file.name}': {what} was written at byte {offset} and reads otherwise."
@@ -151,9 +151,9 @@ def _read_back(folder: Folder, written: Written, parts: Sequence[Part], moved: C
         moved()
 
 
-def _blocks(written: Written, parts: Sequence[Part]) -> Iterator[tuple[int, int, str, str]]:
+def _blocks(written: Written, entries: Sequence[Entry]) -> Iterator[tuple[int, int, str, str]]:
     header = written.file
     yield 0, header.header_bytes, header.header_digest, "the header"
-    for part, digests in zip(parts, written.digests, strict=True):
-        for (first, last), expected in zip(blocks_of(part.count_bytes), digests, strict=True):
-            yield written.file.header_bytes + part.offset + first, last - first, expected, part.key
+    for entry, digests in zip(entries, written.digests, strict=True):
+        for (first, last), expected in zip(blocks_of(entry.count_bytes), digests, strict=True):
+            yield written.file.header_bytes + entry.offset + first, last - first, expected, entry.key

@@ -17,16 +17,14 @@ from torch import Tensor
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import DTYPES
-from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, numbered_groups, optimizer_name, scaler_of
+from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.seal import seal_of
-from terrazzo.checkpoint.shard import Part, arrange, bytes_of
+from terrazzo.checkpoint.shard import Entry, arrange, bytes_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.store import Store
-from terrazzo.engine import engine_of
-from terrazzo.engine.model.names import parameter_names, persistent_buffers
-from terrazzo.engine.precision import DTYPE_FIELDS
+from terrazzo.engine import DTYPE_FIELDS, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
 
 __all__ = ["Snapshot", "take"]
@@ -34,15 +32,15 @@ __all__ = ["Snapshot", "take"]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A job, and what gives the live tensors that hold the bytes of its parts."""
+    """A job, and what gives the live tensors that hold the bytes of its entries."""
 
     job: Job
     store: Store
     tensors: dict[str, Callable[[], Tensor]]
 
-    def data(self, part: Part) -> memoryview:
-        """The bytes of a part, from where they are; from another device or from files, a copy."""
-        return bytes_of(self.tensors[part.key]())
+    def data(self, entry: Entry) -> memoryview:
+        """The bytes of an entry, from where they are; from another device or from files, a copy."""
+        return bytes_of(self.tensors[entry.key]())
 
 
 def take(
@@ -65,7 +63,7 @@ def take(
     is_first = dist.get_rank() == 0
 
     def describe() -> dict[str, Any] | None:
-        _check_dtypes([part for part, _ in held])
+        _check_dtypes([entry for entry, _ in held])
         return _common(model, optimizer is not None, extra, run) if is_first else None
 
     job = Job(
@@ -74,11 +72,11 @@ def take(
         nonce=nonce,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        parts=arrange([part for part, _ in held]),
+        entries=arrange([entry for entry, _ in held]),
         alone={"rng": capture_rng()},
         common=together(describe, BadInput),
     )
-    return Snapshot(job, store, {part.key: read for part, read in held})
+    return Snapshot(job, store, {entry.key: read for entry, read in held})
 
 
 def _check(store: Store, name: str, extra: dict[str, Any]) -> None:
@@ -100,19 +98,19 @@ def _check(store: Store, name: str, extra: dict[str, Any]) -> None:
         raise BadInput(problem)
 
 
-def _check_dtypes(parts: list[Part]) -> None:
-    for part in parts:
-        if part.dtype not in DTYPES:
+def _check_dtypes(entries: list[Entry]) -> None:
+    for entry in entries:
+        if entry.dtype not in DTYPES:
             raise BadInput(
-                f"{part.name}, {part.kind} is {part.dtype}, which a checkpoint cannot hold: use a real dtype."
+                f"{entry.name}, {entry.kind} is {entry.dtype}, which a checkpoint cannot hold: use a real dtype."
             )
 
 
-def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Part, Callable[[], Tensor]]]:
+def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Callable[[], Tensor]]]:
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
     held = [
         (
-            Part(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, _dtype(piece.dtype)),
+            Entry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, _dtype(piece.dtype)),
             piece.read,
         )
         for piece in engine_of(model).pieces(with_optimizer)
@@ -124,9 +122,9 @@ def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Part, Call
     return held
 
 
-def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Part, Callable[[], Tensor]]:
-    part = Part(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), _dtype(tensor.dtype))
-    return part, lambda: tensor.reshape(-1)
+def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Entry, Callable[[], Tensor]]:
+    entry = Entry(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), _dtype(tensor.dtype))
+    return entry, lambda: tensor.reshape(-1)
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -161,11 +159,11 @@ def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any],
 
 
 def _optimizer(model: torch.nn.Module) -> dict[str, Any]:
-    members = [member for bucket in engine_of(model).buckets() for member in bucket.members]
+    engine = engine_of(model)
     groups = [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [member.name for member in members if member.group == number]}
-        for number, group in numbered_groups(model)
+        | {"params": [kept.name for kept in engine.parameters() if kept.group == number]}
+        for number, group in engine.param_groups()
     ]
     scaler = scaler_of(model)
     return {"name": optimizer_name(model), "groups": groups, "scaler": scaler.scaler_state() if scaler else {}}

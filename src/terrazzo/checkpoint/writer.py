@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from terrazzo.checkpoint.job import FAILED, Job, record_name
-from terrazzo.checkpoint.shard import Part
+from terrazzo.checkpoint.shard import Entry
 from terrazzo.checkpoint.store import Draft
 from terrazzo.errors import SaveFailed
 
@@ -56,11 +56,11 @@ def _serve(job: Job, staging: int, patience_s: float) -> None:
 
 
 def _write(job: Job, draft: Draft, staging: int, beat: Callable[[], None]) -> None:
-    size_bytes = max((part.offset + part.count_bytes for part in job.parts), default=0)
+    size_bytes = max((entry.offset + entry.count_bytes for entry in job.entries), default=0)
     memory = memoryview(mmap.mmap(staging, size_bytes, prot=mmap.PROT_READ)) if size_bytes else memoryview(b"")
 
-    def data(part: Part) -> memoryview:
-        return memory[part.offset : part.offset + part.count_bytes]
+    def data(entry: Entry) -> memoryview:
+        return memory[entry.offset : entry.offset + entry.count_bytes]
 
     job.write(draft, data, beat)
 

@@ -198,7 +198,7 @@ def _versions(given: list[str]) -> dict[str, str]:
 
 def _sizes(model: str) -> dict[str, Any]:
     """What readers and checks need of a model."""
-    from terrazzo.planner.model.loading import model_shape
+    from terrazzo.planner import model_shape
 
     shape = model_shape(model)
     sizes: dict[str, Any] = {"parameters": shape.numel, "hidden_size": shape.hidden or None}

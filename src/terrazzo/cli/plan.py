@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,186 +10,86 @@ import typer
 
 __all__ = ["plan"]
 
-MODEL, MACHINES, TRAINING, SPLITTING, OUTPUT = "Model", "Machines", "Training", "Splitting", "Output"
+
+def _panel(name: str) -> Callable[..., Any]:
+    """Options of one panel of the help: `what` is their names and the metavar, as the help shows them."""
+
+    def option(what: str, help: str, default: Any = None) -> Any:
+        names = [word for word in what.split() if word.startswith("--")]
+        metavar = " ".join(word for word in what.split() if word not in names) or None
+        return typer.Option(default, *names, help=help, metavar=metavar, rich_help_panel=name, show_default=False)
+
+    return option
 
 
-def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
-
-
-Config = Annotated[
-    Path | None,
-    typer.Argument(metavar="CONFIG", help="A file of `terrazzo train`, in place of --model and the rest."),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value]...", help="Settings that replace the file's, as in `terrazzo train`."),
-]
-Model = Annotated[
-    str | None,
-    _option(MODEL, "--model", metavar="NAME|PATH", help="a preset such as llama3-8b, a config.json, or its folder"),
-]
-Params = Annotated[
-    str | None,
-    _option(MODEL, "--params", metavar="COUNT", help="such as 70e9 or 70B: states and traffic of zero0 to zero3"),
-]
-Gpu = Annotated[
-    str | None, _option(MACHINES, "--gpu", metavar="NAME", help="such as h100-sxm, or cpu for this machine")
-]
-Gpus = Annotated[
-    str | None, _option(MACHINES, "--gpus", "--world", metavar="N|N..M", help="how many in all, or a range to search")
-]
-MinGpus = Annotated[bool, _option(MACHINES, "--min-gpus", help="find the fewest on which it runs")]
-MemoryGb = Annotated[
-    float | None,
-    _option(MACHINES, "--memory-gb", metavar="GB", help="of one GPU, in place of the table's, in 1e9 bytes"),
-]
-PerNode = Annotated[int | None, _option(MACHINES, "--per-node", metavar="N", help="GPUs of one host")]
-PeakTflops = Annotated[
-    float | None,
-    _option(MACHINES, "--peak-tflops", metavar="TFLOP/S", help="dense peak of one GPU, in place of the table's"),
-]
-MemoryTbS = Annotated[float | None, _option(MACHINES, "--memory-tb-s", metavar="TB/S", help="speed of its memory")]
-ScaleupGbS = Annotated[
-    float | None, _option(MACHINES, "--scaleup-gb-s", metavar="GB/S", help="to GPUs of the same domain, one way")
-]
-InternodeGbS = Annotated[
-    float | None, _option(MACHINES, "--internode-gb-s", metavar="GB/S", help="to other hosts, one way and per GPU")
-]
-PcieGbS = Annotated[float | None, _option(MACHINES, "--pcie-gb-s", metavar="GB/S", help="to its host, one way")]
-HostGb = Annotated[float | None, _option(MACHINES, "--host-memory-gb", metavar="GB", help="memory of one host")]
-DiskGb = Annotated[float | None, _option(MACHINES, "--disk-gb", metavar="GB", help="disk of one host")]
-DiskSpeed = Annotated[float | None, _option(MACHINES, "--disk-gb-s", metavar="GB/S", help="speed of that disk")]
-Price = Annotated[
-    float | None, _option(MACHINES, "--price", metavar="PRICE", help="of one GPU for one hour, in any currency")
-]
-Seq = Annotated[int | None, _option(TRAINING, "--seq", metavar="TOKENS", help="of a sequence; at most 4096 by default")]
-MicroBatch = Annotated[
-    int | None, _option(TRAINING, "--micro-batch", metavar="N", help="sequences of one forward pass of one data rank")
-]
-MicroBatches = Annotated[
-    int | None, _option(TRAINING, "--micro-batches", metavar="N", help="forward passes of one data rank in a step")
-]
-GlobalBatch = Annotated[
-    int | None, _option(TRAINING, "--global-batch", metavar="N", help="sequences of a step, all ranks")
-]
-Checkpointing = Annotated[
-    str | None,
-    _option(TRAINING, "--ac", metavar="MODE", help="activation checkpointing: none, selective, full, every_N"),
-]
-Precision = Annotated[
-    str | None,
-    _option(TRAINING, "--precision", metavar="NAME", help="bf16 (default), bf16-pure, fp16, fp32, fp8, fsdp2, zero"),
-]
-Optimizer = Annotated[
-    str, _option(TRAINING, "--optimizer", metavar="NAME", help="adamw (default), sgd, lion, adamw-8bit, ...")
-]
-Compiled = Annotated[bool, _option(TRAINING, "--compile", help="blocks go through torch.compile")]
-AttentionKind = Annotated[
-    str, _option(TRAINING, "--attention", metavar="KIND", help="flash (default), or math, which keeps all scores")
-]
-LossKind = Annotated[
-    str | None,
-    _option(TRAINING, "--loss", metavar="KIND", help="full, fused (default with tp or pp), chunked"),
-]
-Strategy = Annotated[
-    str | None,
-    _option(SPLITTING, "--strategy", metavar="NAME", help="zero0 ... zero3, hybrid_shard, ...; default: the best"),
-]
-Offload = Annotated[
-    str | None,
-    _option(SPLITTING, "--offload", metavar="TIER", help="cpu, cpu-all, nvme, nvme-all, a share (cpu:0.7), or any"),
-]
-Tp = Annotated[int | None, _option(SPLITTING, "--tp", metavar="T", help="tensor-parallel ranks")]
-Pp = Annotated[int | None, _option(SPLITTING, "--pp", metavar="K", help="pipeline stages")]
-Cp = Annotated[int | None, _option(SPLITTING, "--cp", metavar="C", help="context-parallel ranks")]
-Ep = Annotated[int | None, _option(SPLITTING, "--ep", metavar="E", help="expert-parallel ranks, among the data ranks")]
-DpReplicate = Annotated[
-    int | None,
-    _option(SPLITTING, "--dp-replicate", metavar="R", help="groups of the hybrid strategies; default: hosts"),
-]
-Parallel = Annotated[bool, _option(SPLITTING, "--parallel", help="search tensor, pipeline and context parallelism too")]
-PipelineKind = Annotated[
-    str, _option(SPLITTING, "--pipeline", metavar="KIND", help="schedule: 1f1b (default) or gpipe")
-]
-Virtual = Annotated[int, _option(SPLITTING, "--virtual-stages", metavar="V", help="model chunks of one pipeline rank")]
-NoSp = Annotated[bool, _option(SPLITTING, "--no-sequence-parallel", help="tensor-parallel ranks keep whole norms")]
-Prefetch = Annotated[int, _option(SPLITTING, "--prefetch", metavar="N", help="units gathered ahead; 1 by default")]
-Local = Annotated[
-    bool | None, _option(SPLITTING, "--accumulate-locally/--reduce-each", help="what micro-batches before the last do")
-]
-Framework = Annotated[
-    str,
-    _option(
-        OUTPUT, "--framework", metavar="NAME[@VERSION]", help="whose known limits are listed, such as deepspeed@0.18"
-    ),
-]
-Rank = Annotated[
-    str, _option(OUTPUT, "--rank", metavar="BY", help="throughput (default), gpus, or cost: what comes first")
-]
-AsJson = Annotated[bool, _option(OUTPUT, "--json", help="print one JSON object and nothing else")]
-Explain = Annotated[
-    str | None, _option(OUTPUT, "--explain", metavar="TERM", help="show formula, numbers and source of a term")
-]
-Emit = Annotated[Path | None, _option(OUTPUT, "--emit", metavar="FILE", help="write what `terrazzo train` runs")]
-Picture = Annotated[
-    Path | None, _option(OUTPUT, "--picture", metavar="FILE", help="draw memory by strategy; .png or .svg")
-]
-Calibrate = Annotated[
-    bool, _option(OUTPUT, "--calibrate", help="first measure a few real steps of CONFIG here, and keep what was found")
-]
+_model, _machine, _training = _panel("Model"), _panel("Machines"), _panel("Training")
+_splitting, _output = _panel("Splitting"), _panel("Output")
 
 
 def plan(  # structure: signature fixed by the command line
     context: typer.Context,
-    config: Config = None,
-    overrides: Overrides = None,
-    model: Model = None,
-    params: Params = None,
-    gpu: Gpu = None,
-    gpus: Gpus = None,
-    min_gpus: MinGpus = False,
-    memory_gb: MemoryGb = None,
-    per_node: PerNode = None,
-    peak_tflops: PeakTflops = None,
-    memory_tb_s: MemoryTbS = None,
-    scaleup_gb_s: ScaleupGbS = None,
-    internode_gb_s: InternodeGbS = None,
-    pcie_gb_s: PcieGbS = None,
-    host_memory_gb: HostGb = None,
-    disk_gb: DiskGb = None,
-    disk_gb_s: DiskSpeed = None,
-    price: Price = None,
-    seq: Seq = None,
-    micro_batch: MicroBatch = None,
-    micro_batches: MicroBatches = None,
-    global_batch: GlobalBatch = None,
-    ac: Checkpointing = None,
-    precision: Precision = None,
-    optimizer: Optimizer = "adamw",
-    compile: Compiled = False,
-    attention: AttentionKind = "flash",
-    loss: LossKind = None,
-    strategy: Strategy = None,
-    offload: Offload = None,
-    tp: Tp = None,
-    pp: Pp = None,
-    cp: Cp = None,
-    ep: Ep = None,
-    dp_replicate: DpReplicate = None,
-    parallel: Parallel = False,
-    pipeline: PipelineKind = "1f1b",
-    virtual_stages: Virtual = 1,
-    no_sequence_parallel: NoSp = False,
-    prefetch: Prefetch = 1,
-    accumulate_locally: Local = None,
-    framework: Framework = "terrazzo",
-    rank: Rank = "throughput",
-    as_json: AsJson = False,
-    explain: Explain = None,
-    emit: Emit = None,
-    picture: Picture = None,
-    calibrate: Calibrate = False,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A file of `terrazzo train`, in place of --model and the rest."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[section.key=value]...", help="Settings that replace the file's, as in `terrazzo train`."
+        ),
+    ] = None,
+    model: str | None = _model("--model NAME|PATH", "a preset such as llama3-8b, a config.json, or its folder"),
+    params: str | None = _model("--params COUNT", "such as 70e9 or 70B: states and traffic of zero0 to zero3"),
+    gpu: str | None = _machine("--gpu NAME", "such as h100-sxm, or cpu for this machine"),
+    gpus: str | None = _machine("--gpus --world N|N..M", "how many in all, or a range to search"),
+    min_gpus: bool = _machine("--min-gpus", "find the fewest on which it runs", False),
+    memory_gb: float | None = _machine("--memory-gb GB", "of one GPU, in place of the table's, in 1e9 bytes"),
+    per_node: int | None = _machine("--per-node N", "GPUs of one host"),
+    peak_tflops: float | None = _machine("--peak-tflops TFLOP/S", "dense peak of one GPU, in place of the table's"),
+    memory_tb_s: float | None = _machine("--memory-tb-s TB/S", "speed of its memory"),
+    scaleup_gb_s: float | None = _machine("--scaleup-gb-s GB/S", "to GPUs of the same domain, one way"),
+    internode_gb_s: float | None = _machine("--internode-gb-s GB/S", "to other hosts, one way and per GPU"),
+    pcie_gb_s: float | None = _machine("--pcie-gb-s GB/S", "to its host, one way"),
+    host_memory_gb: float | None = _machine("--host-memory-gb GB", "memory of one host"),
+    disk_gb: float | None = _machine("--disk-gb GB", "disk of one host"),
+    disk_gb_s: float | None = _machine("--disk-gb-s GB/S", "speed of that disk"),
+    price: float | None = _machine("--price PRICE", "of one GPU for one hour, in any currency"),
+    seq: int | None = _training("--seq TOKENS", "of a sequence; at most 4096 by default"),
+    micro_batch: int | None = _training("--micro-batch N", "sequences of one forward pass of one data rank"),
+    micro_batches: int | None = _training("--micro-batches N", "forward passes of one data rank in a step"),
+    global_batch: int | None = _training("--global-batch N", "sequences of a step, all ranks"),
+    ac: str | None = _training("--ac MODE", "activation checkpointing: none, selective, full, every_N"),
+    precision: str | None = _training("--precision NAME", "bf16 (default), bf16-pure, fp16, fp32, fp8, fsdp2, zero"),
+    optimizer: str = _training("--optimizer NAME", "adamw (default), sgd, lion, adamw-8bit, ...", "adamw"),
+    compile: bool = _training("--compile", "blocks go through torch.compile", False),
+    attention: str = _training("--attention KIND", "flash (default), or math, which keeps all scores", "flash"),
+    loss: str | None = _training("--loss KIND", "full, fused (default with tp or pp), chunked"),
+    strategy: str | None = _splitting("--strategy NAME", "zero0 ... zero3, hybrid_shard, ...; default: the best"),
+    offload: str | None = _splitting("--offload TIER", "cpu, cpu-all, nvme, nvme-all, a share (cpu:0.7), or any"),
+    tp: int | None = _splitting("--tp T", "tensor-parallel ranks"),
+    pp: int | None = _splitting("--pp K", "pipeline stages"),
+    cp: int | None = _splitting("--cp C", "context-parallel ranks"),
+    ep: int | None = _splitting("--ep E", "expert-parallel ranks, among the data ranks"),
+    dp_replicate: int | None = _splitting("--dp-replicate R", "groups of the hybrid strategies; default: hosts"),
+    parallel: bool = _splitting("--parallel", "search tensor, pipeline and context parallelism too", False),
+    pipeline: str = _splitting("--pipeline KIND", "schedule: 1f1b (default) or gpipe", "1f1b"),
+    virtual_stages: int = _splitting("--virtual-stages V", "model chunks of one pipeline rank", 1),
+    no_sequence_parallel: bool = _splitting("--no-sequence-parallel", "tensor-parallel ranks keep whole norms", False),
+    prefetch: int = _splitting("--prefetch N", "units gathered ahead; 1 by default", 1),
+    accumulate_locally: bool | None = _splitting(
+        "--accumulate-locally/--reduce-each", "what micro-batches before the last do"
+    ),
+    framework: str = _output(
+        "--framework NAME[@VERSION]", "whose known limits are listed, such as deepspeed@0.18", "terrazzo"
+    ),
+    rank: str = _output("--rank BY", "throughput (default), gpus, or cost: what comes first", "throughput"),
+    as_json: bool = _output("--json", "print one JSON object and nothing else", False),
+    explain: str | None = _output("--explain TERM", "show formula, numbers and source of a term"),
+    emit: Path | None = _output("--emit FILE", "write what `terrazzo train` runs"),
+    picture: Path | None = _output("--picture FILE", "draw memory by strategy; .png or .svg"),
+    calibrate: bool = _output(
+        "--calibrate", "first measure a few real steps of CONFIG here, and keep what was found", False
+    ),
 ) -> None:
     """Will it fit, how fast, on how many GPUs, with which strategy, and what exactly to run: from shapes alone.
 

@@ -15,22 +15,29 @@ from rich.console import Console
 
 from terrazzo.cli.planning_files import check_files, emit
 from terrazzo.errors import BadInput
+from terrazzo.planner import (
+    Cluster,
+    Estimate,
+    Frontier,
+    Request,
+    Sizing,
+    Stack,
+    build_setup,
+    findings,
+    min_gpus,
+    runnable,
+)
 from terrazzo.planner.api import calibration_of, estimate_here
-from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.gate.gate import findings, runnable
-from terrazzo.planner.gate.stack import Stack
-from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.blocks import Block, Line, show
 from terrazzo.planner.report.explain import explain, explained
 from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
-from terrazzo.planner.search.frontier import Frontier, nearest
+from terrazzo.planner.search.frontier import nearest
 from terrazzo.planner.search.search import search
-from terrazzo.planner.search.sizing import Sizing, min_gpus
 from terrazzo.planner.setup.checks import check_number
-from terrazzo.planner.setup.request import Request, assumptions, build_cluster, build_setup
+from terrazzo.planner.setup.request import assumptions, build_cluster
 
 __all__ = ["run"]
 

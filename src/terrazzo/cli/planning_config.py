@@ -12,11 +12,10 @@ from typing import Any
 import typer
 
 from terrazzo.errors import BadInput, TerrazzoError, printable
-from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.machine.devices import Cluster, this_machine
+from terrazzo.planner import Cluster, Estimate, Request, Setup
+from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
-from terrazzo.planner.setup.request import Request, build_cluster
-from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.setup.request import build_cluster
 from terrazzo.train.calibrate import calibrate
 from terrazzo.train.config import Config, MeshConfig, PlanConfig
 from terrazzo.train.config_file import load_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner import Estimate
 from terrazzo.planner.report.picture import SUFFIXES
 from terrazzo.planner.report.words import verdict
 from terrazzo.planner.search.emit import train_config

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
-from terrazzo.engine import LossScaling, Place, Plan
-from terrazzo.engine.place import PLANS
+from terrazzo.engine import PLANS, LossScaling, Place, Plan
 
 __all__ = [
     "DTYPES",

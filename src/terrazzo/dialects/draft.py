@@ -6,11 +6,12 @@
     return draft.finish()
 
 What nobody has spoken of when the draft finishes is lossy, unless its value asks for nothing or follows from others.
+A `Pen` is a draft that also leaves out what the target does without being told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.dialects.description import Description, Setting, inactive, settings, shown
@@ -18,7 +19,7 @@ from terrazzo.dialects.dialect import Writing
 from terrazzo.dialects.reader import split
 from terrazzo.dialects.verdict import Kind, Verdict
 
-__all__ = ["Draft"]
+__all__ = ["Draft", "Pen"]
 
 
 class Draft:
@@ -125,3 +126,65 @@ class Draft:
             else:
                 self.lossy(path, f"{self.library} has nothing for {path} = {shown(setting.value)}")
         return Writing(self.document, tuple(self._verdicts.values()), tuple(self._missing))
+
+
+class Pen(Draft):
+    """A draft that leaves out what the target does by itself.
+
+    Written for the dialect that the description was read from, it repeats exactly the keys that stood there.
+
+    Args:
+        description: what is to be said.
+        library: the target's name in messages.
+        dialect: the target's name.
+    """
+
+    def __init__(self, description: Description, library: str, dialect: str) -> None:
+        super().__init__(description, library)
+        self.own = description.dialect == dialect
+
+    def wanted(self, path: str, default: Any, key: str = "") -> bool:
+        """Whether a setting needs its key.
+
+        In this very dialect: if the file gave it, by `key` or one beside it where one is named. Else: if its value is
+        not what the target does without being told.
+        """
+        setting = self.setting(path)
+        if not setting.is_set:
+            return False
+        if self.own and setting.origin in ("default", "derived"):
+            return bool(key) and setting.origin == "derived" and key in setting.keys
+        if self.own and setting.keys:
+            return not key or any(_beside(said, key) for said in setting.keys)
+        return bool(setting.value != default)
+
+    def kept(self, key: str) -> bool:
+        """Whether the source says this very key beyond the sections, so that it comes back by itself."""
+        return self.own and any(extra.key == key for extra in self.description.extras)
+
+    def place(self, path: str, key: str) -> str:
+        """The key that said it in this very dialect, if it was one, else `key`."""
+        keys = self.setting(path).keys
+        return keys[0] if self.own and len(keys) == 1 and _beside(keys[0], key) else key
+
+    def option(self, path: str, key: str, default: Any, words: Mapping[Any, Any] | None = None, why: str = "") -> None:
+        """Write a setting that one key says, in the target's words, unless its default says the same."""
+        setting = self.setting(path)
+        if words is not None and setting.value is not None and setting.value not in words:
+            self.lossy(path, f"{self.library} cannot say {setting.value!r}: {_listed(words)}")
+        elif self.wanted(path, default, key) and not self.kept(self.place(path, key)):
+            value = words[setting.value] if words is not None and setting.value is not None else setting.value
+            self.put(path, self.place(path, key), list(value) if isinstance(value, tuple) else value, why)
+        else:
+            self.implied(path, why)
+
+
+def _beside(said: str, key: str) -> bool:
+    """Whether two keys are one, or one is a part of the other, or both are forms of one argument."""
+    if said.startswith(f"{key}.") or key.startswith(f"{said}.") or said == key:
+        return True
+    return said.partition(".")[0] == key.partition(".")[0] == "auto_wrap_policy"
+
+
+def _listed(words: Mapping[Any, Any]) -> str:
+    return f"it has {', '.join(str(word) for word in dict.fromkeys(words))}"

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.description import Description, Extra, inactive, settings
-from terrazzo.engine import Plan
-from terrazzo.engine.place import PLANS
+from terrazzo.engine import PLANS, Plan
 
 __all__ = ["NVME_ONLY", "TWO_AXES", "agree", "data_ranks", "degrees", "extras_by_key", "idle", "same"]
 

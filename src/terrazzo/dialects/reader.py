@@ -21,7 +21,7 @@ from terrazzo.dialects.dialect import Document, Reading
 from terrazzo.dialects.verdict import Kind, Verdict
 from terrazzo.errors import did_you_mean
 
-__all__ = ["Reader", "derived", "flatten", "join", "matches", "split"]
+__all__ = ["Reader", "derived", "flatten", "given_only", "join", "keep_nulls", "matches", "refuse_rest", "split"]
 
 _MISSING = object()
 
@@ -223,6 +223,27 @@ def derived(value: Any, *sources: Setting[Any], origin: Origin = "derived") -> S
     """A value worked out from others: under their keys; of the file if any is and `origin` is "file"."""
     keys = dict.fromkeys(key for source in sources for key in source.keys)
     return Setting(value, origin, ", ".join(keys))
+
+
+def keep_nulls(reader: Reader, known: Iterable[str]) -> None:
+    """Keep known keys that say nothing, so that the same document can be written again."""
+    patterns = tuple(known)
+    for key in [key for key, value in reader.flat.items() if value is None or value == {}]:
+        if any(matches(key, pattern) for pattern in patterns):
+            reader.keep(key, "it says nothing: the default holds", harmless=True)
+
+
+def refuse_rest(reader: Reader, known: Iterable[str]) -> None:
+    """Refuse known keys that nobody has taken: their value has a shape that nobody reads."""
+    patterns = tuple(known)
+    for key in reader.unread():
+        if any(matches(key, pattern) for pattern in patterns):
+            reader.refuse(key, f"it is {str(reader.get(key))[:60]!r}, which {reader.library} does not take there")
+
+
+def given_only(settings: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+    """Those that the file gives a value: a default that says nothing to others is left unset."""
+    return {path: setting for path, setting in settings.items() if setting.origin == "file"}
 
 
 def _nearest(key: str, known: list[str]) -> str:

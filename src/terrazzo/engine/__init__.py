@@ -14,39 +14,69 @@ highest, the core among them:
     model       a sharded model: how it is made, and what can be asked of it
 
 A module imports from its own folder and from those before it in this list, so the core knows links and nothing of
-offload. `tools/lint_structure.py` checks it.
+offload. Other packages import from here: what they want of a sharded model, they ask its `Engine`. Open to other
+packages:
+
+    offload.disk        folders for swap files, for advice on them
+    partition, recipe   the units of a model, and where their states rest, for the planner
+    process.ending      threads, locks and forks of those who have their own
+
+`tools/lint_structure.py` checks both.
 """
 
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.activations import checkpoint_activations, compile_units
 from terrazzo.engine.model.attach import attach
 from terrazzo.engine.model.engine import Engine, engine_of
+from terrazzo.engine.model.module import ShardedModule
+from terrazzo.engine.model.names import PersistentBuffer, parameter_names, persistent_buffers
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
-from terrazzo.engine.model.state import Piece
+from terrazzo.engine.model.state import ParameterInfo, Piece, Read
 from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.optim.foreign import take_over_by
+from terrazzo.engine.optim.optimizer import ShardedOptimizer
+from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
-from terrazzo.engine.place import PLANS, Place, Plan
-from terrazzo.engine.precision import PRECISIONS, LossScaling, Precision
+from terrazzo.engine.partition import Units, find_units
+from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
+from terrazzo.engine.precision import DTYPE_FIELDS, DTYPES, PRECISIONS, SHORT, LossScaling, Precision
 
 __all__ = [
+    "DTYPES",
+    "DTYPE_FIELDS",
+    "ELEMENTWISE",
+    "OFFLOADS",
     "PLANS",
     "PRECISIONS",
+    "SHORT",
+    "TIERS",
     "Engine",
     "LossScaling",
     "MemoryBill",
     "Offload",
+    "ParameterInfo",
+    "PersistentBuffer",
     "Piece",
     "Place",
     "Plan",
     "Precision",
+    "Read",
+    "ShardedModule",
+    "ShardedOptimizer",
     "Traffic",
+    "Units",
     "accumulate",
     "attach",
+    "check_optimizer",
     "checkpoint_activations",
     "clip_grad_norm_",
     "compile_units",
     "engine_of",
     "estimate",
+    "find_units",
     "gathered",
+    "parameter_names",
+    "persistent_buffers",
     "shard",
+    "take_over_by",
 ]

@@ -13,7 +13,7 @@ from torch import nn
 from terrazzo.engine.bucket import Member
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["UnitSpec", "Units", "find_units", "partition"]
+__all__ = ["Member", "UnitSpec", "Units", "find_units", "partition"]
 
 Units = Sequence[type[nn.Module] | str]
 """Module classes, class names or globs over module names such as `"layers.*"`."""

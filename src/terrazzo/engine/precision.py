@@ -9,18 +9,13 @@ import torch
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["PRECISIONS", "LossScaling", "Precision"]
+__all__ = ["DTYPES", "DTYPE_FIELDS", "PRECISIONS", "SHORT", "LossScaling", "Precision"]
 
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp64": torch.float64,
-    "float64": torch.float64,
-}
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+"""Every dtype that a state may have, with its name in configurations."""
+_DTYPES = {name: dtype for dtype, short in SHORT.items() for name in (short, str(dtype).removeprefix("torch."))}
+DTYPES = {short: dtype for dtype, short in SHORT.items()}
+"""The same by those names."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,6 @@
-"""Doors: other people's training loops, with Terrazzo's engine behind them. Each is a thin translation."""
+"""Doors: other people's training loops, with Terrazzo's engine behind them. Each is a thin translation.
+
+Open to other packages:
+
+    accelerate, deepspeed, fsdp2, lightning, peft, transformers   each a door
+"""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint.exchange import together
 from terrazzo.checkpoint.exporters import new_folder
-from terrazzo.engine.model.names import persistent_buffers
+from terrazzo.engine import persistent_buffers
 from terrazzo.errors import BadInput, Misuse, SaveFailed
 from terrazzo.integrations.weights import whole_weights
 

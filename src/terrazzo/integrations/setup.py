@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.dialects.description import LOADED, Description, Setting
 from terrazzo.dialects.meaning import degrees
-from terrazzo.engine import LossScaling, Offload, Plan, Precision, checkpoint_activations, compile_units, shard
+from terrazzo.engine import DTYPES, LossScaling, Offload, Plan, Precision, checkpoint_activations, compile_units, shard
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["ActivationCheckpointing", "Setup", "setup_for"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _AXES = {
     "tp": "tensor parallelism",
     "cp": "context parallelism",
@@ -71,6 +70,14 @@ class Setup:
     accumulation: int = 1
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     compile: bool = False
+
+    def over(self, **given: Any) -> Self:
+        """This one with what is given in its place, plan and precision perhaps by name; None leaves what is here."""
+        kept = {name: value for name, value in given.items() if value is not None}
+        for name, kind in (("plan", Plan), ("precision", Precision)):
+            if isinstance(kept.get(name), str):
+                kept[name] = kind.named(kept[name])
+        return replace(self, **kept)
 
     def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
         """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place."""
@@ -163,12 +170,12 @@ def _dtype(description: Description, path: str, loaded: torch.dtype | None) -> t
         if loaded is None:
             raise Misuse(f"{path} follows the model's dtype: call setup_for(description, device, loaded=model_dtype).")
         return loaded
-    if value not in _DTYPES:
+    if value not in DTYPES:
         raise BadInput(
             f"{_name(description, path)} asks for {value}, in which Terrazzo does not train: use one of "
-            f"{', '.join(_DTYPES)}."
+            f"{', '.join(DTYPES)}."
         )
-    return _DTYPES[value]
+    return DTYPES[value]
 
 
 def _loss_scaling(description: Description) -> LossScaling | None:

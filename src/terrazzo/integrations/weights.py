@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.engine import Piece, engine_of
-from terrazzo.engine.model.names import parameter_names, persistent_buffers
+from terrazzo.engine import Piece, engine_of, parameter_names, persistent_buffers
 
 __all__ = ["full_state_dict", "whole_weights"]
 
@@ -29,19 +28,15 @@ def whole_weights(model: nn.Module, names: Iterable[str], everywhere: bool = Tru
     held: dict[str, list[Piece]] = defaultdict(list)
     for piece in engine.pieces(with_optimizer=False):
         held[piece.name].append(piece)
-    kept = {
-        slot.name: (slot, (bucket.master if bucket.trainable else bucket.weight).dtype)
-        for bucket in engine.buckets()
-        for slot in bucket.slots
-    }
+    kept = {each.name: each for each in engine.parameters()}
     for name in names:
-        slot, dtype = kept[name]
-        raw = torch.zeros(slot.numel * dtype.itemsize, dtype=torch.uint8, device=engine.axes.device)
+        own, dtype = kept[name], kept[name].dtype
+        raw = torch.zeros(own.numel * dtype.itemsize, dtype=torch.uint8, device=engine.axes.device)
         for piece in held.pop(name, ()):
             part = piece.tensor.detach().contiguous().view(torch.uint8)
             raw[piece.start * dtype.itemsize : piece.stop * dtype.itemsize] = part.to(raw.device)
         dist.all_reduce(raw) if everywhere else dist.reduce(raw, 0)  # of bytes: one rank has each, the others add 0
-        yield name, raw.cpu().view(dtype).reshape(slot.shape)
+        yield name, raw.cpu().view(dtype).reshape(own.shape)
 
 
 def full_state_dict(model: nn.Module, wanted: bool, everywhere: bool = False) -> dict[str, Tensor]:

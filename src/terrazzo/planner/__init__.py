@@ -1,6 +1,15 @@
 """The planner: what a sharded training run takes, from shapes alone, before any hardware is booked.
 
 It costs the same `Plan` that the engine runs. Read setup, figures, memory, traffic, timing, estimate, search, in order.
+
+Open to other packages:
+
+    api, formulas                                  `tz.plan`, and what a figure is a sum of
+    machine                                        devices, and what was measured on them
+    memory.peak, memory.replay, memory.trace       the memory of a run whose model is there
+    model                                          shapes of models, and how they are read
+    report, search, setup                          questions and answers of the command line
+    timing.compute, timing.measured, timing.step   what a benchmark of a device is compared with
 """
 
 from terrazzo.planner.api import estimate, estimate_request, plan

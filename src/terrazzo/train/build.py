@@ -12,10 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo.engine import PLANS, Plan, Precision, checkpoint_activations, compile_units
-from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
-from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine import (
+    ELEMENTWISE,
+    OFFLOADS,
+    PLANS,
+    Offload,
+    Plan,
+    Precision,
+    check_optimizer,
+    checkpoint_activations,
+    compile_units,
+)
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
 from terrazzo.train.config import BatchConfig, Config, MeshConfig, ModelConfig, OffloadConfig, OptimizerConfig

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terrazzo.errors import BadInput, TerrazzoError
-from terrazzo.planner.figures import Time
+from terrazzo.planner import Setup, Time
 from terrazzo.planner.machine.calibration import Calibration, Software, processor, run_of
-from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of

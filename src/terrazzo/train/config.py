@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from terrazzo.engine.place import TIERS, Place
+from terrazzo.engine import TIERS, Place
 from terrazzo.errors import did_you_mean
 
 __all__ = [

@@ -11,13 +11,10 @@ from typing import NamedTuple
 import torch
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.figures import Memory
+from terrazzo.planner import Memory, Setup, Stack, findings
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
-from terrazzo.planner.setup.setup import Setup
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.config import Config
 from terrazzo.train.huggingface import read_config

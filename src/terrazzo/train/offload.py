@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terrazzo.engine import Plan
-from terrazzo.engine.offload.disk import free_bytes, inspect_folder, sweep
-from terrazzo.engine.offload.disk_folder import mount_of
+from terrazzo.engine.offload.disk import free_bytes, inspect_folder, mount_of, sweep
 from terrazzo.errors import BadInput
-from terrazzo.planner.figures import Memory
+from terrazzo.planner import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.build import build_offload, build_plan

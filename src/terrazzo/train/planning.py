@@ -11,10 +11,10 @@ import torch
 
 from terrazzo.engine import Precision
 from terrazzo.errors import BadInput
-from terrazzo.planner.machine.devices import Cluster, Device, cpu_host, this_machine
-from terrazzo.planner.model.loading import model_shape
-from terrazzo.planner.model.shapes import BlockShape, ModelShape, UnitShape
-from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
+from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_shape
+from terrazzo.planner.machine.devices import cpu_host, this_machine
+from terrazzo.planner.model.shapes import BlockShape, UnitShape
+from terrazzo.planner.setup.setup import OptimizerRecipe
 from terrazzo.train import data
 from terrazzo.train.build import (
     batch_arithmetic,

@@ -11,18 +11,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from terrazzo.engine.offload.drive import cell_numel
-from terrazzo.engine.partition import find_units
+from terrazzo.engine import find_units
+from terrazzo.planner import Cluster, Estimate, Memory, Setup
 from terrazzo.planner.api import estimate
-from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.calibration import find_calibration, measured_memory
-from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
 from terrazzo.planner.memory.trace import traced_activations, traced_update
-from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.build import construct, prepare_model
 from terrazzo.train.config import Config
 from terrazzo.train.data import Batch
@@ -129,7 +125,7 @@ def _update_bytes(config: Config, setup: Setup) -> int:
 
 def _apart_bytes(config: Config, setup: Setup) -> int:
     """What it needs on the host while it steps there, one tensor at a time."""
-    numel = updated_apart_numel(paper_units(setup), cell_numel(setup.offload.block_bytes))
+    numel = updated_apart_numel(paper_units(setup), setup.offload.cell_numel)
     return _stepping_bytes(config, setup, [numel] if numel else [])
 
 

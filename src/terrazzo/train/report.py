@@ -46,7 +46,7 @@ class Report:
         self._first_step = session.step
         self._traffic: dict[str, int] = {}  # bytes of the newest step, by kind of collective
         self._pace, self._peak_bytes = Pace(), 0
-        self._usage = self._engine.store.usage()  # of memory and files beside the device, at the last log step
+        self._usage = self._engine.usage()  # of memory and files beside the device, at the last log step
         self._first_validation: Validation | None = None
         self._last_validation: Validation | None = None
         self._last_sample = ""
@@ -227,7 +227,7 @@ class Report:
 
     def _offload_rates(self) -> dict[str, float | None]:
         """Of drives and of updates on the CPU since the last log step; None where there were none."""
-        before, self._usage = self._usage, self._engine.store.usage()
+        before, self._usage = self._usage, self._engine.usage()
 
         def rate(amount: str, seconds: str) -> float | None:
             spent = self._usage[seconds] - before[seconds]

@@ -90,7 +90,7 @@ class Session:
 
     def close(self) -> None:
         """Remove what the run has put on drives beside its checkpoints: ranks end without the interpreter's help."""
-        engine_of(self.model).store.close()
+        engine_of(self.model).close()
 
     def _extra(self) -> dict[str, Any]:
         validation = self.data.validation
@@ -172,7 +172,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
         else:  # last, so that nothing is lost to a run that cannot start
             together(lambda: clear_checkpoints(config) if ranks.is_first else None, BadInput)
     except BaseException:
-        engine_of(model).store.close()  # its files would stay: ranks end without the interpreter's help
+        engine_of(model).close()  # its files would stay: ranks end without the interpreter's help
         raise
     return session
 

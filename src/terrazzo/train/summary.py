@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from terrazzo.engine import Engine, engine_of
-from terrazzo.planner.estimate import Estimate
+from terrazzo.engine import engine_of
+from terrazzo.planner import Estimate
 from terrazzo.train.promise import planned
 from terrazzo.train.session import Session
 
@@ -18,7 +16,7 @@ __all__ = ["Pace", "summarize", "summary_lines"]
 MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
 UPDATES = ("stepped_numel", "step_s")
-"""Of `Store.usage`: what drives have moved, and what was updated on the CPU, since the start."""
+"""Of `Engine.usage`: what drives have moved, and what was updated on the CPU, since the start."""
 
 WHOLE = 0.995
 """The least share of sequences that counts as all of them: the last one of an epoch may be short."""
@@ -56,12 +54,12 @@ def summarize(
     engine = engine_of(session.model)
     bill = engine.memory_bill(session.micro_batches)
     expected = engine.expected_traffic(micro_batches=session.micro_batches)
-    usage = engine.store.usage()
+    usage = engine.usage()
     kinds = [kind for kind in expected.bytes if kind != "control"]  # flags and norms: a few bytes
     estimate, why = _promise(session)
     return {
         "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
-        "state_bytes_measured": _state_bytes(engine),
+        "state_bytes_measured": engine.state_bytes(),
         "transient_bytes_promised": bill.transient_bytes,
         "transient_bytes_measured": engine.peak_transient_bytes,
         "host_bytes_promised": bill.host_bytes,
@@ -88,22 +86,6 @@ def _promise(session: Session) -> tuple[Estimate | None, str]:
     except Exception as error:  # anything: a promise that cannot be made must not end a run that has been made
         return None, f"no promise: {' '.join(str(error).split()) or type(error).__name__}"
     return estimate, estimate.no_time
-
-
-def _state_bytes(engine: Engine) -> int:
-    """Weights, master weights and optimizer state on the device, as they lie in memory."""
-    buckets = engine.buckets()
-    held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
-    held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_apart]
-    drivers = [driver for driver in engine.drivers if driver.reference() is not None]
-    states = [
-        driver.optimizer.state.get(segment.parameter, {})
-        for driver in drivers
-        for segment in driver.segments
-        if not segment.bucket.updated_apart
-    ]
-    kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(held) + sum(tensor.nbytes for tensor in kept)
 
 
 def _promised_pace(estimate: Estimate | None, world_size: int) -> dict[str, Any]:

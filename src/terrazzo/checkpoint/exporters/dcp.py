@@ -40,7 +40,7 @@ ENTRY_BYTES = 4096  # of description for one entry, at most
 # Kinds that are zero before the first step.
 ADAM_KINDS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
-Place = tuple[str | int, ...]
+TreePath = tuple[str | int, ...]
 """Where an entry stands in a nested state dict: keys of dicts and indices of lists."""
 
 
@@ -78,7 +78,7 @@ class _Writer:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._entries: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, TreePath] = {}
         self._stored: dict[MetadataIndex, _StorageInfo] = {}
 
     @property
@@ -87,7 +87,7 @@ class _Writer:
         return Metadata(self._entries, planner_data=self._places, storage_data=self._stored)
 
     def add_tensor(
-        self, places: Iterable[Place], shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, int], Tensor]
+        self, places: Iterable[TreePath], shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, int], Tensor]
     ) -> None:
         """A tensor at each of `places`. `read` gives a range of its elements, flat and row-major."""
         boxes = list(_boxes(shape, dtype.itemsize))
@@ -103,14 +103,14 @@ class _Writer:
             self._stored |= {MetadataIndex(key, box.offsets): stored for key in keys}
             start = stop
 
-    def add_value(self, places: Iterable[Place], value: object) -> None:
+    def add_value(self, places: Iterable[TreePath], value: object) -> None:
         """A plain value at each of `places`."""
         stored = self._store(value)
         for key in [self._enter(place) for place in places]:
             self._entries[key] = BytesStorageMetadata()
             self._stored[MetadataIndex(key)] = stored
 
-    def _enter(self, place: Place) -> str:
+    def _enter(self, place: TreePath) -> str:
         key = ".".join(map(str, place))
         if key in self._places:
             raise BadInput(f"Two entries would be called '{key}' in the export: rename the parameter in the model.")
@@ -145,7 +145,7 @@ def _size_bytes(source: Source) -> int:
 # -- what is in the folder -----------------------------------------------------------------------------------------
 
 
-def _add_model(writer: _Writer, root: Place, source: Source) -> None:
+def _add_model(writer: _Writer, root: TreePath, source: Source) -> None:
     names = {name: [name] for name in source.tensors}
     for alias, name in source.aliases.items():
         names[name].append(alias)
@@ -156,7 +156,7 @@ def _add_model(writer: _Writer, root: Place, source: Source) -> None:
             writer.add_tensor(places, info.shape, info.states[kind].dtype, _reader(source, name, kind))
 
 
-def _add_states(writer: _Writer, root: Place, source: Source) -> None:
+def _add_states(writer: _Writer, root: TreePath, source: Source) -> None:
     per_element = _per_element(source)
     for name, info in source.tensors.items():
         for kind, state in _optimizer_states(info).items():
@@ -182,7 +182,7 @@ def _per_element(source: Source) -> set[str]:
     }
 
 
-def _add_zeros(writer: _Writer, root: Place, source: Source, optimizer: OptimizerInfo) -> None:
+def _add_zeros(writer: _Writer, root: TreePath, source: Source, optimizer: OptimizerInfo) -> None:
     """States of the optimizer's parameters that have none; parameters of the same shape share theirs."""
     infos = source.tensors.values()
     dtypes = {kind: state.dtype for info in infos for kind, state in _optimizer_states(info).items()}
@@ -202,7 +202,7 @@ def _zeros(dtype: torch.dtype) -> Callable[[int, int], Tensor]:
     return lambda start, stop: torch.zeros(stop - start, dtype=dtype)
 
 
-def _add_groups(writer: _Writer, root: Place, optimizer: OptimizerInfo) -> None:
+def _add_groups(writer: _Writer, root: TreePath, optimizer: OptimizerInfo) -> None:
     defaults = _defaults(optimizer.name)
     for index, group in enumerate(optimizer.groups):
         parameters = list(group["params"])
@@ -210,7 +210,7 @@ def _add_groups(writer: _Writer, root: Place, optimizer: OptimizerInfo) -> None:
         for key, value in {**defaults, **group, "param_names": parameters}.items():
             if key == "params":
                 continue
-            places: list[Place] = [(*root, "param_groups", index, key)]
+            places: list[TreePath] = [(*root, "param_groups", index, key)]
             places += [(*root, f"param_groups.{name}.{key}") for name in parameters]
             is_tuple = isinstance(value, list) and key != "param_names"  # JSON has no tuples, torch has no other lists
             writer.add_value(places, tuple(value) if is_tuple else value)

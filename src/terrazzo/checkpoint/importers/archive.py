@@ -19,7 +19,7 @@ from terrazzo.checkpoint.importers.tree import Unusable, as_tree
 from terrazzo.checkpoint.importers.values import Chunk, Region
 from terrazzo.errors import Damaged
 
-__all__ = ["ArchivedChunk", "Part", "PlainValues"]
+__all__ = ["Archive", "ArchivedChunk", "PlainValues"]
 
 # What tensors and plain values need, as torch pickles them.
 _NAMES = re.compile(
@@ -29,7 +29,7 @@ _NAMES = re.compile(
 
 
 @dataclass(frozen=True)
-class Part:
+class Archive:
     """`count_bytes` bytes of a file from `offset` on, which are one archive."""
 
     file: Path
@@ -43,16 +43,16 @@ class PlainValues:
     def __init__(self) -> None:
         self._known: dict[bytes, Any] = {}
 
-    def read(self, part: Part) -> Any:
-        """The value of a part, or why it cannot be taken."""
+    def read(self, archive: Archive) -> Any:
+        """The value of an archive, or why it cannot be taken."""
         try:
-            with part.file.open("rb") as file:
-                file.seek(part.offset)
-                data = file.read(part.count_bytes)
+            with archive.file.open("rb") as file:
+                file.seek(archive.offset)
+                data = file.read(archive.count_bytes)
             if data not in self._known:
                 _check_archive(zipfile.ZipFile(io.BytesIO(data)), len(data))
                 value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                self._known[data] = as_tree(value, str(part.file))
+                self._known[data] = as_tree(value, str(archive.file))
             return self._known[data]
         except Exception as error:  # whatever a damaged archive makes torch raise
             return Unusable(f"it cannot be read without running code, or is damaged: {_reason(error)}")
@@ -61,9 +61,9 @@ class PlainValues:
 class ArchivedChunk(Chunk):
     """A block that is one `torch.save` archive inside of a file."""
 
-    def __init__(self, box: Box, part: Part, dtype: torch.dtype, what: str) -> None:
+    def __init__(self, box: Box, archive: Archive, dtype: torch.dtype, what: str) -> None:
         self.box = box
-        self._part, self._dtype, self._what = part, dtype, what
+        self._archive, self._dtype, self._what = archive, dtype, what
 
     def region(self) -> Region:
         return self._region
@@ -71,18 +71,19 @@ class ArchivedChunk(Chunk):
     @cached_property
     def _region(self) -> Region:
         try:
-            with self._part.file.open("rb") as file:
-                return self._described(_View(file, self._part.offset, self._part.count_bytes))
+            with self._archive.file.open("rb") as file:
+                return self._described(_View(file, self._archive.offset, self._archive.count_bytes))
         except Exception as error:  # whatever a damaged archive makes torch raise
-            first, last = self._part.offset, self._part.offset + self._part.count_bytes - 1
+            archive = self._archive
+            first, last = archive.offset, archive.offset + archive.count_bytes - 1
             raise Damaged(
-                f"'{self._part.file}', bytes {first} to {last}, {self._what}: not as torch writes it: {_reason(error)}."
+                f"'{archive.file}', bytes {first} to {last}, {self._what}: not as torch writes it: {_reason(error)}."
             ) from None
 
     def _described(self, view: _View) -> Region:
         """On the device `meta` torch reads the description alone."""
         archive = zipfile.ZipFile(view)
-        data = _check_archive(archive, self._part.count_bytes)
+        data = _check_archive(archive, self._archive.count_bytes)
         view.seek(0)
         tensor = torch.load(cast(BinaryIO, view), map_location="meta", weights_only=True)
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
@@ -94,10 +95,10 @@ class ArchivedChunk(Chunk):
         if len(data) != 1 or (first + span) * self._dtype.itemsize > data[0].file_size:
             raise ValueError(f"its values are not all there ({len(data)} storages)")
         start = _first_byte(view, data[0])
-        if start + data[0].file_size > self._part.count_bytes:
+        if start + data[0].file_size > self._archive.count_bytes:
             raise ValueError("its values are behind its end")
-        start += self._part.offset + first * self._dtype.itemsize
-        return Region(self._part.file, start, self._dtype, self.box.sizes, strides, self._what)
+        start += self._archive.offset + first * self._dtype.itemsize
+        return Region(self._archive.file, start, self._dtype, self.box.sizes, strides, self._what)
 
 
 def _reason(error: Exception) -> str:

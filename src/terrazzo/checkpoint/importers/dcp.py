@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.importers.archive import ArchivedChunk, Part, PlainValues
-from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, Entry, Place, read_metadata
+from terrazzo.checkpoint.importers.archive import Archive, ArchivedChunk, PlainValues
+from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, DcpEntry, TreePath, read_metadata
 from terrazzo.checkpoint.importers.optimizer import add_program
 from terrazzo.checkpoint.importers.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.values import Chunked
@@ -93,12 +93,12 @@ def _sample(source: StateDictSource, name: str) -> tuple[object, ...] | None:
     return values.shape, values.dtype, elements.numpy().tobytes()
 
 
-def _leaf(place: Place, entry: Entry, values: PlainValues) -> Any:
-    if isinstance(entry, Part):
+def _leaf(place: TreePath, entry: DcpEntry, values: PlainValues) -> Any:
+    if isinstance(entry, Archive):
         return values.read(entry)
     what = ".".join(map(str, place))
-    chunks = [ArchivedChunk(box, part, entry.dtype, what) for box, part in entry.chunks]
-    parts = tuple(part for _, part in entry.chunks)
+    chunks = [ArchivedChunk(box, archive, entry.dtype, what) for box, archive in entry.chunks]
+    parts = tuple(archive for _, archive in entry.chunks)
     return Chunked(entry.shape, entry.dtype, chunks, identity=(entry.shape, *parts) if parts else None)
 
 

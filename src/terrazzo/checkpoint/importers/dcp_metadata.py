@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.importers.archive import Part
+from terrazzo.checkpoint.importers.archive import Archive
 from terrazzo.checkpoint.importers.boxes import Box, tiling_problem
 from terrazzo.checkpoint.importers.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.unpickle import load_pickle
 from terrazzo.errors import BadInput
 
-__all__ = ["METADATA_FILE", "Entry", "Place", "TensorEntry", "read_metadata"]
+__all__ = ["METADATA_FILE", "DcpEntry", "TensorEntry", "TreePath", "read_metadata"]
 
 METADATA_FILE = ".metadata"
 
@@ -26,11 +26,11 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: list[tuple[Box, Part]]
+    chunks: list[tuple[Box, Archive]]
 
 
-Entry = TensorEntry | Part  # a plain value is one part
-Place = tuple[str | int, ...]
+DcpEntry = TensorEntry | Archive  # a plain value is one archive
+TreePath = tuple[str | int, ...]
 
 
 class _Record:
@@ -92,7 +92,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-def read_metadata(folder: Path) -> list[tuple[Place, Entry]]:
+def read_metadata(folder: Path) -> list[tuple[TreePath, DcpEntry]]:
     """What a folder holds, each with its place in the state dict that was saved, in its order.
 
     Raises:
@@ -108,7 +108,7 @@ class _Reader:
         self._folder = folder
         self._sizes: dict[str, int] = {}
 
-    def read(self, metadata: Any) -> list[tuple[Place, Entry]]:
+    def read(self, metadata: Any) -> list[tuple[TreePath, DcpEntry]]:
         """The checked entries of an unpickled `Metadata`."""
         entries, stored = self._fields(metadata, "state_dict_metadata", "storage_data", kind=dict)
         if not all(isinstance(index, _Record) for index in stored):
@@ -117,11 +117,11 @@ class _Reader:
         found = {str(key): self._entry(str(key), entry, infos) for key, entry in entries.items()}
         # The entries are in the order in which ranks shared them out; the state dict's own is that of the places.
         said = _places(metadata.field("planner_data"))
-        places: dict[str, Place] = {key: place for key, place in said if key in found}
+        places: dict[str, TreePath] = {key: place for key, place in said if key in found}
         places |= {key: (key,) for key in found if key not in places}
         return [(place, found[key]) for key, place in places.items()]
 
-    def _entry(self, key: str, entry: Any, infos: Mapping[Any, Any]) -> Entry:
+    def _entry(self, key: str, entry: Any, infos: Mapping[Any, Any]) -> DcpEntry:
         if isinstance(entry, _Bytes):
             return self._part(key, infos.get((key, None)))
         if not isinstance(entry, _Tensor):
@@ -133,9 +133,9 @@ class _Reader:
         parts = [(box, self._part(key, infos.get((key, box.offsets)))) for box in map(self._box, chunks)]
         if problem := tiling_problem(shape, [box for box, _ in parts]):
             raise self._damaged(f"'{key}': {problem}")
-        for box, part in parts:
-            if box.numel * dtype.itemsize > part.count_bytes:
-                raise self._damaged(f"'{key}': {part.count_bytes} bytes for {box.numel} elements of {dtype}")
+        for box, archive in parts:
+            if box.numel * dtype.itemsize > archive.count_bytes:
+                raise self._damaged(f"'{key}': {archive.count_bytes} bytes for {box.numel} elements of {dtype}")
         return TensorEntry(shape, dtype, parts)
 
     def _box(self, chunk: Any) -> Box:
@@ -144,7 +144,7 @@ class _Reader:
             raise self._damaged("a block has no offsets or sizes")
         return Box(offsets, sizes)
 
-    def _part(self, key: str, info: Any) -> Part:
+    def _part(self, key: str, info: Any) -> Archive:
         name, offset, count = self._fields(info, "relative_path", "offset", "length")
         if not isinstance(name, str) or _ints((offset, count)) is None:
             raise self._damaged(f"'{key}' is in no file")
@@ -154,7 +154,7 @@ class _Reader:
             raise self._damaged(f"'{key}' would be {count} bytes at {offset} of '{name}' ({self._sizes[name]} bytes)")
         if info.field("transform_descriptors"):
             raise BadInput(f"'{self._folder}' was written through stream transforms, unknown here: save it without.")
-        return Part(self._folder / name, offset, count)
+        return Archive(self._folder / name, offset, count)
 
     def _fields(self, record: Any, *names: str, kind: type = object) -> list[Any]:
         values = [record.field(name) for name in names] if isinstance(record, _Record) else []
@@ -179,7 +179,7 @@ def _dtype(properties: Any) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _places(planner_data: Any) -> Iterator[tuple[str, Place]]:
+def _places(planner_data: Any) -> Iterator[tuple[str, TreePath]]:
     """Where in the state dict each key was, as far as that has been written."""
     for key, place in planner_data.items() if isinstance(planner_data, dict) else ():
         if isinstance(place, tuple) and place and all(type(step) in (str, int) for step in place):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.checkpoint.importers.deepspeed_files import LATEST, TagFolder, Tree, need, optional, shape_in
-from terrazzo.checkpoint.importers.deepspeed_flat import Partitioned, piece, read_stage_1_or_2, read_stage_3
+from terrazzo.checkpoint.importers.deepspeed_flat import Partitioned, read_stage_1_or_2, read_stage_3, striped
 from terrazzo.checkpoint.importers.deepspeed_trained import Trained, optimizer_name, scaler_counters
 from terrazzo.checkpoint.importers.deepspeed_universal import alike, read_universal, refuse_mixed_up
 from terrazzo.checkpoint.importers.deepspeed_unsharded import read_unsharded
@@ -128,7 +128,7 @@ class DeepSpeedCheckpoint(StateDictSource):
         shape = shape_in(shapes, name, tag.where)
         fragments = [need(model, "frozen_param_fragments", dict, str(tag.folder)) for model in tag.models]
         parts = [need(tree, name, Values, str(tag.folder)) for tree in fragments]  # type: ignore[type-abstract]
-        return Partitioned(parts, piece(shape, len(parts)), f"'{name}' in '{tag.folder}'")
+        return Partitioned(parts, striped(shape, len(parts)), f"'{name}' in '{tag.folder}'")
 
     def _add_states(self, name: str, states: Mapping[str, Values]) -> None:
         for kind, values in states.items():

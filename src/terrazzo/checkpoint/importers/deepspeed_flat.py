@@ -21,11 +21,11 @@ from terrazzo.checkpoint.importers.values import Held, Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["FlatGroup", "Partitioned", "Place", "piece", "read_stage_1_or_2", "read_stage_3", "single", "state_of"]
+__all__ = ["FlatGroup", "Partitioned", "Stripes", "read_stage_1_or_2", "read_stage_3", "single", "state_of", "striped"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Stripes:
     """Where a parameter is: element `i` is that at `base + (first + i) % share` of rank `(first + i) // share`."""
 
     shape: Shape
@@ -45,7 +45,7 @@ class Partitioned(Values):
         Damaged: they do not hold all of it; `what` names it.
     """
 
-    def __init__(self, parts: Sequence[Values], place: Place, what: str) -> None:
+    def __init__(self, parts: Sequence[Values], place: Stripes, what: str) -> None:
         self.shape, self.dtype = place.shape, parts[0].dtype
         self._parts, self._place = parts, place
         for rank, _, stop in self._spans(0, place.numel):
@@ -94,7 +94,7 @@ class FlatGroup:
             return value is None
         return True
 
-    def states_at(self, name: str, place: Place) -> dict[str, Values]:
+    def states_at(self, name: str, place: Stripes) -> dict[str, Values]:
         """A parameter's weight and other states."""
         found: dict[str, Values] = {
             kind: Partitioned(parts, place, f"{kind} of '{name}' in '{self._where}'")
@@ -121,7 +121,7 @@ def read_stage_1_or_2(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Tre
         first = 0
         for (name, shape), padding in zip(group_shapes.items(), paddings, strict=True):
             # The first rank lacks padding only if it has everything else, and then its length stands for nothing.
-            place = Place(shape, share=max(1, weights[0].numel), first=first)
+            place = Stripes(shape, share=max(1, weights[0].numel), first=first)
             trained.states[name] = group.states_at(name, place)
             first += place.numel + padding
         if not 0 <= sum(part.numel for part in weights) - first < 2 * len(ranks):
@@ -150,7 +150,7 @@ def read_stage_3(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Tree], w
         group = FlatGroup(weights, [state_of(optimizer, index) for optimizer in optimizers], where)
         base = 0
         for name, shape in group_shapes.items():
-            place = piece(shape, len(ranks), base)
+            place = striped(shape, len(ranks), base)
             trained.states[name] = group.states_at(name, place)
             base += place.share
         if any(part.numel != base for part in weights):
@@ -163,9 +163,9 @@ def read_stage_3(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Tree], w
     return trained
 
 
-def piece(shape: Shape, ranks: int, base: int = 0) -> Place:
+def striped(shape: Shape, ranks: int, base: int = 0) -> Stripes:
     """Where stage 3 puts a parameter of at least one element."""
-    return Place(shape, share=-(-math.prod(shape) // ranks), base=base)
+    return Stripes(shape, share=-(-math.prod(shape) // ranks), base=base)
 
 
 def state_of(optimizer: Any, number: int) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from terrazzo.checkpoint.importers.deepspeed_files import Tree, need
-from terrazzo.checkpoint.importers.deepspeed_flat import FlatGroup, Place, state_of
+from terrazzo.checkpoint.importers.deepspeed_flat import FlatGroup, Stripes, state_of
 from terrazzo.checkpoint.importers.deepspeed_trained import Trained, add_groups
 from terrazzo.checkpoint.importers.values import Values
 
@@ -50,7 +50,7 @@ def read_unsharded(optimizer: Tree, model: Mapping[str, Values], where: str) -> 
 def _add(trained: Trained, group: FlatGroup, part: Values, names: Sequence[str], model: Mapping[str, Values]) -> None:
     first = 0
     for name in names:
-        place = Place(model[name].shape, share=part.numel, first=first)
+        place = Stripes(model[name].shape, share=part.numel, first=first)
         trained.states[name] = group.states_at(name, place)
         first += place.numel
     trained.notes += group.notes

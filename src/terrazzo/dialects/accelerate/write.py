@@ -7,7 +7,8 @@ from terrazzo.dialects.accelerate.write_fsdp import write_fsdp
 from terrazzo.dialects.accelerate.write_own import write_own
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.fsdp.words import OFFLOAD, SHARDING, Pen, leave_to_loop
+from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.fsdp.words import OFFLOAD, SHARDING, leave_to_loop
 
 __all__ = ["write"]
 

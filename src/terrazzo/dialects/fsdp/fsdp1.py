@@ -7,6 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.description import Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp.mesh import mesh_sizes
 from terrazzo.dialects.fsdp.policy import FSDP1_POLICY, keep_casts, loaded, otherwise, write_policy
 from terrazzo.dialects.fsdp.words import (
@@ -15,15 +16,12 @@ from terrazzo.dialects.fsdp.words import (
     SHARDING,
     STRATEGIES,
     WRAP_KEYS,
-    Pen,
     alone,
     canonical,
     dtype,
-    keep_nulls,
     leave_to_loop,
     nearest_row,
     offload,
-    refuse_rest,
     row_settings,
     shard_ranks,
     uniform,
@@ -31,7 +29,7 @@ from terrazzo.dialects.fsdp.words import (
     write_offload,
     write_wrap_policy,
 )
-from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.reader import Reader, derived, keep_nulls, refuse_rest
 
 __all__ = ["FSDP1", "NAMES"]
 

@@ -14,21 +14,11 @@ import torch
 
 from terrazzo.dialects.description import Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp.mesh import MODEL_AXES, read_mesh, write_sharding
 from terrazzo.dialects.fsdp.policy import FSDP2_POLICY, keep_casts, loaded, otherwise, write_policy
-from terrazzo.dialects.fsdp.words import (
-    OFFLOAD,
-    Pen,
-    canonical,
-    dtype,
-    keep_nulls,
-    leave_to_loop,
-    offload,
-    refuse_rest,
-    uniform,
-    write_offload,
-)
-from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.fsdp.words import OFFLOAD, canonical, dtype, leave_to_loop, offload, uniform, write_offload
+from terrazzo.dialects.reader import Reader, derived, keep_nulls, refuse_rest
 
 __all__ = ["FSDP2", "REDUCE_CHANGED"]
 

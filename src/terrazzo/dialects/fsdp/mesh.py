@@ -13,7 +13,8 @@ from typing import Any
 
 from terrazzo.dialects.description import Setting
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, Pen, nearest_row, row_settings, shard_ranks
+from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, nearest_row, row_settings, shard_ranks
 from terrazzo.dialects.reader import Reader, derived
 
 __all__ = ["DP_DIMS", "MODEL_AXES", "mesh_sizes", "read_mesh", "write_sharding"]

@@ -11,7 +11,8 @@ from typing import Any
 
 from terrazzo.dialects.description import LOADED, Setting
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp.words import DTYPES, TORCH_NAMES, Pen
+from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.fsdp.words import DTYPES, TORCH_NAMES
 from terrazzo.dialects.reader import Reader
 
 __all__ = ["FSDP1_POLICY", "FSDP2_POLICY", "Policy", "keep_casts", "loaded", "otherwise", "write_policy"]

@@ -1,19 +1,16 @@
-"""The words of torch's own sharding, shared by every dialect that stands on FSDP: dtypes, strategies, units, offload.
-
-`Pen` is a `Draft` that leaves out what the target does without being told.
-"""
+"""The words of torch's own sharding, for every dialect on FSDP: dtypes, strategies, units, offload."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.description import PATHS, Description, Origin, Setting, inactive, row_name
-from terrazzo.dialects.draft import Draft
+from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.meaning import NVME_ONLY
-from terrazzo.dialects.reader import Reader, derived, matches
+from terrazzo.dialects.reader import Reader, derived
 from terrazzo.engine import Plan
 
 __all__ = [
@@ -29,17 +26,13 @@ __all__ = [
     "STRATEGIES",
     "TORCH_NAMES",
     "WRAP_KEYS",
-    "Pen",
     "alone",
     "canonical",
     "dtype",
-    "given_only",
-    "keep_nulls",
     "leave_to_loop",
     "nearest_row",
     "offload",
     "origin_of",
-    "refuse_rest",
     "row_settings",
     "shard_ranks",
     "uniform",
@@ -159,27 +152,6 @@ def canonical(reader: Reader, key: str, found: Setting[Any], word: str | None) -
     return found
 
 
-def keep_nulls(reader: Reader, known: Iterable[str]) -> None:
-    """Keep known keys that say nothing, so that the same document can be written again."""
-    patterns = tuple(known)
-    for key in [key for key, value in reader.flat.items() if value is None or value == {}]:
-        if any(matches(key, pattern) for pattern in patterns):
-            reader.keep(key, "it says nothing: the default holds", harmless=True)
-
-
-def given_only(settings: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
-    """Those that the file gives a value: a default that says nothing to others is left unset."""
-    return {path: setting for path, setting in settings.items() if setting.origin == "file"}
-
-
-def refuse_rest(reader: Reader, known: Iterable[str]) -> None:
-    """Refuse known keys that nobody has taken: their value has a shape that nobody reads."""
-    patterns = tuple(known)
-    for key in reader.unread():
-        if any(matches(key, pattern) for pattern in patterns):
-            reader.refuse(key, f"it is {str(reader.get(key))[:60]!r}, which {reader.library} does not take there")
-
-
 def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> dict[str, Setting[Any]]:
     """FSDP's all-or-nothing offload: weights, gradients and optimizer in host memory, or none of them."""
     tier = derived("cpu" if enabled.value else "device", enabled, origin=enabled.origin)
@@ -219,68 +191,6 @@ def wrap_policy(reader: Reader, key: str) -> dict[str, Setting[Any]]:
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
-
-
-class Pen(Draft):
-    """A draft that leaves out what the target does by itself.
-
-    Written for the dialect that the description was read from, it repeats exactly the keys that stood there.
-
-    Args:
-        description: what is to be said.
-        library: the target's name in messages.
-        dialect: the target's name.
-    """
-
-    def __init__(self, description: Description, library: str, dialect: str) -> None:
-        super().__init__(description, library)
-        self.own = description.dialect == dialect
-
-    def wanted(self, path: str, default: Any, key: str = "") -> bool:
-        """Whether a setting needs its key.
-
-        In this very dialect: if the file gave it, by `key` or one beside it where one is named. Else: if its value is
-        not what the target does without being told.
-        """
-        setting = self.setting(path)
-        if not setting.is_set:
-            return False
-        if self.own and setting.origin in ("default", "derived"):
-            return bool(key) and setting.origin == "derived" and key in setting.keys
-        if self.own and setting.keys:
-            return not key or any(_beside(said, key) for said in setting.keys)
-        return bool(setting.value != default)
-
-    def kept(self, key: str) -> bool:
-        """Whether the source says this very key beyond the sections, so that it comes back by itself."""
-        return self.own and any(extra.key == key for extra in self.description.extras)
-
-    def place(self, path: str, key: str) -> str:
-        """The key that said it in this very dialect, if it was one, else `key`."""
-        keys = self.setting(path).keys
-        return keys[0] if self.own and len(keys) == 1 and _beside(keys[0], key) else key
-
-    def option(self, path: str, key: str, default: Any, words: Mapping[Any, Any] | None = None, why: str = "") -> None:
-        """Write a setting that one key says, in the target's words, unless its default says the same."""
-        setting = self.setting(path)
-        if words is not None and setting.value is not None and setting.value not in words:
-            self.lossy(path, f"{self.library} cannot say {setting.value!r}: {_listed(words)}")
-        elif self.wanted(path, default, key) and not self.kept(self.place(path, key)):
-            value = words[setting.value] if words is not None and setting.value is not None else setting.value
-            self.put(path, self.place(path, key), list(value) if isinstance(value, tuple) else value, why)
-        else:
-            self.implied(path, why)
-
-
-def _beside(said: str, key: str) -> bool:
-    """Whether two keys are one, or one is a part of the other, or both are forms of one argument."""
-    if said.startswith(f"{key}.") or key.startswith(f"{said}.") or said == key:
-        return True
-    return said.partition(".")[0] == key.partition(".")[0] == "auto_wrap_policy"
-
-
-def _listed(words: Mapping[Any, Any]) -> str:
-    return f"it has {', '.join(str(word) for word in dict.fromkeys(words))}"
 
 
 def write_offload(pen: Pen, key: str, value: Any = True, off: Any = False) -> bool:

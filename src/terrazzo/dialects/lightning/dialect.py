@@ -10,14 +10,14 @@ from typing import Any
 
 from terrazzo.dialects.description import Description, Extra, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.fsdp.words import alone, keep_nulls, refuse_rest
+from terrazzo.dialects.fsdp.words import alone
 from terrazzo.dialects.lightning.findings import findings
 from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, KNOWN, MODEL_PARALLEL, NAMED, SHARED, TOP, TRAINER
 from terrazzo.dialects.lightning.loop import read_loop
 from terrazzo.dialects.lightning.rows import WORDS, precision_row
 from terrazzo.dialects.lightning.strategies import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
 from terrazzo.dialects.lightning.write import write
-from terrazzo.dialects.reader import Reader, matches
+from terrazzo.dialects.reader import Reader, keep_nulls, matches, refuse_rest
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Lightning"]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.description import Setting
-from terrazzo.dialects.fsdp.words import given_only
-from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.reader import Reader, derived, given_only
 
 __all__ = ["read_loop"]
 

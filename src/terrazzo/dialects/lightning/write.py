@@ -12,8 +12,9 @@ import torch
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import LOADED, PATHS, Description, Setting
 from terrazzo.dialects.dialect import Context, Writing
+from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp.fsdp1 import NAMES, write_arguments
-from terrazzo.dialects.fsdp.words import OFFLOAD, SHARDING, TORCH_NAMES, Pen, nearest_row, wants_deepspeed
+from terrazzo.dialects.fsdp.words import OFFLOAD, SHARDING, TORCH_NAMES, nearest_row, wants_deepspeed
 from terrazzo.dialects.lightning.rows import WORDS, precision_row
 from terrazzo.dialects.verdict import Verdict
 

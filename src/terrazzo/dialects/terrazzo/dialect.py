@@ -11,9 +11,7 @@ from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Fi
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import DTYPE_KEYS, KEYS
 from terrazzo.dialects.terrazzo.write import SCHEDULES, STATES, write
-from terrazzo.engine import Place, Plan
-from terrazzo.engine.place import OFFLOADS, PLANS, TIERS
-from terrazzo.engine.precision import PRECISIONS
+from terrazzo.engine import OFFLOADS, PLANS, PRECISIONS, TIERS, Place, Plan
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Terrazzo"]

@@ -7,7 +7,7 @@ import torch
 from terrazzo.dialects.description import LOADED
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.keys import DTYPE_KEYS
-from terrazzo.engine.precision import PRECISIONS, LossScaling
+from terrazzo.engine import PRECISIONS, LossScaling
 
 __all__ = ["write_precision"]
 

@@ -10,8 +10,7 @@ from terrazzo.dialects.meaning import degrees
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.precision import write_precision
-from terrazzo.engine.optim.stock import ELEMENTWISE
-from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine import ELEMENTWISE, OFFLOADS
 
 __all__ = ["SCHEDULES", "STATES", "write"]
 

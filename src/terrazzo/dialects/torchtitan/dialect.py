@@ -13,9 +13,9 @@ import torch
 
 from terrazzo.dialects.description import Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.fsdp.words import given_only, keep_nulls, offload, refuse_rest, row_settings
-from terrazzo.dialects.reader import Reader, derived, matches
-from terrazzo.dialects.torchtitan.keys import BELOW, KEPT, KEYS, OPAQUE, REMOVED
+from terrazzo.dialects.fsdp.words import offload, row_settings
+from terrazzo.dialects.reader import Reader, derived, given_only, keep_nulls, matches, refuse_rest
+from terrazzo.dialects.torchtitan.keys import BELOW, DEGREES, KEPT, KEYS, OPAQUE, REMOVED
 from terrazzo.dialects.torchtitan.write import write
 
 __all__ = ["Torchtitan"]
@@ -87,15 +87,9 @@ def _default(key: str) -> Any:
 
 
 def _parallelism(reader: Reader) -> dict[str, Setting[Any]]:
-    def degree(name: str) -> Setting[Any]:
-        return reader.integer(f"parallelism.{name}_degree", 1, low=1)
-
-    replicas, shards = degree("data_parallel_replicate"), _shards(reader)
+    replicas, shards = reader.integer("parallelism.data_parallel_replicate_degree", 1, low=1), _shards(reader)
     found = {
-        "mesh.tp": degree("tensor_parallel"),
-        "mesh.cp": degree("context_parallel"),
-        "mesh.ep": degree("expert_parallel"),
-        "mesh.pp": degree("pipeline_parallel"),
+        **{path: reader.integer(key, 1, low=1) for path, key in DEGREES.items()},
         "units.policy": Setting("auto", "default"),
         "prefetch.forward": Setting(0, "default"),
         "prefetch.backward": Setting(1, "default"),
@@ -127,8 +121,7 @@ def _row(
         whole = {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": derived(replicas.value, replicas, shards)}
         return {**row_settings("zero0", shards, replicas), **whole}
     flat, hybrid = ("zero3", "hybrid_shard") if always else ("shard_grad_op", "hybrid_shard_zero2")
-    sources = [policy] if replicas.value == 1 else [policy, replicas]
-    row = row_settings(hybrid if replicas.value > 1 else flat, *sources)
+    row = row_settings(flat, policy) if replicas.value == 1 else row_settings(hybrid, policy, replicas)
     return {**row, "mesh.dp_replicate": replicas, "mesh.dp_shard": shards}
 
 
@@ -178,20 +171,16 @@ def _optimizer(reader: Reader) -> dict[str, Setting[Any]]:
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         reader.refuse(key, "expected a list of {pattern, optimizer_name, optimizer_kwargs}")
         return {}
-    last = groups[-1]
     others = "" if len(groups) == 1 else f"the last of {len(groups)} groups is read; the others are for some parameters"
     reader.keep(key, others, harmless=not others)
-    options = last.get("optimizer_kwargs")
+    name, options = groups[-1].get("optimizer_name"), groups[-1].get("optimizer_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
-    named = last.get("optimizer_name")
-    found: dict[str, Setting[Any]] = {"optimizer.name": Setting(named if isinstance(named, str) else None, "file", key)}
-    for name in ("lr", "eps", "weight_decay"):
-        if _is_number(options.get(name)):
-            found[f"optimizer.{name}"] = Setting(options.pop(name), "file", key)
+    found: dict[str, Any] = {"name": name if isinstance(name, str) else None}
+    found |= {each: options.pop(each) for each in ("lr", "eps", "weight_decay") if _is_number(options.get(each))}
     betas = options.get("betas")
     if isinstance(betas, list) and len(betas) == 2 and all(_is_number(beta) for beta in betas):
-        found["optimizer.betas"] = Setting(tuple(options.pop("betas")), "file", key)
-    return {**found, "optimizer.options": Setting(options, "file", key)}
+        found["betas"] = tuple(options.pop("betas"))
+    return {f"optimizer.{each}": Setting(value, "file", key) for each, value in {**found, "options": options}.items()}
 
 
 def _is_number(value: Any) -> bool:
@@ -278,7 +267,7 @@ def _keep(reader: Reader) -> None:
     """Known keys with no neutral meaning."""
     for key in reader.unread():
         known = key in KEYS or any(matches(key, pattern) for pattern in BELOW)
-        owner = next((name for name in (key, key.partition(".")[0]) if name in KEPT), None)
+        owner = next((start for start in KEPT if key.startswith(start)), None)
         if known and owner is not None:
             why, grave = KEPT[owner]
             default = key in KEYS and reader.get(key) == _default(key)

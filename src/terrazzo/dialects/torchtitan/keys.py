@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BELOW", "KEPT", "KEYS", "OPAQUE", "REMOVED"]
+__all__ = ["BELOW", "DEGREES", "KEPT", "KEYS", "OPAQUE", "REMOVED"]
+
+DEGREES = {
+    f"mesh.{axis}": f"parallelism.{word}_parallel_degree"
+    for axis, word in {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline"}.items()
+}
+"""Keys of the model axes, by the setting."""
 
 KEYS: dict[str, tuple[Any, str]] = {
     "parallelism.data_parallel_replicate_degree": (1, "replicas of the weights"),
@@ -114,28 +120,21 @@ KEPT: dict[str, tuple[str, dict[str, bool]]] = {
     "metrics": (_RUN, {"harmless": True}),
     "profiler": (_RUN, {"harmless": True}),
     "debug": (_RUN, {"harmless": True}),
-    "training.gc_freq": (_RUN, {"harmless": True}),
-    "training.gc_debug": (_RUN, {"harmless": True}),
+    "training.gc_": (_RUN, {"harmless": True}),
     "training.disable_cuda_graphs": ("CUDA graphs are torchtitan's; the numbers are the same", {"harmless": True}),
     "parallelism.enable_fsdp_symm_mem": ("it changes how tensors travel, not what they are", {"harmless": True}),
     "parallelism.enable_sequence_parallel": ("norms are whole on every rank without it: more memory", {}),
     "parallelism.spmd_backend": ("torchtitan's own way of typing axes", {"harmless": True}),
     "parallelism.module_fqns_per_model_part": (_PIPELINE, {}),
-    "parallelism.pipeline_parallel_first_stage_less_layers": (_PIPELINE, {}),
-    "parallelism.pipeline_parallel_last_stage_less_layers": (_PIPELINE, {}),
-    "parallelism.pipeline_parallel_layers_per_stage": (_PIPELINE, {}),
-    "parallelism.pipeline_parallel_schedule": (_PIPELINE, {}),
-    "parallelism.pipeline_parallel_schedule_csv": (_PIPELINE, {}),
-    "parallelism.pipeline_parallel_microbatch_size": (_PIPELINE, {}),
-    "parallelism.context_parallel_load_balancer": ("how the sequence is dealt out is the library's", {}),
-    "parallelism.context_parallel_ptrr_mask_key": ("how the sequence is dealt out is the library's", {}),
+    "parallelism.pipeline_parallel_": (_PIPELINE, {}),
+    "parallelism.context_parallel_": ("how the sequence is dealt out is the library's", {}),
     "optimizer.optimizer_factory_kwargs_by_name": ("arguments of torchtitan's own optimizers", {"refused": True}),
     "lr_scheduler.total_steps": ("the schedule ends with the run there", {}),
     "activation_checkpoint": ("details of recomputation are the library's", {"harmless": True}),
     "compile": ("what is compiled, and by what, the library decides", {"harmless": True}),
     "checkpoint": ("how a run starts and resumes is said to the library itself", {}),
 }
-"""Keys, or sections, that only torchtitan has: what another dialect loses, and how grave it is."""
+"""What only torchtitan has, by the beginning of its keys: what another dialect loses, and how grave it is."""
 
 REMOVED = {
     "job": "gone with the command line: name the run's folder in dump_folder",
@@ -148,9 +147,9 @@ REMOVED = {
     "experimental": "the section is gone",
     "profiling": "the section is profiler",
     "validation": "the section is validator",
-    "quantize": "quantisation is chosen by the Python function that builds the config",
-    "float8": "quantisation is chosen by the Python function that builds the config",
-    "mx": "quantisation is chosen by the Python function that builds the config",
+    **dict.fromkeys(
+        ("quantize", "float8", "mx"), "quantisation is chosen by the Python function that builds the config"
+    ),
     "memory_estimation": "the tool is gone",
     "fault_tolerance": "it is no part of the trainer's config",
 }

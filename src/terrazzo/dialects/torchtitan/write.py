@@ -6,14 +6,15 @@ from typing import Any
 
 from terrazzo.dialects.description import LOADED, Description
 from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, TORCH_NAMES, Pen, nearest_row, write_offload
-from terrazzo.dialects.torchtitan.keys import KEYS
+from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, TORCH_NAMES, nearest_row, write_offload
+from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS
 
 __all__ = ["write"]
 
 AXES = ("mesh.dp_replicate", "mesh.dp_shard")
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
-_DEGREES = {"tp": "tensor_parallel", "cp": "context_parallel", "ep": "expert_parallel", "pp": "pipeline_parallel"}
+_REPLICAS, _SHARDS = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
 _KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
 _NEVER_CLIPS = 1e9
 
@@ -43,8 +44,8 @@ def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None, 
 
 
 def _plan(pen: Pen, context: Context) -> None:
-    for axis, word in _DEGREES.items():
-        _option(pen, f"mesh.{axis}", f"parallelism.{word}_degree")
+    for path, key in DEGREES.items():
+        _option(pen, path, key)
     if pen.value("mesh.sp", 1) != 1:
         pen.refuse("mesh.sp", "torchtitan has no Ulysses attention: use context parallelism (mesh.cp)")
     pen.implied("mesh.world")
@@ -61,7 +62,7 @@ def _reshard(pen: Pen, row: str, why: str) -> None:
     key = "parallelism.fsdp_reshard_after_forward"
     pipelined = pen.value("mesh.pp", 1) != 1
     if row == "zero0":
-        pen.implied(SHARDING, why, "parallelism.data_parallel_shard_degree")
+        pen.implied(SHARDING, why, _SHARDS)
         return
     keeps = row in _KEEPS
     if pen.own:
@@ -77,61 +78,59 @@ def _reshard(pen: Pen, row: str, why: str) -> None:
 
 
 def _degrees(pen: Pen, row: str, context: Context) -> None:
-    replicate, shard = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
     replicas, shards = pen.value("mesh.dp_replicate", 1), pen.value("mesh.dp_shard")
     if row == "zero0":
         _replicated(pen, replicas, shards, context)
     elif row in HYBRID_ROWS:
         if pen.value("mesh.dp_replicate") is None:
             why = "the number of replicas is not known: set it, or every rank is a shard of one replica"
-            pen.refuse(AXES, why)
-            pen.refuse(SHARDING, why)
+            pen.refuse((*AXES, *SHARDING), why)
             return
-        pen.put("mesh.dp_replicate", replicate, replicas)
-        if pen.wanted("mesh.dp_shard", None, shard):
-            pen.put("mesh.dp_shard", shard, -1 if shards is None else shards)
-        else:
-            pen.implied("mesh.dp_shard")
+        pen.put("mesh.dp_replicate", _REPLICAS, replicas)
+        _shard_degree(pen, shards)
     else:
         _flat(pen, replicas, shards)
 
 
 def _flat(pen: Pen, replicas: int, shards: int | None) -> None:
     """All data ranks are one axis, whatever axes the source has."""
-    replicate, shard = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
     open_ended = pen.is_set("mesh.dp_replicate") and pen.value("mesh.dp_replicate") is None
     apart = open_ended or replicas != 1
-    whole = None if open_ended or shards is None else replicas * shards
-    if pen.own and replicate in pen.setting("mesh.dp_replicate").keys:
-        pen.put("mesh.dp_replicate", replicate, replicas)
+    if pen.own and _REPLICAS in pen.setting("mesh.dp_replicate").keys:
+        pen.put("mesh.dp_replicate", _REPLICAS, replicas)
     elif apart:
         pen.lossy("mesh.dp_replicate", "all data ranks are one axis")
     else:
         pen.implied("mesh.dp_replicate")
-    if pen.wanted("mesh.dp_shard", None, shard):
-        pen.put("mesh.dp_shard", shard, -1 if whole is None else whole, "all data ranks are one axis" if apart else "")
+    whole = None if open_ended or shards is None else replicas * shards
+    _shard_degree(pen, whole, "all data ranks are one axis" if apart else "")
+
+
+def _shard_degree(pen: Pen, ranks: int | None, why: str = "") -> None:
+    if pen.wanted("mesh.dp_shard", None, _SHARDS):
+        pen.put("mesh.dp_shard", _SHARDS, -1 if ranks is None else ranks, why)
     else:
         pen.implied("mesh.dp_shard")
 
 
 def _replicated(pen: Pen, replicas: int, shards: int | None, context: Context) -> None:
     """Nothing is split: every data rank is a replica."""
-    replicate, shard = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
-    world = pen.value("mesh.world") or context.world
-    ranks = replicas * shards if shards else _left(pen, world)
+    ranks = replicas * shards if shards else _left(pen, context)
     if ranks is None:
         why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
         pen.refuse((*SHARDING, *AXES), why)
-        pen.write(shard, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
+        pen.write(_SHARDS, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
         return
-    if not pen.own or replicate in pen.setting("mesh.dp_shard").keys:
-        pen.put(AXES, replicate, ranks, "nothing is split: every rank is a replica")
+    if not pen.own or _REPLICAS in pen.setting("mesh.dp_shard").keys:
+        pen.put(AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
     else:
         pen.implied(AXES)
-    pen.write(shard, 1)
+    pen.write(_SHARDS, 1)
 
 
-def _left(pen: Pen, world: int | None) -> int | None:
+def _left(pen: Pen, context: Context) -> int | None:
+    """Data ranks, of the world that model axes leave."""
+    world = pen.value("mesh.world") or context.world
     for axis in ("tp", "cp", "pp"):
         world = None if world is None else world // pen.value(f"mesh.{axis}", 1)
     return world or None
@@ -221,7 +220,7 @@ def _batch(pen: Pen, context: Context) -> None:
     _option(pen, "batch.sequence_length", "training.seq_len")
     key = "training.global_batch_size"
     micro, count = pen.value("batch.micro_batch"), pen.value("batch.accumulation")
-    ranks = _left(pen, pen.value("mesh.world") or context.world)
+    ranks = _left(pen, context)
     if pen.own:
         if key in pen.setting("batch.accumulation").keys and pen.setting("batch.accumulation").origin == "file":
             pen.put("batch.accumulation", key, -1)
@@ -250,10 +249,10 @@ def _optimizer(pen: Pen) -> None:
     if name not in ("Adam", "AdamW"):
         pen.refuse(paths, f"torchtitan has Adam, AdamW and DistMuon, not {name}: choose one of them")
         return
-    options = {each: pen.value(f"optimizer.{each}") for each in ("lr", "betas", "eps", "weight_decay")}
-    options = {each: list(value) if each == "betas" else value for each, value in options.items() if value is not None}
-    further = {each: value for each, value in pen.value("optimizer.options", {}).items() if each not in options}
-    group = {"pattern": ".*", "optimizer_name": name, "optimizer_kwargs": {**options, **further}}
+    numbers = {path.partition(".")[2]: pen.value(path) for path in paths[1:-1]}
+    options = {each: list(value) if each == "betas" else value for each, value in numbers.items() if value is not None}
+    options |= {each: value for each, value in pen.value("optimizer.options", {}).items() if each not in options}
+    group = {"pattern": ".*", "optimizer_name": name, "optimizer_kwargs": options}
     pen.put(paths, key, [group])
 
 

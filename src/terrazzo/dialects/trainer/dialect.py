@@ -13,8 +13,7 @@ from typing import Any
 from terrazzo.dialects.accelerate.rows import precision_row
 from terrazzo.dialects.description import Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.fsdp.words import keep_nulls, refuse_rest
-from terrazzo.dialects.reader import matches
+from terrazzo.dialects.reader import keep_nulls, matches, refuse_rest
 from terrazzo.dialects.trainer.findings import MATCHED, findings
 from terrazzo.dialects.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS, HARMLESS, KNOWN, REFUSED, REMOVED
 from terrazzo.dialects.trainer.loop import read_loop

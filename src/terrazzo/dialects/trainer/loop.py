@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.description import Origin, Setting
-from terrazzo.dialects.fsdp.words import given_only
-from terrazzo.dialects.reader import derived
+from terrazzo.dialects.reader import derived, given_only
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.source import Source
 

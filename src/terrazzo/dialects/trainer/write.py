@@ -13,7 +13,8 @@ from typing import Any
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.fsdp.words import Pen, wants_deepspeed
+from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.fsdp.words import wants_deepspeed
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.write_loop import write_loop
 from terrazzo.dialects.trainer.write_parallel import write_ddp, write_fsdp, write_precision

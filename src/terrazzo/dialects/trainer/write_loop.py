@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.fsdp.words import Pen
+from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.loop import OPTIMIZERS, OWN_SCHEDULES
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from terrazzo.dialects.accelerate.rows import AUTOCAST, precision_row
 from terrazzo.dialects.description import LOADED, PATHS, Setting
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp.words import HYBRID_ROWS, OFFLOAD, SHARDING, Pen, nearest_row, shard_ranks, write_offload
+from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.fsdp.words import HYBRID_ROWS, OFFLOAD, SHARDING, nearest_row, shard_ranks, write_offload
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,14 @@ from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.transfer import Traffic, Transfer
 from terrazzo.engine.model.checks import together
 from terrazzo.engine.model.state import (
+    ParameterInfo,
     Piece,
     Read,
+    copied_pieces,
+    device_bytes,
     model_pieces,
     optimizer_pieces,
+    parameter_infos,
     restore_model,
     restore_optimizer,
 )
@@ -82,16 +87,23 @@ class Engine:
         """Promised memory of a step with one micro-batch; see `memory_bill`."""
         return self.memory_bill()
 
+    def _stepping(self) -> list[OptimizerDriver]:
+        """Without those whose optimizer nobody has any more."""
+        return [driver for driver in self.drivers if driver.reference() is not None]
+
     @property
     def optimizers(self) -> list[Optimizer]:
         """What steps the model, without those that nobody has any more."""
-        found = [driver.reference() for driver in self.drivers]
-        return [optimizer for optimizer in found if optimizer is not None]
+        return [driver.optimizer for driver in self._stepping()]
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The first of its optimizers; None where nothing steps the model."""
         return next(iter(self.optimizers), None)
+
+    def param_groups(self) -> list[tuple[int, dict[str, Any]]]:
+        """Those of all optimizers, each with the number that `ParameterInfo.group` is."""
+        return [pair for d in self._stepping() for pair in zip(d.groups, d.optimizer.param_groups, strict=True)]
 
     def release_optimizer(self) -> None:
         """Let go of all optimizers, so that others can be attached; the old ones cannot step again. Collective."""
@@ -127,11 +139,29 @@ class Engine:
         """The most transient memory held at once since sharding; the bill promises `transient_bytes`."""
         return self.axes.ledger.peak_bytes
 
+    def usage(self) -> dict[str, float]:
+        """What lies beside the device, in bytes, and what has been done there: see `Store.usage`."""
+        return self.store.usage()
+
+    def state_bytes(self) -> int:
+        """Weights, master weights and optimizer state on the device, measured."""
+        return device_bytes(self.buckets(), self._stepping())
+
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     def trainable(self) -> list[Bucket]:
         return [bucket for bucket in self.buckets() if bucket.trainable]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a gradient that a step would take."""
+        return any(bucket.gradient.is_finished for bucket in self.trainable())
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold the same part of the optimizer state."""
+        return len(self.recipe.plan.optim.axes) < len(self.axes.live(self.axes.names))
 
     def gradient_denominator(self) -> float:
         """What finished gradient sums are divided by: the user's, or the number of data ranks; times the loss scale."""
@@ -151,6 +181,43 @@ class Engine:
                 "gradients on every rank. Leave 'local' out, or use zero2."
             )
         return local is True or not self.recipe.plan.grad.axes
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the next backward pass is that of a step's last micro-batch."""
+        return not self.schedule.accumulating
+
+    def sync(self, required: bool, *, each: bool) -> None:
+        """From now on, backward passes are those of a step's last micro-batch, or they are not.
+
+        Args:
+            each: reduce every micro-batch before the last, too; else add it up on this rank.
+        """
+        self.schedule.accumulating, self.schedule.reduce_each = not required, each
+
+    def gather_ahead(self, count: int) -> None:
+        """From now on, gather at least so many units ahead of the running one."""
+        self.schedule.prefetch = max(self.schedule.prefetch, count)
+
+    def unit_of(self, module: object) -> Unit | None:
+        """The unit that is this module; None for one without parameters of its own."""
+        return next((unit for unit in self.units if unit.module is module), None)
+
+    def gather(self, module: object) -> Callable[[], None]:
+        """Gather the weights of a module's own unit, before its next forward, which frees them; every rank must.
+
+        Returns:
+            Waits until they are here.
+        """
+        if (unit := self.unit_of(module)) is None:
+            return lambda: None
+        self.schedule.gather_early(unit)
+        return unit.wait
+
+    def put_back(self, module: object) -> None:
+        """Give back the memory of the gathered weights of a module's own unit."""
+        if (unit := self.unit_of(module)) is not None:
+            self.schedule.put_back(unit)
 
     def settle(self) -> None:
         """Return once every state is at rest: no update is under way, nothing is still to be written. Collective."""
@@ -234,13 +301,25 @@ class Engine:
             for name, buffer in buffers.items():
                 buffer.copy_(state[name])
 
+    def close(self) -> None:
+        """Remove what is in files. States that were there cannot be used afterwards."""
+        self.store.close()
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Each parameter, and what there is to save of it."""
+        return list(parameter_infos(self.buckets(), self.templates))
+
+    def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
+        """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
+        self.settle()
+        yield from copied_pieces(self.buckets(), self._stepping())
+
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
         """This rank's share of all state, by original names; over all ranks each element comes once. Collective."""
         self.settle()
         yield from model_pieces(self.buckets())
-        for driver in self.drivers if with_optimizer else ():
-            if driver.reference() is not None:
-                yield from optimizer_pieces(driver)
+        for driver in self._stepping() if with_optimizer else ():
+            yield from optimizer_pieces(driver)
 
     def restore(self, read: Read, with_optimizer: bool = True) -> None:
         """Set the weights, and unless told otherwise the optimizer's state, from `read`. Collective.

@@ -43,7 +43,6 @@ from terrazzo.engine.model.materialize import (
 )
 from terrazzo.engine.model.module import adopt_model
 from terrazzo.engine.model.stand_in import show_gradients
-from terrazzo.engine.offload.drive import cell_numel
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
@@ -203,7 +202,7 @@ def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -
     """Host memory and files for what these units keep there. Collective."""
     buckets = [bucket for unit in units for bucket in unit.buckets]
     axes = buckets[0].recipe.axes
-    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
+    need = need_of(buckets, templates, offload.cell_numel)
     return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
 
@@ -220,7 +219,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     engine = engine_of(model)
     schedule = engine.schedule
     before = schedule.accumulating, schedule.reduce_each
-    schedule.accumulating, schedule.reduce_each = True, not engine.sums_locally(local)
+    engine.sync(False, each=not engine.sums_locally(local))
     try:
         yield
     finally:

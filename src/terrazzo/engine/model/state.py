@@ -17,16 +17,20 @@ from torch import Tensor
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Resting
 from terrazzo.engine.layout import Range, Slot
+from terrazzo.engine.model.materialize import digest
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stock import StateSpec
 
 __all__ = [
+    "ParameterInfo",
     "Piece",
     "Read",
-    "copies",
+    "copied_pieces",
+    "device_bytes",
     "model_pieces",
     "optimizer_pieces",
+    "parameter_infos",
     "reading",
     "restore_model",
     "restore_optimizer",
@@ -77,10 +81,87 @@ class Piece:
         """The elements, 1-D, read now."""
         return self.read()
 
+    def digest(self) -> int:
+        """A checksum of the elements' bytes; equal ones have equal ones on every rank."""
+        return int(digest(self.tensor))
 
-def copies(bucket: Bucket) -> Range:
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What there is to save of one parameter.
+
+    Attributes:
+        names: all that it has in the model, its own first.
+        shape: the parameter's.
+        dtype: of its weight, the master weight where there is one.
+        group: number of its param group among those of all optimizers; -1 for none.
+        states: of what an optimizer keeps for it by kind, the number of elements and their dtype, or None for the dtype
+            of what is not per element. None where nothing steps it.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: int
+    states: Mapping[str, tuple[int, torch.dtype | None]] | None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameter_infos(buckets: list[Bucket], templates: Sequence[Mapping[str, StateSpec]]) -> Iterator[ParameterInfo]:
+    """Every parameter; see `restore_optimizer` for `templates`."""
+    for bucket in buckets:
+        dtype = bucket.master.dtype if bucket.trainable else bucket.weight.dtype
+        for member, slot in zip(bucket.members, bucket.slots, strict=True):
+            states: dict[str, tuple[int, torch.dtype | None]] | None = None
+            if bucket.trainable and member.group >= 0:
+                moments = bucket.recipe.precision.moments
+                states = {
+                    kind: (slot.numel, moments) if spec.per_element else (math.prod(spec.shape), None)
+                    for kind, spec in templates[member.group].items()
+                }
+            yield ParameterInfo(slot.names, slot.shape, dtype, member.group, states)
+
+
+def device_bytes(buckets: list[Bucket], drivers: Sequence[OptimizerDriver]) -> int:
+    """Weights, master weights and optimizer state on the device, as they lie in memory."""
+    held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
+    held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_apart]
+    states = [
+        driver.optimizer.state.get(segment.parameter, {})
+        for driver in drivers
+        for segment in driver.segments
+        if not segment.bucket.updated_apart
+    ]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(held) + sum(tensor.nbytes for tensor in kept)
+
+
+def _copies(bucket: Bucket) -> Range:
     """All that this rank holds of a bucket's master weights and moments, whoever else holds it too."""
     return bucket.space.range(bucket.optim_axes)
+
+
+def copied_pieces(
+    buckets: list[Bucket], drivers: Sequence[OptimizerDriver]
+) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
+    """Mesh axes along which ranks hold the same, and all that this rank holds of the states of which that is true."""
+    for trainable in (True, False):
+        own = [bucket for bucket in buckets if bucket.trainable is trainable]
+        if not own:
+            continue
+        axes, split = own[0].recipe.axes, own[0].optim_axes
+        if along := axes.live(axis for axis in axes.names if axis not in split):
+            pieces = list(model_pieces(own, _copies))
+            for driver in drivers if trainable else ():
+                pieces += optimizer_pieces(driver, _copies)
+            yield along, pieces
 
 
 def own_share(bucket: Bucket) -> Range:

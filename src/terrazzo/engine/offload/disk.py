@@ -38,6 +38,7 @@ __all__ = [
     "Pending",
     "free_bytes",
     "inspect_folder",
+    "mount_of",
     "page_aligned",
     "sweep",
 ]

@@ -17,12 +17,7 @@ from terrazzo.engine.offload.disk import PAGE_BYTES, Disk, Pending, page_aligned
 from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.process.worker import Worker
 
-__all__ = ["Drive", "DriveBuffer", "cell_numel", "cells", "padded_bytes"]
-
-
-def cell_numel(block_bytes: int) -> int:
-    """Elements of a cell: a block of fp32. The same for every dtype, so that the cells of all states coincide."""
-    return round_up(block_bytes // torch.float32.itemsize, PAGE_BYTES)
+__all__ = ["Drive", "DriveBuffer", "cells", "padded_bytes"]
 
 
 def cells(held: Range, size: int) -> Iterator[Range]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from terrazzo.engine.layout import round_up
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["STEP_MODES", "Offload"]
@@ -74,6 +75,13 @@ class Offload:
     @property
     def block_bytes(self) -> int:
         return round(self.block_mib * 2**20)
+
+    @property
+    def cell_numel(self) -> int:
+        """Elements of a cell: a block of fp32, in whole pages of them. The same for every dtype, so that the cells of
+        all states coincide.
+        """
+        return round_up(self.block_bytes // 4, 4096)
 
 
 def _check_number(name: str, value: object, low: int, high: int) -> None:

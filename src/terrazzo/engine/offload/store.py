@@ -16,7 +16,7 @@ from torch import Tensor
 from terrazzo.engine.buffer import Buffer, Resting, Space
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.offload.disk import Disk, DiskSettings
-from terrazzo.engine.offload.drive import Drive, DriveBuffer, cell_numel, padded_bytes
+from terrazzo.engine.offload.drive import Drive, DriveBuffer, padded_bytes
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.offload.settings import Offload
@@ -96,7 +96,7 @@ class Store:
         chosen = DiskSettings(settings.folders, settings.block_bytes, settings.depth, settings.direct, settings.digest)
         disk = Disk(chosen, "", rank, disk_bytes(need))
         buffers = [self.host(padded_bytes(need.load)) for _ in range(settings.depth if need.load else 0)]
-        return Drive(disk, cell_numel(settings.block_bytes), buffers, self.lane, self.waits)
+        return Drive(disk, settings.cell_numel, buffers, self.lane, self.waits)
 
     def host(self, count_bytes: int) -> Tensor:
         """Page-aligned host memory, uint8, zero at first."""

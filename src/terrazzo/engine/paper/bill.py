@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.offload.drive import cell_numel, padded_bytes
+from terrazzo.engine.offload.drive import padded_bytes
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import disk_bytes, host_bytes
@@ -92,7 +92,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     trainable = [bucket for bucket in buckets if bucket.trainable]
     updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
     precision = buckets[0].recipe.precision
-    need = need_of(buckets, templates, cell_numel(offload.block_bytes))
+    need = need_of(buckets, templates, offload.cell_numel)
     mastered = [bucket for bucket in updated_here if bucket.has_own_master]
     finished = [bucket for bucket in trainable if bucket.tiers.grad == "device"]
     resting = [bucket for bucket in buckets if bucket.tiers.weight == "device"]

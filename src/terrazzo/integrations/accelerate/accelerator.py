@@ -18,8 +18,7 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, clip_grad_norm_, engine_of
-from terrazzo.engine.partition import Units
+from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach, clip_grad_norm_, engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.asked import Asked, Words, hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import LossScaling, Offload, Plan, Precision
-from terrazzo.engine.partition import Units
+from terrazzo.engine import LossScaling, Offload, Plan, Precision, Units
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup, setup_for
 
@@ -140,12 +139,7 @@ class Asked:
             setup = setup_for(description, device, loaded)
         else:
             setup = Setup(Plan.named(DEFAULT_PLAN), self._of_replicas(loaded, device))
-        words = self.words
-        plan = Plan.named(words.plan) if isinstance(words.plan, str) else words.plan
-        precision = Precision.named(words.precision) if isinstance(words.precision, str) else words.precision
-        given: dict[str, Any] = {"plan": plan, "precision": precision, "units": words.units, "offload": words.offload}
-        given["compile"] = self.compile or None
-        return replace(setup, **{name: value for name, value in given.items() if value is not None})
+        return setup.over(**vars(self.words), compile=self.compile or None)
 
     def _of_replicas(self, loaded: torch.dtype, device: torch.device) -> Precision:
         """Of plain replicas: all in the model's dtype, under autocast if `mixed_precision` says so."""

@@ -13,8 +13,7 @@ from torch import nn
 
 from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_path
 from terrazzo.checkpoint.exchange import gather_json, together
-from terrazzo.engine import engine_of
-from terrazzo.engine.model.module import ShardedModule
+from terrazzo.engine import ShardedModule, engine_of
 from terrazzo.errors import BadInput, SaveFailed
 
 __all__ = ["loading", "saving"]

@@ -8,9 +8,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine import clip_grad_norm_, engine_of
-from terrazzo.engine.model.module import ShardedModule
-from terrazzo.engine.optim.optimizer import ShardedOptimizer
+from terrazzo.engine import ShardedModule, ShardedOptimizer, clip_grad_norm_, engine_of
 
 __all__ = ["SteppedOptimizer", "is_sharded"]
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from terrazzo.engine import DTYPES
 from terrazzo.errors import BadInput
 from terrazzo.integrations.deepspeed import zero
 from terrazzo.integrations.deepspeed.accelerator import local_device
@@ -122,7 +123,7 @@ def _cast(model: nn.Module, configuration: Configuration) -> None:
                 parameter.data = parameter.data.to(dtype)
     buffers = configuration.description["precision.buffers"]
     if buffers.origin == "file":
-        wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[buffers.value]
+        wanted = DTYPES[buffers.value]
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(wanted)

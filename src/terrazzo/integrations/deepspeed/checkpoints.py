@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import terrazzo as tz
+from terrazzo.checkpoint import Source
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.read import own_folder
-from terrazzo.checkpoint.source import Source
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.integrations.deepspeed.config import Configuration
 from terrazzo.integrations.deepspeed.utils import is_first, warn_once

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.stock import ELEMENTWISE
+from terrazzo.engine import ELEMENTWISE
 from terrazzo.errors import BadInput
 
 __all__ = ["build_optimizer"]

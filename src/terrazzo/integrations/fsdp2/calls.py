@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map_only
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import attach
-from terrazzo.engine.optim.foreign import take_over_by
+from terrazzo.engine import attach, take_over_by
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2.module import FSDPModule, Mark
 from terrazzo.integrations.setup import Setup, setup_for

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
 from terrazzo.engine import Engine, engine_of
-from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["FSDPModule", "Mark", "register_fsdp_forward_method"]
@@ -91,20 +90,13 @@ class FSDPModule(TorchFSDPModule):
         assert root is not None, "the model is gone"
         return root
 
-    def _unit(self) -> Unit | None:
-        """The unit of this module; None where it has no parameters of its own."""
-        return next((unit for unit in engine_of(self._root()).units if id(unit.module) == id(self)), None)
-
     def _get_fsdp_state(self) -> NoReturn:
         """Where the methods of torch's class end that are not among those below."""
         raise Misuse("This method reaches into torch's own engine for something that Terrazzo's has none of.")
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's weights, those of its own unit; every rank must. They go after its next forward."""
-        unit = self._unit()
-        if unit is not None:
-            engine_of(self._root()).schedule.gather_early(unit)
-        handle = _Handle(unit)
+        handle = _Handle(engine_of(self._root()).gather(self))
         if async_op:
             return handle
         handle.wait()
@@ -112,9 +104,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Give back the memory of this module's gathered weights."""
-        unit = self._unit()
-        if unit is not None:
-            engine_of(self._root()).schedule.put_back(unit)
+        engine_of(self._root()).put_back(self)
 
     def reset_iter_state(self) -> None:
         """After a forward or backward that raised: the engine recovers by itself, and gradients are forgotten."""
@@ -122,41 +112,39 @@ class FSDPModule(TorchFSDPModule):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: the next backward passes only add gradients on this rank. For the whole model at once."""
-        self._set_sync(requires_gradient_sync, recurse, reduce_each=False)
+        self._set_sync(requires_gradient_sync, recurse, each=False)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: the next backward passes reduce gradients inside a replica only. For the whole model at once."""
-        engine = engine_of(self._root())
-        if len(engine.recipe.plan.optim.axes) < len(engine.axes.live(engine.axes.names)):
-            self._set_sync(requires_all_reduce, recurse, reduce_each=True)
+        if engine_of(self._root()).has_replicas:
+            self._set_sync(requires_all_reduce, recurse, each=True)
 
-    def _set_sync(self, required: bool, recurse: bool, *, reduce_each: bool) -> None:
+    def _set_sync(self, required: bool, recurse: bool, *, each: bool) -> None:
         engine = engine_of(self._root())
         whole = id(self) == id(self._root()) and (recurse or len(engine.units) == 1)
-        if not whole and required == engine.schedule.accumulating:
+        if not whole and required != engine.syncs:
             raise Misuse(
                 "Reduction of gradients was switched for a part of the model; it is on or off for all of it. Call "
                 "set_requires_gradient_sync on the model that fully_shard was called on last, with recurse=True."
             )
-        engine.schedule.accumulating, engine.schedule.reduce_each = not required, reduce_each
+        engine.sync(required, each=each)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by `factor` and not by the number of ranks; to be called on every module of the model."""
         if not factor > 0:
             raise BadInput(f"set_gradient_divide_factor({factor}): it must be positive.")
-        root, engine = self._root(), engine_of(self._root())
+        root: Any = self._root()
         self._mark.divide_factor = float(factor)
-        asked = {module._mark.divide_factor for unit in engine.units if isinstance(module := unit.module, FSDPModule)}
-        assert isinstance(root, FSDPModule)
+        modules = [unit.module for unit in engine_of(root).units]
+        asked = {module._mark.divide_factor for module in modules if isinstance(module, FSDPModule)}
         root._mark.uneven = len(asked) > 1
-        engine.denominator = float(factor)
+        root.set_gradient_denominator(float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # the older name
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Gather as many units ahead as are named. Which they are follows from the order of the run."""
-        schedule = engine_of(self._root()).schedule
-        schedule.prefetch = max(schedule.prefetch, len(modules))
+        engine_of(self._root()).gather_ahead(len(modules))
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch  # there is one depth for both
 
@@ -193,15 +181,15 @@ for _name, _why in WITHOUT_EFFECT.items():
 
 
 class _Handle(UnshardHandle):
-    """Waits for one unit's gather."""
+    """Waits for one unit's gather, once."""
 
-    def __init__(self, unit: Unit | None) -> None:
-        self._unit = unit
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Callable[[], None] | None = wait
 
     def wait(self) -> None:
-        if self._unit is not None:
-            self._unit.wait()
-            self._unit = None
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.meaning import agree
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import Offload, Plan, Precision
+from terrazzo.engine import SHORT, Offload, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup
 
@@ -28,7 +28,6 @@ _OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_
 """Fields of TrainingArguments that Terrazzo honours in place of Accelerate. The Trainer itself does the others."""
 _THEIRS = ("optimizer.", "schedule.", "training.clip")
 """Settings that a DeepSpeed document may have, too, and the Trainer carries out."""
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,7 @@ class TerrazzoArguments:
 
     def over(self, setup: Setup) -> Setup:
         """The setup with what is given here."""
-        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-        for name, kind in (("plan", Plan), ("precision", Precision)):
-            if isinstance(given.get(name), str):
-                given[name] = kind.named(given[name])
-        autocast = None if self.precision is not None else setup.autocast
-        return replace(setup, **given, autocast=autocast)
+        return replace(setup.over(**vars(self)), autocast=None if self.precision is not None else setup.autocast)
 
 
 def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Description:
@@ -69,8 +63,8 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
         document["parallelism_config"] = {name: value for name, value in said if name.endswith("_size")}
     if args.mixed_precision != "no":  # said by the launcher, where it is not said here
         document |= {args.mixed_precision: True}
-    name = str(loaded).removeprefix("torch.")
-    context = Context(args.world_size, load_dtype=_SHORT.get(name, name), trainer=document)
+    name = SHORT.get(loaded, str(loaded).removeprefix("torch."))
+    context = Context(args.world_size, load_dtype=name, trainer=document)
     reading = read_document(dialect("trainer"), {key: document[key] for key in _OURS if document.get(key)}, context)
     if refused := [f"{each.key}={each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"]:
         raise BadInput(f"TrainingArguments that Terrazzo cannot honour: {'; '.join(refused)}.")

@@ -20,7 +20,7 @@ from transformers.trainer_utils import sort_checkpoints
 from terrazzo import checkpoint
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
-from terrazzo.engine.model.module import ShardedModule
+from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.integrations.accelerate import Accelerator
 from terrazzo.integrations.setup import Setup, setup_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.offload.drive import cell_numel, padded_bytes
+from terrazzo.engine.offload.drive import padded_bytes
 from terrazzo.engine.offload.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
@@ -113,7 +113,7 @@ def _sums(setup: Setup, stage: int) -> Term:
 
 def _buffers(setup: Setup, stage: int) -> Term:
     """Host memory through which states on disk come and go."""
-    cell, found = cell_numel(setup.offload.block_bytes), [space for space, _ in _spaces(setup, stage)]
+    cell, found = setup.offload.cell_numel, [space for space, _ in _spaces(setup, stage)]
     load = max((_load_bytes(space, cell) for space in found), default=0)
     tray = max((_tray_bytes(space, cell) for space in found), default=0)
     value = float(host_bytes(Need(nvme=(load, tray), load=load, tray=tray), setup.offload)) if load or tray else 0.0

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.bucket import Member
-from terrazzo.engine.partition import UnitSpec, find_units, partition
+from terrazzo.engine.partition import Member, UnitSpec, find_units, partition
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.closed_form import closed_form, layers_of_config, merged
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, Role, Split, TensorShape, UnitShape

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
-from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine import OFFLOADS, PLANS, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import ModelShape

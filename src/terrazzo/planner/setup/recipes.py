@@ -7,8 +7,7 @@ from typing import get_args
 
 import torch
 
-from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
-from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine import OFFLOADS, PLANS, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.setup.setup import Checkpointing, OptimizerRecipe
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from terrazzo.engine import Plan, Precision
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.model.shapes import ModelShape
 

@@ -113,7 +113,7 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
     def _take_step(self, optimizer: Any, lr_kwargs: dict[str, Any]) -> None:
         skipped = optimizer.skipped_steps
         norm = tz.clip_grad_norm_(self.module, self.configuration.setup.clip or math.inf)
-        if not any(bucket.gradient.is_finished for bucket in engine_of(self.module).trainable()):
+        if not engine_of(self.module).has_gradients:
             raise Misuse("engine.step() has nothing to update with: call engine.backward(loss) before it.")
         self._global_grad_norm = float(norm)
         if self._leaves_out(self._global_grad_norm):
@@ -224,7 +224,7 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         """Finish what is under way, and remove swap files."""
         engine = engine_of(self.module)
         engine.settle()
-        engine.store.close()
+        engine.close()
 
 
 def _watch(output: Any, check: Any) -> None:
