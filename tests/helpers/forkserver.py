@@ -16,9 +16,7 @@ from unittest import mock
 
 __all__ = ["spawning_by_fork"]
 
-multiprocessing.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "tests.helpers.processes"]
-)
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "tests.helpers.processes"])
 
 
 @contextmanager

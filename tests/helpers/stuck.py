@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.alone import limit_of
+
 GRACE_S = float(os.environ.get("TERRAZZO_TESTS_GRACE_S", "60"))
 """How long after its limit a test is taken to be stuck."""
 
@@ -32,7 +34,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     marker = item.get_closest_marker("timeout")
-    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    limit_s = float(marker.args[0]) if marker else limit_of(item.config)
     if not item.config.getoption("usepdb"):
         faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=item.config.stash[_stderr])
     try:
