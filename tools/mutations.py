@@ -48,7 +48,7 @@ MUTATIONS = [
         "engine/schedule.py",
         "order.backward[step + 1 : step + 1 + self.prefetch]",
         "order.backward[step + 1 : step + self.prefetch]",
-        "engine/test_memory.py",
+        "planner/test_memory_engine.py",
     ),
     Mutation(
         "what is kept until backward is a view of memory that goes",
