@@ -64,5 +64,6 @@ def _axes(item: pytest.Function, taken: Mapping[str, Any]) -> dict[str, object]:
     """The values of a case; `taken` gives, for some arguments, a function from its value to axes and theirs."""
     axes: dict[str, object] = {}
     for argument, value in item.callspec.params.items():
-        axes |= taken[argument](value) if argument in taken else {argument: value}
+        own = taken[argument](value) if argument in taken else {"": value}
+        axes |= {f"{argument} {axis}": part for axis, part in own.items()}
     return axes
