@@ -84,7 +84,7 @@ MUTATIONS = [
         "engine/buffer.py",
         ".reduce_scatter(data.to(wire), dtype)",
         ".reduce_scatter(data.to(wire), wire)",
-        "engine/test_parity_precision.py",
+        "engine/test_numerics.py",
     ),
     Mutation(
         "a mean is taken along each axis",
