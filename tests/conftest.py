@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # with the first optimizer torch imports it anyway
 
 from tests.helpers import alone
 from tests.helpers.cover import mark_what_is_long
@@ -26,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
         elif "processes" in item.keywords:
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def pytest_collection_finish() -> None:
+    """Whatever has been imported stays, and need not be looked at whenever garbage is collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -120,6 +121,7 @@ def run_in_processes(
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     """Body of one process: join the group, then run functions until the pipe closes."""
+    gc.freeze()  # what the server has imported
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
