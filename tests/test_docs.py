@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo import checkpoint, cli, engine, planner
 from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Topology
+from terrazzo.config import Config, Section
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.precision import DTYPE_FIELDS
 from terrazzo.train import failure, stop
-from terrazzo.train.config import Config, Section
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "tether"),
     ("files",),
     ("engine",),
+    ("config",),
     ("checkpoint", "dialects", "planner", "parallel", "telemetry"),
     ("",),
     ("train", "integrations"),

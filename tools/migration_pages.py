@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 
+from terrazzo.config import KEYS
 from terrazzo.dialects.convert import Conversion, convert
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.emit import to_text
 from terrazzo.dialects.precision_table import COLUMNS, costs, precisions
 from terrazzo.dialects.reader import flatten
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.terrazzo.keys import KEYS as DEFAULTS
 from terrazzo.dialects.understand import Understood, understand
 from terrazzo.planner.model.loading import model_shape
 from tools.migration.fates import Fate, fates, in_yaml, spellings
@@ -138,7 +138,7 @@ def added(name: str) -> str:
     found = conversion(name)
     values = {_terrazzos(each.key): each.value for each in found.added}
     said = flatten(found.document)
-    names = [key for key, value in values.items() if key in DEFAULTS and key not in said and value == DEFAULTS[key][0]]
+    names = [key for key, value in values.items() if key in KEYS and key not in said and value == KEYS[key].default]
     return ", ".join(_code_of(f"{key}: {in_yaml(values[key])}") for key in names)
 
 

@@ -1,4 +1,7 @@
-"""Reading small files that a stranger may have made: plain files of a bounded size, JSON of a bounded depth."""
+"""Reading small files that a stranger may have made: plain files of a bounded size, JSON of a bounded depth.
+
+And what writers of files share.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 
-__all__ = ["check_model_file", "read_json", "read_plain", "size_inside"]
+__all__ = ["check_model_file", "read_json", "read_plain", "size_inside", "sync_folder"]
 
 MAX_DEPTH = 64
 
@@ -108,3 +111,12 @@ def check_model_file(path: Path, limit_bytes: int, folder: Path | None = None) -
         raise BadInput(f"'{path}' cannot be read: {error}.") from None
     if size_bytes > limit_bytes:
         raise BadInput(f"'{path}' is {size_bytes:,} bytes, and at most {limit_bytes:,} are read: is it another file?")
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the entries of a folder to the disk, so that a rename in it survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

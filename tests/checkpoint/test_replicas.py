@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import check_replicas
+from terrazzo.config import config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.loop import Trainer
 from tests.engine.toys import EVERY_PLAN, Net, on_ranks, sharded, train
 from tests.train.test_run_edges import on_ranks_of_a_run

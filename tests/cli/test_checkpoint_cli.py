@@ -27,9 +27,9 @@ from typer.testing import CliRunner
 import terrazzo as tz
 from terrazzo import checkpoint, cli
 from terrazzo.checkpoint import describe, local, offline
+from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.build import decoder_config
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.model import Decoder, logits_of
 from tests.helpers.threads import exclusive, run_in_threads
 

@@ -14,9 +14,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from terrazzo import cli
+from terrazzo.config import config_from_dict
 from terrazzo.dialects.registry import NAMES, dialect, recognise
 from terrazzo.errors import BadInput
-from terrazzo.train.config_file import config_from_dict
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"

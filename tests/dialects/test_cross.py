@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from terrazzo.config import config_from_dict
 from terrazzo.dialects.convert import Conversion, convert_reading
 from terrazzo.dialects.description import Description, inactive
 from terrazzo.dialects.description import settings as settings_of
@@ -21,7 +22,6 @@ from terrazzo.dialects.reader import flatten, split
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.understand import read_document
 from terrazzo.dialects.verdict import Verdict
-from terrazzo.train.config_file import config_from_dict
 from tests.dialects.samples import SAMPLES
 
 CONTEXT = Context(world=8, hidden_size=64)

@@ -1,4 +1,4 @@
-"""The hub's dialect against the trainer's own model of its configuration, which the dialect may not import."""
+"""The hub's dialect against what the trainer makes of the same configuration."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from pydantic import BaseModel
 
+from terrazzo.config import KEYS, config_from_dict
 from terrazzo.dialects.description import Description, Setting, build, settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.files import load
 from terrazzo.dialects.reader import flatten
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
-from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.understand import read_document
 from terrazzo.engine import LossScaling, Plan, place
 from terrazzo.errors import BadInput
 from terrazzo.train.build import build_plan, build_precision
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import config_from_dict
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 HUB = Terrazzo()
@@ -157,26 +154,10 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def trainer_defaults() -> dict[str, Any]:
-    """Every leaf of the trainer's model."""
-
-    def walk(section: BaseModel, prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name in type(section).model_fields:
-            value = getattr(section, name)
-            inner = walk(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
-            found |= inner
-        return found
-
-    return walk(Config(), "")
-
-
-def test_the_keys_are_the_trainers() -> None:
-    wanted = {key: str(value) if isinstance(value, Path) else value for key, value in trainer_defaults().items()}
-    assert {key: default for key, (default, _) in KEYS.items()} == wanted
+def test_every_key_has_another_value_here_and_a_meaning() -> None:
     assert set(OTHER) == set(KEYS)
-    assert all(OTHER[key] != default for key, (default, _) in KEYS.items())
-    assert all(meaning for _, meaning in KEYS.values())
+    assert all(OTHER[key] != known.default for key, known in KEYS.items())
+    assert all(known.meaning for known in KEYS.values())
 
 
 def assert_the_same_run(document: dict[str, Any]) -> Description:
@@ -223,7 +204,7 @@ def test_an_explicit_null_survives(key: str) -> None:
 
 @pytest.mark.parametrize("name", place.PLANS)
 def test_plans_are_the_trainers(name: str) -> None:
-    for text in (name, *(f"{name}@{offload}" for offload in place.OFFLOADS)):
+    for text in (name, *(f"{name}@{offload}{share}" for offload in place.OFFLOADS for share in ("", ":0.7"))):
         document = {"plan": {"name": text, "mesh": {"dp_replicate": 2}}}
         found = HUB.read(document).description.plan
         built = build_plan(config_from_dict(document))
@@ -323,6 +304,24 @@ def test_tiers_without_a_folder_and_rows_that_do_not_nest_are_found() -> None:
     found = {finding.key: finding.text for finding in HUB.findings(document, HUB.read(document), Context())}
     assert "prefix" in found["plan"]
     assert "folder" in found["offload.path"]
+
+
+def test_a_tier_that_is_none_is_found_wherever_it_stands() -> None:
+    places = {"weight": "D", "between": "D", "grad": "D", "optim": "D@tape"}
+    assert [
+        "names the tier 'tape'" in finding.text
+        for finding in HUB.findings({"plan": places}, HUB.read({"plan": places}), Context())
+    ] == [True]
+    for document in (
+        {"plan": "zero3@cpu:1.5"},
+        {"offload": {"optim": "cpu:1.5"}},
+        {"offload": {"optim": {"cpu": 1.5}}},
+    ):
+        (refused,) = [verdict for verdict in HUB.read(document).verdicts if verdict.kind == "refused"]
+        with pytest.raises(BadInput) as caught:
+            build_plan(config_from_dict(document))
+        assert refused.why in str(caught.value)
+        assert "'1.5' is not a number from 0 to 1" in refused.why
 
 
 # -- writing what others say ---------------------------------------------------------------------------------------

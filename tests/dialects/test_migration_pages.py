@@ -12,8 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from terrazzo import cli
+from terrazzo.config import config_from_dict
 from terrazzo.dialects.registry import dialect
-from terrazzo.train.config_file import config_from_dict
 from tests.helpers.processes import Pool
 from tools import migration_pages as pages
 from tools.migration.fates import ELSEWHERE, fates, spellings

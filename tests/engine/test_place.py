@@ -92,6 +92,17 @@ def test_a_place_is_parsed_from_its_own_text(axes: list[str], tier: str) -> None
     assert Place.parse(str(place)) == place
 
 
+def test_a_name_may_give_the_share_of_the_units_that_is_offloaded() -> None:
+    plan = Plan.named("Zero3@NVMe_all:0.5")
+    assert plan == Plan("D@nvme:0.5", "D", "D@cpu:0.5", "D@nvme:0.5", name="zero3@nvme-all:0.5")
+    assert plan.base == "zero3"
+    for share in ("", "x", "1.5", "0.5:1"):
+        with pytest.raises(
+            BadInput, match=f"plan zero3@cpu:{share}: grad: .* is not a number from 0 to 1; write one of"
+        ):
+            Plan.named(f"zero3@cpu:{share}").resolve([S])
+
+
 def test_a_plan_reads_as_its_row() -> None:
     assert str(Plan.named("hpz")) == "hpz: weight S,R | between S | grad S,R | optim S,R"
     assert str(Plan.named("zero1")) == "zero1: weight - | between - | grad - | optim D"

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import terrazzo as tz
+from terrazzo.config import config_from_dict
 from terrazzo.engine import LossScaling, Precision
 from terrazzo.train.build import (
     batch_arithmetic,
@@ -24,7 +25,6 @@ from terrazzo.train.build import (
     mesh_shape,
     prepare_model,
 )
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
 

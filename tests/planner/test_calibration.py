@@ -11,6 +11,7 @@ import pytest
 
 import terrazzo as tz
 from terrazzo.cli import app
+from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine import PRECISIONS, Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate
@@ -34,7 +35,6 @@ from terrazzo.planner.setup.setup import Mesh, Setup
 from terrazzo.planner.timing.measured import fitted_pace
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.train.calibrate import calibrate, record_of
-from terrazzo.train.config_file import config_from_dict, load_config
 from terrazzo.train.planning import setup_of
 from terrazzo.train.promise import planned
 from terrazzo.train.trial import Trial

@@ -243,6 +243,7 @@ def test_an_unknown_option_of_plan_is_refused_by_name() -> None:
         ("zero2@cpu", "- - D@cpu D@cpu"),
         ("full-shard@cpu-all", "D@cpu D D@cpu D@cpu"),
         ("zero3@nvme", "D D D@cpu D@nvme"),
+        ("fsdp@cpu:0.7", "D D D@cpu:0.7 D@cpu:0.7"),
         ("zero3@nvme_all", "D@nvme D D@cpu D@nvme"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from terrazzo.config import Config, load_config
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
@@ -20,8 +21,6 @@ from terrazzo.planner.search.emit import OPTIMIZERS, TrainFiles, train_config
 from terrazzo.planner.setup.recipes import OPTIMIZERS as RECIPES
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.train.build import build_plan, build_precision, check_settings, prepare_model
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import load_config
 from terrazzo.train.model import Decoder, DecoderConfig
 from terrazzo.train.offload import check_folders, swap_folders
 
@@ -93,7 +92,8 @@ def test_the_plan_is_the_setups(strategy: str, tmp_path: Path) -> None:
 def test_a_plan_with_offload_is_the_setups(strategy: str, tmp_path: Path) -> None:
     setup = build_setup(Request(TINY, 8, gpu="h100", strategy=strategy))
     config, _ = emitted(tmp_path, strategy=strategy)
-    assert build_plan(config).places() == setup.plan.places()
+    assert build_plan(config) == setup.plan
+    assert config.plan.name == setup.plan.name
     assert bool(swap_folders(config)) == ("nvme" in strategy)
     make = {"log": {"folder": str(tmp_path / "run")}, "offload": {"path": str(tmp_path / "run" / "swap")}}
     check_folders(config.model_validate(config.model_dump() | make) if "nvme" in strategy else config)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from terrazzo.config import config_from_dict
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.trace import traced_activations, traced_update
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.planning import setup_of
 from terrazzo.train.promise import planned, traced_memory
 from tests.engine.toys import Net, loss_of

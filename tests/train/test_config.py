@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, config_from_dict, flatten, load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.build import batch_arithmetic, build_plan, check_settings, mesh_shape, optimizer_class
-from terrazzo.train.config import BatchConfig, Config, MeshConfig, OptimizerConfig
-from terrazzo.train.config_file import config_from_dict, flatten, load_config
 from terrazzo.train.preflight import check, resume_from
 
 JARGON = ("pydantic", "validation error", "extra_forbidden", "input_value", "type=", "Extra inputs")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from terrazzo.config import load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.build import data_spec
-from terrazzo.train.config_file import load_config
 from terrazzo.train.data import IGNORED, DataSpec, TokenData, evaluation_batches, load_data
 from terrazzo.train.data.cache import write_cache
 from terrazzo.train.data.chat import Rendered

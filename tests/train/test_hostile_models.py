@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
-from terrazzo.train.config_file import config_from_dict, load_config
 from terrazzo.train.data import rendering
 from terrazzo.train.data.chat import chat_fingerprint, load_chat
 from terrazzo.train.data.records import Document

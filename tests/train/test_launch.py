@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.config import LaunchConfig
 from terrazzo.train.failure import Failure, first_failure
 from terrazzo.train.launch import _report, adopt_slurm, first_host, local_ranks, resolve_device
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from terrazzo.checkpoint.exchange import agree, gather_json
+from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.ranks import agree_on_config
 from tests.helpers.threads import run_in_threads
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import latest, open_source
+from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import Plan
 from terrazzo.engine.offload.disk import Disk, DiskSettings
 from terrazzo.errors import BadInput
@@ -21,8 +22,6 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes, memory
 from terrazzo.train import fit, offload
 from terrazzo.train.build import build_offload, build_plan
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.fit import check_plan
 from terrazzo.train.loop import Trainer
 from terrazzo.train.offload import check_folders, lacks_room, make_folders, offload_notes, swap_folders

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from terrazzo.config import config_from_dict
 from terrazzo.engine import PRECISIONS
 from terrazzo.engine.optim.stock import ELEMENTWISE, state_of
 from terrazzo.errors import BadInput
@@ -25,7 +26,6 @@ from terrazzo.planner.setup.setup import Mesh
 from terrazzo.telemetry import available_host_bytes, memory, resident_bytes
 from terrazzo.train import fit, planning, promise, summary
 from terrazzo.train.build import decoder_config, prepare_model
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.fit import check_plan
 from terrazzo.train.planning import setup_of
 from terrazzo.train.promise import planned, traced_memory
@@ -198,7 +198,7 @@ def test_what_refuses_a_run_does_not_import_a_compiler() -> None:
     """torch._dynamo takes a second, which the ranks have to wait for and the launcher has not."""
     program = (
         "import sys\nfrom terrazzo.train.preflight import check\n"
-        "from terrazzo.train.config_file import load_config\n"
+        "from terrazzo.config import load_config\n"
         "for overrides in ([], ['model.layers=1']):\n"
         f"    check(load_config({str(ROOT / 'examples/quickstart.yaml')!r}, overrides), 2)\n"
         "assert 'torch._dynamo' not in sys.modules"

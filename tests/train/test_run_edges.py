@@ -18,11 +18,10 @@ from torch import Tensor
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
+from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.preflight import check

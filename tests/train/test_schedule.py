@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from terrazzo.train.config import ScheduleConfig
+from terrazzo.config import ScheduleConfig
 from terrazzo.train.schedule import build_schedule, learning_rate_share
 
 

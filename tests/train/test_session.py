@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
+from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
 from terrazzo.train import loop, session
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.huggingface import weight_files
 from terrazzo.train.loop import Trainer
 from terrazzo.train.preflight import check

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
-from terrazzo.train.config_file import config_from_dict
 from terrazzo.train.export import describe_model
 from terrazzo.train.loop import Trainer
 from terrazzo.train.lora import add_adapters, with_adapters

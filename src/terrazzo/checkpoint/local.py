@@ -18,8 +18,9 @@ from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, is_checkpoint
 from terrazzo.errors import Damaged
+from terrazzo.files import sync_folder
 
-__all__ = ["LocalStore", "sync_folder"]
+__all__ = ["LocalStore"]
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
 _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
@@ -225,15 +226,6 @@ def _begin_writing(descriptor: int, offset: int, count: int) -> None:
     """Let the disk begin with these bytes now, and not when all have been handed over."""
     if _libc is not None:
         _libc.sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _make_folders(path: Path) -> None:

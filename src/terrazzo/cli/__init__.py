@@ -20,8 +20,8 @@ from terrazzo.cli.config import config
 from terrazzo.cli.plan import plan
 from terrazzo.cli.reader import ending_unread
 from terrazzo.cli.train import train
+from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, printable
-from terrazzo.train.secrets import without_passwords
 
 __all__ = ["app", "main"]
 

@@ -259,7 +259,7 @@ def _model_of(src: str, source: Source, reference: Path | None) -> ModelDescript
     settings = source.extra.get("config") if isinstance(source, Checkpoint) else None
     if not isinstance(settings, dict):
         raise BadInput(f"'{src}' does not say what model it is of: {WANTED}")
-    from terrazzo.train.config_file import config_from_dict  # the trainer, and what it imports
+    from terrazzo.config import config_from_dict  # the trainer, and what it imports
     from terrazzo.train.export import describe_model
 
     try:

@@ -220,8 +220,8 @@ def _trainers_own(understood: Understood) -> list[Any]:
     """What `terrazzo train` itself says of a file of its own."""
     if understood.dialect.name != "terrazzo":
         return []
+    from terrazzo.config import config_from_dict
     from terrazzo.dialects.dialect import Finding
-    from terrazzo.train.config_file import config_from_dict
 
     try:
         config_from_dict(understood.loaded.document, origin="`terrazzo train`")

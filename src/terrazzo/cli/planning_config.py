@@ -11,14 +11,13 @@ from typing import Any
 
 import typer
 
+from terrazzo.config import Config, MeshConfig, PlanConfig, load_config
 from terrazzo.errors import BadInput, TerrazzoError, printable
 from terrazzo.planner import Cluster, Estimate, Request, Setup
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.train.calibrate import calibrate
-from terrazzo.train.config import Config, MeshConfig, PlanConfig
-from terrazzo.train.config_file import load_config
 from terrazzo.train.launch import local_ranks
 from terrazzo.train.promise import planned
 

@@ -149,7 +149,7 @@ _ELSEWHERE = {
 _NEED_TWO_AXES = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
 
 PLANS = (*_TABLE, *_ALIASES)
-"""Names that `Plan.named` knows, each of which may be followed by `@` and one of `OFFLOADS`."""
+"""Names that `Plan.named` knows, each of which may be followed by `@`, one of `OFFLOADS`, and a share of the units."""
 
 OFFLOADS: dict[str, dict[str, str]] = {
     "cpu": {"grad": "cpu", "optim": "cpu"},
@@ -189,9 +189,13 @@ class Plan:
 
     @classmethod
     def named(cls, name: str) -> Plan:
-        """The preset of that name, such as `zero3` or `zero3@cpu`. Errors: `BadInput` with the nearest name."""
+        """The preset of that name: `zero3`, `zero3@cpu`, or `zero3@cpu:0.7` with that share of the units offloaded.
+
+        Errors: `BadInput` with the nearest name. A share that is none is found by `resolve`.
+        """
         base, at, offload = name.strip().lower().partition("@")
-        key, offload = base.replace("-", "_"), offload.replace("_", "-")
+        offload, colon, share = offload.replace("_", "-").partition(":")
+        key = base.replace("-", "_")
         row = _TABLE.get(_ALIASES.get(key, key))
         if row is None:
             near = f" Did you mean '{_ELSEWHERE[key]}'?" if key in _ELSEWHERE else did_you_mean(key, PLANS)
@@ -202,7 +206,10 @@ class Plan:
                 f"Offloads are {', '.join(OFFLOADS)}, such as {key}@cpu."
             )
         plan = cls(*row, name=key)
-        return plan.on(**OFFLOADS[offload], name=f"{key}@{offload}") if at else plan
+        if not at:
+            return plan
+        tiers = {state: f"{tier}{colon}{share}" for state, tier in OFFLOADS[offload].items()}
+        return plan.on(**tiers, name=f"{key}@{offload}{colon}{share}")
 
     def on(
         self, weight: str | None = None, grad: str | None = None, optim: str | None = None, *, name: str | None = None
@@ -216,10 +223,15 @@ class Plan:
         return {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
 
     @property
+    def base(self) -> str:
+        """The name without its offload."""
+        return self.name.partition("@")[0]
+
+    @property
     def needs_replicas(self) -> bool:
         """Whether it only means something on a mesh that has `dp_replicate` too."""
         axes = {axis for place in self.places().values() for axis in place.axes}
-        return self.name.partition("@")[0] in _NEED_TWO_AXES or bool(axes & {"R", "dp_replicate"})
+        return self.base in _NEED_TWO_AXES or bool(axes & {"R", "dp_replicate"})
 
     def resolve(self, mesh_axes: Sequence[str]) -> Plan:
         """This plan in the data axes of a mesh, checked against the prefix rule.
@@ -228,7 +240,7 @@ class Plan:
             mesh_axes: names of the mesh's data axes.
         """
         known = [axis for axis in DATA_AXES if axis in mesh_axes]
-        if self.name.partition("@")[0] in _NEED_TWO_AXES and not {"dp_shard", "dp_replicate"} <= set(known):
+        if self.base in _NEED_TWO_AXES and not {"dp_shard", "dp_replicate"} <= set(known):
             raise BadInput(
                 f"plan {self.name} needs the axes dp_replicate and dp_shard; this mesh has {', '.join(known) or 'none'}"
                 '. Pass mesh=init_device_mesh(device, (nodes, ranks), mesh_dim_names=("dp_replicate", "dp_shard")).'

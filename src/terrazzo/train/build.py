@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terrazzo.config import BatchConfig, Config, MeshConfig, ModelConfig, OffloadConfig, OptimizerConfig
 from terrazzo.engine import (
+    DTYPE_FIELDS,
     ELEMENTWISE,
     OFFLOADS,
     PLANS,
@@ -25,7 +27,6 @@ from terrazzo.engine import (
 )
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
-from terrazzo.train.config import BatchConfig, Config, MeshConfig, ModelConfig, OffloadConfig, OptimizerConfig
 from terrazzo.train.lora import add_adapters
 from terrazzo.train.model import DecoderConfig, build_model
 
@@ -46,7 +47,6 @@ __all__ = [
 ]
 
 OFFLOADED_STATES = ("weight", "grad", "optim")
-DTYPE_KEYS = ("weight", "compute", "reduce", "accumulate", "master", "moments")
 
 
 def build_plan(config: Config) -> Plan:
@@ -72,7 +72,7 @@ def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
     given = {state: getattr(offload, state) for state in OFFLOADED_STATES}
     if not any(given.values()):
         return plan
-    base = plan.name.partition("@")[0]
+    base = plan.base
     moved = plan.on(**given, name=f"{base}@custom")
     names = [base, *(f"{base}@{offload}" for offload in OFFLOADS)] if base in PLANS else []
     return next((Plan.named(name) for name in names if Plan.named(name).places() == moved.places()), moved)
@@ -105,8 +105,8 @@ def build_offload(config: Config) -> Offload:
 def build_precision(config: Config) -> Precision:
     """The named precision with the given dtypes in place of its own."""
     base = Precision.named(config.precision.name)
-    given = {key: getattr(config.precision, key) for key in DTYPE_KEYS}
-    dtypes: dict[str, Any] = {key: given[key] or getattr(base, key) for key in DTYPE_KEYS}
+    given = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
+    dtypes: dict[str, Any] = {key: given[key] or getattr(base, key) for key in DTYPE_FIELDS}
     return Precision(**dtypes, loss_scaling=base.loss_scaling)
 
 
@@ -182,9 +182,7 @@ def prepare_model(config: Config, vocab_size: int) -> nn.Module:
     spec = model_spec(config.model, config, vocab_size)
     model = add_adapters(build_model(spec, device="meta", pretrained=False), config)
     units = config.plan.units
-    mode, every = config.train.activation_checkpointing, 1
-    if mode.startswith("every_"):
-        mode, every = "full", int(mode.removeprefix("every_"))
+    mode, every = config.train.checkpointing
     if mode != "none":
         ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"
         checkpoint_activations(model, mode, units=units, every=every, ops=ops, offload=offload)

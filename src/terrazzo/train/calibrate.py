@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.planner import Setup, Time
 from terrazzo.planner.machine.calibration import Calibration, Software, processor, run_of
@@ -15,8 +16,6 @@ from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import load_config
 from terrazzo.train.failure import BAD_INPUT
 from terrazzo.train.launch import local_ranks
 from terrazzo.train.offload import make_folders

@@ -22,11 +22,11 @@ from terrazzo.checkpoint.exporters.huggingface import (
     export_huggingface,
     tokenizer_files,
 )
+from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.train.build import decoder_config
-from terrazzo.train.config import Config
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.session import Session
 

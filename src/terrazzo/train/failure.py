@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, SwapFailed
 from terrazzo.tether import PARENT
 from terrazzo.train.scratch import Scratch
-from terrazzo.train.secrets import without_passwords
 
 __all__ = [
     "BAD_INPUT",

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
+from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner import Memory, Setup, Stack, findings
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
-from terrazzo.train.config import Config
 from terrazzo.train.huggingface import read_config
 from terrazzo.train.launch import resolve_device
 from terrazzo.train.offload import lacks_room, offload_notes
@@ -130,7 +130,7 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
     """Two edits that shrink the largest term."""
     batch, edits = config.batch, []
     if largest.name in CERTAIN:
-        if setup.plan.name.partition("@")[0] not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
+        if setup.plan.base not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
             edits.append("plan=zero3 to split all states over the ranks")
         state = _STATE_OF.get(largest.name)
         if setup.cluster.device.kind == "cpu" and state and "nvme" not in setup.plan.places()[state].shares:

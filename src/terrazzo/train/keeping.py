@@ -13,8 +13,8 @@ from torch import nn
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver
 from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.config import Config
 from terrazzo.errors import Misuse, SaveFailed
-from terrazzo.train.config import Config
 from terrazzo.train.ranks import Ranks
 
 __all__ = ["Keeper", "refuse_lost"]

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.config import LaunchConfig
 from terrazzo.train.failure import BAD_INPUT, FAILED, Failure, first_failure, register_rank
 from terrazzo.train.local import LocalRank, LocalRanks, Signals
 

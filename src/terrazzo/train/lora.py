@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint import open_source
 from terrazzo.checkpoint.read import SourceWeights
+from terrazzo.config import Config, LoraConfig
 from terrazzo.engine import parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner import ModelShape, model_shape
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
-from terrazzo.train.config import Config, LoraConfig
 from terrazzo.train.huggingface import read_config
 
 __all__ = ["ALL_LINEAR", "add_adapters", "check_lora", "load_base", "with_adapters"]

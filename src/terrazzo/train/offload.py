@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from terrazzo.config import Config
 from terrazzo.engine import Plan
 from terrazzo.engine.offload.disk import free_bytes, inspect_folder, mount_of, sweep
 from terrazzo.errors import BadInput
@@ -15,7 +16,6 @@ from terrazzo.planner import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.build import build_offload, build_plan
-from terrazzo.train.config import Config
 from terrazzo.train.launch import resolve_device
 from terrazzo.train.planning import ranks_here
 

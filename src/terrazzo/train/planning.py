@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
+from terrazzo.config import Config
 from terrazzo.engine import Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_shape
@@ -25,7 +25,6 @@ from terrazzo.train.build import (
     mesh_shape,
     optimizer_class,
 )
-from terrazzo.train.config import Config
 from terrazzo.train.launch import resolve_device
 from terrazzo.train.lora import with_adapters
 from terrazzo.train.model import DecoderConfig
@@ -61,7 +60,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
     """
     micro_batches = batch_arithmetic(config.batch, world_size)
     precision = build_precision(config)
-    mode, every = _checkpointing(config.train.activation_checkpointing)
+    mode, every = config.train.checkpointing
     found = machine_of(config) if cluster is None else cluster
     return Setup(
         model=shape_of(config),
@@ -157,9 +156,3 @@ def optimizer_recipe(config: Config) -> OptimizerRecipe:
 def _mesh(config: Config, world_size: int) -> Mesh:
     *replicas, shard = mesh_shape(config.plan.mesh, world_size)
     return Mesh(dp_replicate=replicas[0] if replicas else 1, dp_shard=shard)
-
-
-def _checkpointing(mode: str) -> tuple[Any, int]:
-    if mode.startswith("every_"):
-        return "full", int(mode.removeprefix("every_"))
-    return mode, 1

@@ -8,6 +8,7 @@ from glob import has_magic
 from pathlib import Path
 
 from terrazzo.checkpoint import clear, latest
+from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train import data
@@ -21,9 +22,10 @@ from terrazzo.train.build import (
     decoder_config,
     mesh_shape,
 )
-from terrazzo.train.config import Config
 from terrazzo.train.data.chat import chat_fingerprint
-from terrazzo.train.data.sources import find_files
+from terrazzo.train.data.hub import folder_of_source
+from terrazzo.train.data.sources import PYTHON_STDLIB, find_files
+from terrazzo.train.data.stored import is_url
 from terrazzo.train.fit import check_plan
 from terrazzo.train.huggingface import read_config, weight_files
 from terrazzo.train.lora import check_lora
@@ -101,7 +103,8 @@ def _check_folders(config: Config) -> None:
     """Checkpoints and logs must not be mixed with the data that is read."""
     given = [config.data.source, config.data.validation_source]
     sources = [source for one in given if one for source in ([one] if isinstance(one, str) else one)]
-    read = {_without_globs(Path(source)).resolve() for source in sources if source != "python-stdlib"}
+    local = [source for source in sources if source != PYTHON_STDLIB and not is_url(source)]
+    read = {_without_globs(folder_of_source(source)[0]).resolve() for source in local}
     folders = {"log.folder": config.log.folder}
     if "://" not in config.checkpoint_folder:
         folders["checkpoint.folder"] = Path(config.checkpoint_folder)

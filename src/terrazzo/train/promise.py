@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from terrazzo.config import Config
 from terrazzo.engine import find_units
 from terrazzo.planner import Cluster, Estimate, Memory, Setup
 from terrazzo.planner.api import estimate
@@ -20,7 +21,6 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.train.build import construct, prepare_model
-from terrazzo.train.config import Config
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
 from terrazzo.train.planning import setup_of

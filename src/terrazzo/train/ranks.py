@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.exchange import agree, gather_json
+from terrazzo.config import Config, LaunchConfig, flatten
 from terrazzo.errors import BadInput
-from terrazzo.train.config import Config, LaunchConfig
-from terrazzo.train.config_file import flatten
 from terrazzo.train.joining import meet
 from terrazzo.train.launch import resolve_device, set_threads
 

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from terrazzo.config import without_passwords
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
 from terrazzo.train.evaluate import Validation
-from terrazzo.train.secrets import without_passwords
 from terrazzo.train.session import Session
 from terrazzo.train.summary import Pace, summarize, summary_lines
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import flatten
+from terrazzo.config import Config, flatten, without_passwords
 
 __all__ = ["resume_notes"]
 
@@ -15,7 +14,8 @@ PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and 
 
 def resume_notes(config: Config, saved: dict[str, Any]) -> list[str]:
     """One line for each setting of training that differs from `saved`, the checkpoint's, saying which one is used."""
-    now, before = flatten(config), flatten(saved)
+    now = flatten(without_passwords(config.model_dump(mode="json")))  # as it was saved
+    before = flatten(saved)
     keys = [key for key in sorted(now.keys() | before.keys()) if key.split(".")[0] in COMPARED and key not in PLACES]
     return [_note(key, now.get(key), before.get(key)) for key in keys if now.get(key) != before.get(key)]
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from terrazzo.config import Config, LaunchConfig, load_config
 from terrazzo.errors import BadInput
-from terrazzo.train.config import Config, LaunchConfig
-from terrazzo.train.config_file import load_config
 from terrazzo.train.failure import run_rank
 from terrazzo.train.launch import adopt_slurm, is_rank, launch_ranks, local_ranks, register_rank
 from terrazzo.train.loop import Trainer

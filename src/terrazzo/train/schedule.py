@@ -13,7 +13,7 @@ from functools import partial
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from terrazzo.train.config import ScheduleConfig
+from terrazzo.config import ScheduleConfig
 
 __all__ = ["build_schedule", "learning_rate_share"]
 

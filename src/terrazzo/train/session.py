@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.exchange import agree, gather_json, together
+from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import resident_bytes
@@ -25,7 +26,6 @@ from terrazzo.train.build import (
     data_spec,
     prepare_model,
 )
-from terrazzo.train.config import Config
 from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
 from terrazzo.train.huggingface import weight_files
 from terrazzo.train.keeping import Keeper
@@ -36,7 +36,6 @@ from terrazzo.train.preflight import clear_checkpoints, make_log_folder, resume_
 from terrazzo.train.ranks import Ranks
 from terrazzo.train.resume import resume_notes
 from terrazzo.train.schedule import build_schedule
-from terrazzo.train.secrets import without_passwords
 
 __all__ = ["Session", "open_session"]
 

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.exchange import gather_json
+from terrazzo.config import Config, load_config
 from terrazzo.engine import engine_of
 from terrazzo.telemetry import PeakMemory
-from terrazzo.train.config import Config
-from terrazzo.train.config_file import load_config
 from terrazzo.train.failure import run_rank
 from terrazzo.train.launch import is_rank, launch_ranks, local_ranks, register_rank
 from terrazzo.train.loop import step_on

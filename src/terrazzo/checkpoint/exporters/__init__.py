@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from terrazzo.checkpoint.local import sync_folder
 from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.files import sync_folder
 
 __all__ = ["PIECE_BYTES", "new_file", "new_folder"]
 

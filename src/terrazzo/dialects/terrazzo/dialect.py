@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from terrazzo.config import KEYS, tier_text
 from terrazzo.dialects.description import LOADED, Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 from terrazzo.dialects.reader import Reader, derived
-from terrazzo.dialects.terrazzo.keys import DTYPE_KEYS, KEYS
-from terrazzo.dialects.terrazzo.write import SCHEDULES, STATES, write
-from terrazzo.engine import OFFLOADS, PLANS, PRECISIONS, TIERS, Place, Plan
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.dialects.terrazzo.paths import PATHS, STATES, WORDS
+from terrazzo.dialects.terrazzo.write import write
+from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Place, Plan
+from terrazzo.errors import BadInput
 
 __all__ = ["Terrazzo"]
 
-DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp64": "fp64"}
 _OPAQUE = ("optimizer.options", "offload.weight", "offload.grad", "offload.optim")
 _HARMLESS = (
     "log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.check_replicas_every",
@@ -51,15 +51,9 @@ class Terrazzo(Dialect):
 
     def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
         reader = Reader(document, "Terrazzo", _OPAQUE)
-        given = {
-            **_plan(reader),
-            **_offload(reader),
-            **_precision(reader),
-            **_batch(reader, context),
-            **_optimizer(reader),
-            **_training(reader),
-            **_saving(reader),
-        }
+        given = {path: _take(reader, key) for key, path in PATHS.items()}
+        given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
+        given |= _followed(given, reader, context) | _options(reader) | _ALWAYS
         _tiers_of_name(reader, given)
         _keep_others(reader)
         return reader.finish(self.name, given, self.known_keys, unknown="refuses it")
@@ -73,9 +67,8 @@ class Terrazzo(Dialect):
         if plan is None:
             return
         replicas = reading.description.value("mesh.dp_replicate") or 1
-        rows = {state: Place(place.axes) for state, place in plan.places().items()}
         try:
-            Plan(**rows, name=plan.name).resolve(["dp_replicate", "dp_shard"] if replicas > 1 else ["dp_shard"])
+            plan.resolve(["dp_replicate", "dp_shard"] if replicas > 1 else ["dp_shard"])
         except BadInput as error:
             yield Finding("plan", "error", str(error))
         offloaded = {state: place.tier for state, place in plan.places().items() if "nvme" in place.tier}
@@ -84,29 +77,41 @@ class Terrazzo(Dialect):
             yield Finding("offload.path", "error", f"{states} on nvme needs offload.path: a folder of a local drive.")
 
     def meaning(self, key: str) -> str:
-        return KEYS[key][1] if key in KEYS else ""
+        return KEYS[key].meaning if key in KEYS else ""
 
 
-def _default(key: str) -> Any:
-    return KEYS[key][0]
+def _take(reader: Reader, key: str) -> Setting[Any]:
+    """What stands at a key, as the schema has it."""
+    known, words = KEYS[key], WORDS.get(key)
+    if known.null and known.default is not None and reader.get(key, known.default) is None:
+        reader.say(key, "applied")
+        return Setting(None, "file", key)
+    if known.choices:
+        words = words or {choice: choice for choice in known.choices}
+        default = words.get(known.default)
+        return reader.choice(key, words, default, fold=False, null=known.null)
+    if known.kind is bool:
+        return reader.boolean(key, known.default)
+    if known.kind is int:
+        return reader.integer(key, known.default, low=int(known.low or 0), null=known.null)
+    if known.kind is float:
+        return reader.number(key, known.default, low=known.low or 0.0, high=known.high)
+    if known.kind is list:
+        return reader.names(key, known.default or ())
+    return reader.text(key, known.default, null=known.null)
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
 def _plan(reader: Reader) -> dict[str, Setting[Any]]:
-    mesh = {
-        "mesh.dp_replicate": reader.integer("plan.mesh.dp_replicate", 1, low=1),
-        "mesh.dp_shard": reader.integer("plan.mesh.dp_shard", None, low=1, null=True),
-        "mesh.world": reader.integer("launch.ranks", None, low=1, null=True),
-    }
-    ahead = reader.integer("plan.prefetch", _default("plan.prefetch"))
-    shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **mesh, **_units(reader)}
+    ahead = _take(reader, "plan.prefetch")
+    shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **_units(reader)}
     return {**shared, **(_places(reader) or _row(reader))}
 
 
 def _units(reader: Reader) -> dict[str, Setting[Any]]:
-    units = reader.names("plan.units", ())
+    units = _take(reader, "plan.units")
     if isinstance(raw := reader.get("plan.units"), str):
         reader.refuse("plan.units", f"it is {raw!r}, expected a list: [{raw}]")
     if units.origin != "file" or reader.get("plan.units") is None:
@@ -133,17 +138,13 @@ def _places(reader: Reader) -> dict[str, Setting[Any]]:
 
 def _row(reader: Reader) -> dict[str, Setting[Any]]:
     key = "plan" if "plan" in reader.flat else "plan.name"
-    named = reader.text(key, _default("plan.name"), null=key == "plan.name")
-    base, _, offload = str(named.value).strip().lower().partition("@")
+    named = reader.text(key, KEYS["plan.name"].default, null=key == "plan.name")
     try:
-        plan = Plan.named(base)
-        if offload and offload.replace("_", "-") not in OFFLOADS:
-            raise BadInput(f"there is no offload '{offload}'.{did_you_mean(offload, OFFLOADS)}")
+        places = Plan.named(named.value).places()
+        places = {state: Place(place.axes, _shortest(place.tier)) for state, place in places.items()}
     except BadInput as error:
-        reader.refuse(key, f"{error}{did_you_mean(base, PLANS) if 'Did you mean' not in str(error) else ''}")
-        plan, named, offload = Plan.named("zero3"), Setting("zero3", "default", key), ""
-    tiers = OFFLOADS.get(offload.replace("_", "-"), {})
-    places = {state: Place(place.axes, tiers.get(state, "device")) for state, place in plan.places().items()}
+        reader.refuse(key, str(error))
+        places, named = Plan.named("zero3").places(), Setting("zero3", "default", key)
     return _placed(places, dict.fromkeys(STATES, named.key), named.origin)
 
 
@@ -163,17 +164,10 @@ def _offload(reader: Reader) -> dict[str, Setting[Any]]:
     path = reader.names("offload.path", ())
     if isinstance(reader.get("offload.path"), str):  # one folder, commas and all
         path = Setting((reader.get("offload.path"),), "file", "offload.path")
-    block = reader.number("offload.block_mib", _default("offload.block_mib"))
-    steps = {name: name for name in ("auto", "overlapped", "synchronous", "backward")}
+    block = _take(reader, "offload.block_mib")
     return {
         "offload.path": path,
-        "offload.step": reader.choice("offload.step", steps, "auto"),
-        "offload.threads": reader.integer("offload.threads", None, low=1, null=True),
-        "offload.pin": reader.boolean("offload.pin", True),
-        "offload.direct": reader.boolean("offload.direct", True),
         "offload.block_bytes": derived(int(block.value * 2**20), block, origin=block.origin),
-        "offload.depth": reader.integer("offload.depth", _default("offload.depth"), low=1),
-        "offload.digest": reader.boolean("offload.digest", False),
     }
 
 
@@ -191,32 +185,21 @@ def _tier(reader: Reader, key: str) -> Setting[Any] | None:
     raw = reader.any(key).value
     if raw is None:
         return None
-    shares = raw if isinstance(raw, Mapping) else dict(part.partition(":")[::2] for part in str(raw).split(","))
-    parsed = {str(tier).strip(): _share(share) for tier, share in shares.items()}
-    if not set(parsed) <= set(TIERS) or None in parsed.values() or not parsed:
-        wrong = next((tier for tier in parsed if tier not in TIERS), "")
-        reader.refuse(
-            key, f"it is {raw!r}, expected device, cpu, nvme or shares such as cpu:0.7.{did_you_mean(wrong, TIERS)}"
-        )
-        return Setting("device", "default", key)
-    if sum(share for share in parsed.values() if share is not None) > 1 + 1e-9:
-        reader.refuse(key, f"it is {raw!r}, which gives away more than all units")
-        return Setting("device", "default", key)
-    text = ",".join(
-        tier if share == 1 else f"{tier}:{share:g}" for tier, share in parsed.items() if tier != "device" and share
-    )
-    return Setting(text or "device", "file", key)
-
-
-def _share(value: Any) -> float | None:
     try:
-        share = 1.0 if value == "" else float(value)
-    except (TypeError, ValueError):
-        return None
-    return share if 0 <= share <= 1 else None
+        return Setting(_shortest(tier_text(raw if isinstance(raw, Mapping) else str(raw))), "file", key)
+    except ValueError as error:
+        reader.refuse(key, str(error))
+        return Setting("device", "default", key)
 
 
-# -- precision, batch ----------------------------------------------------------------------------------------------
+def _shortest(tier: str) -> str:
+    """The text that means the same, its tiers in the same order. Errors: `BadInput`."""
+    shares = {name: share for name, share in Place(tier=tier).shares.items() if name != "device"}
+    named = sorted(shares, key=tier.index)
+    return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"
+
+
+# -- precision, and what follows --------------------------------------------------------------------------------------
 
 
 def _precision(reader: Reader) -> dict[str, Setting[Any]]:
@@ -224,99 +207,57 @@ def _precision(reader: Reader) -> dict[str, Setting[Any]]:
     name = reader.choice(key, {preset: preset for preset in PRECISIONS}, "fp32", fold=False)
     preset = PRECISIONS[name.value]
     found: dict[str, Setting[Any]] = {}
-    for field in DTYPE_KEYS:
-        default = _short(getattr(preset, field))
-        own = reader.choice(f"precision.{field}", DTYPES, None, fold=False, null=True)
-        found[f"precision.{field}"] = own if own.value else Setting(default, name.origin, name.key)
+    for field in DTYPE_FIELDS:
+        own = _take(reader, f"precision.{field}")
+        named = Setting(SHORT[getattr(preset, field)], name.origin, name.key)
+        found[f"precision.{field}"] = own if own.value else named
     scaling = preset.loss_scaling
     output = "fp32" if scaling else found["precision.compute"].value
     found["precision.loss_scaling"] = Setting(scaling, name.origin, name.key)
-    found["precision.buffers"] = Setting(LOADED, "default")
     found["precision.output"] = Setting(output, "derived", found["precision.compute"].key)
     found["precision.saved"] = Setting(found["precision.master"].value, "derived", found["precision.master"].key)
-    found["precision.autocast"] = Setting(False, "default")
     return found
 
 
-def _short(dtype: Any) -> str:
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-    return names[str(dtype).removeprefix("torch.")]
+_ALWAYS: dict[str, Setting[Any]] = {
+    "precision.buffers": Setting(LOADED, "default"),
+    "precision.autocast": Setting(False, "default"),
+    "saving.state": Setting("sharded", "default"),
+    "loading.low_memory": Setting(True, "default"),
+    "loading.broadcast": Setting(True, "default"),
+}
 
 
-def _batch(reader: Reader, context: Context) -> dict[str, Setting[Any]]:
-    whole = reader.integer("batch.global_batch", _default("batch.global_batch"), low=1)
-    micro = reader.integer("batch.micro_batch", _default("batch.micro_batch"), low=1)
-    found = {
-        "batch.global_batch": whole,
-        "batch.micro_batch": micro,
-        "batch.sequence_length": reader.integer("batch.sequence_length", _default("batch.sequence_length"), low=2),
-    }
+def _followed(given: Mapping[str, Setting[Any]], reader: Reader, context: Context) -> dict[str, Setting[Any]]:
+    """What other settings say together."""
+    found = {}
+    whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
     ranks = reader.get("launch.ranks") or context.world
     at_once = micro.value * ranks if isinstance(ranks, int) else 0
     if at_once and whole.value % at_once == 0:
         found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
+    if given["schedule.name"].value == "wsd" and not given["schedule.decay_steps"].key:
+        found["schedule.decay_steps"] = Setting(max(1, given["schedule.total_steps"].value // 5), "default")
     return found
 
 
-# -- optimizer, loop, checkpoints ----------------------------------------------------------------------------------
-
-
-def _optimizer(reader: Reader) -> dict[str, Setting[Any]]:
+def _options(reader: Reader) -> dict[str, Setting[Any]]:
+    """Further arguments of the optimizer; betas and eps have settings of their own."""
     options = reader.any("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
     if not isinstance(options.value, Mapping):
         reader.refuse("optimizer.options", f"it is {options.value!r}, expected a section of keys")
-    found = {
-        "optimizer.name": reader.text("optimizer.name", _default("optimizer.name")),
-        "optimizer.lr": reader.number("optimizer.lr", _default("optimizer.lr")),
-        "optimizer.weight_decay": reader.number("optimizer.weight_decay", _default("optimizer.weight_decay")),
-    }
+    found = {}
     betas = raw.get("betas")
     if isinstance(betas, list | tuple) and len(betas) == 2:
         found["optimizer.betas"] = Setting(tuple(raw.pop("betas")), "file", options.key)
     if "eps" in raw:
         found["optimizer.eps"] = Setting(raw.pop("eps"), "file", options.key)
-    found["optimizer.options"] = Setting(raw, options.origin, options.key)
-    return {**found, **_schedule(reader)}
-
-
-def _schedule(reader: Reader) -> dict[str, Setting[Any]]:
-    name = reader.choice("schedule.name", {name: name for name in SCHEDULES}, "cosine", fold=False)
-    total = reader.integer("train.steps", _default("train.steps"), low=1)
-    decay = reader.integer("schedule.decay_steps", None, low=1, null=True)
-    if name.value == "wsd" and not decay.key:
-        decay = Setting(max(1, total.value // 5), "default")
-    return {
-        "schedule.name": name,
-        "schedule.warmup_steps": reader.integer("schedule.warmup_steps", 0),
-        "schedule.final_fraction": reader.number(
-            "schedule.final_fraction", _default("schedule.final_fraction"), high=1
-        ),
-        "schedule.decay_steps": decay,
-        "schedule.total_steps": total,
-    }
-
-
-def _training(reader: Reader) -> dict[str, Setting[Any]]:
-    clip = reader.number("train.clip", _default("train.clip"))
-    if "train.clip" in reader.flat and reader.get("train.clip") is None:
-        reader.say("train.clip", "applied")
-        clip = Setting(None, "file", "train.clip")
-    offloaded = reader.choice("offload.activations", {"device": False, "cpu": True}, False)
-    devices = {"auto": None, "cpu": "cpu", "cuda": "cuda"}
-    return {
-        "training.clip": clip,
-        "training.compile": reader.boolean("train.compile", False),
-        "training.seed": reader.integer("train.seed", 0),
-        "training.device": reader.choice("launch.device", devices, None, fold=False),
-        "activation_checkpointing.offload": offloaded,
-        "activation_checkpointing.ops": reader.names("train.activation_checkpointing_ops", ()),
-        **_checkpointing(reader),
-    }
+    return {**found, "optimizer.options": Setting(raw, options.origin, options.key)}
 
 
 def _checkpointing(reader: Reader) -> dict[str, Setting[Any]]:
-    mode = reader.text("train.activation_checkpointing", "none")
+    mode = _take(reader, "train.activation_checkpointing")
     match = re.fullmatch(r"none|full|selective|every_([1-9][0-9]{0,8})", mode.value)
     if match is None:
         reader.refuse(mode.key, f"it is {mode.value!r}, expected none, full, selective or every_N, such as every_2")
@@ -330,28 +271,11 @@ def _checkpointing(reader: Reader) -> dict[str, Setting[Any]]:
     }
 
 
-def _saving(reader: Reader) -> dict[str, Setting[Any]]:
-    keep = reader.integer("checkpoint.keep_last", _default("checkpoint.keep_last"), low=1)
-    if "checkpoint.keep_last" in reader.flat and reader.get("checkpoint.keep_last") is None:
-        reader.say("checkpoint.keep_last", "applied")
-        keep = Setting(None, "file", "checkpoint.keep_last")
-    return {
-        "saving.state": Setting("sharded", "default"),
-        "saving.export": reader.choice("checkpoint.save_format", {"terrazzo": "none", "hf": "hf"}, "none", fold=False),
-        "saving.every": reader.integer("checkpoint.every", None, low=1, null=True),
-        "saving.keep_last": keep,
-        "saving.folder": reader.text("checkpoint.folder", None, null=True),
-        "saving.background": reader.boolean("checkpoint.background", False),
-        "loading.low_memory": Setting(True, "default"),
-        "loading.broadcast": Setting(True, "default"),
-    }
-
-
 def _keep_others(reader: Reader) -> None:
     """Known keys with no neutral meaning."""
     for key in reader.unread():
         if key in KEYS:
             section = key.partition(".")[0]
             why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
-            idle = section in _HARMLESS or key in _HARMLESS or reader.get(key) == _default(key)
+            idle = section in _HARMLESS or key in _HARMLESS or reader.get(key) == KEYS[key].default
             reader.keep(key, why, harmless=idle)

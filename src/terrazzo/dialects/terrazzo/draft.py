@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from terrazzo.config import KEYS
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.draft import Draft
-from terrazzo.dialects.terrazzo.keys import KEYS
+from terrazzo.dialects.terrazzo.paths import KEY_OF
 
 __all__ = ["HubDraft"]
 
@@ -26,12 +27,16 @@ class HubDraft(Draft):
             self.implied(paths)
         return own
 
-    def carry(self, path: str, key: str, *, null: bool = False) -> None:
-        """A setting whose value the key takes as it is. `null`: None is a value, too."""
-        if self.left(path):
-            return
+    def carry(self, *paths: str) -> None:
+        """Settings of which each has a key that takes its value as it is."""
+        for path in paths:
+            if not self.left(path):
+                self._carry(path, KEY_OF.get(path, path))
+
+    def _carry(self, path: str, key: str) -> None:
         value, origin = self.setting(path).value, self.setting(path).origin
-        default = self.foreign and origin == "default" and key in KEYS and value == KEYS[key][0]
+        default = self.foreign and origin == "default" and value == KEYS[key].default
+        null = KEYS[key].null and KEYS[key].default is not None  # None is a value, too
         if default or (value is None and not null and (self.foreign or not self.setting(path).key)):
             self.implied(path)
         else:

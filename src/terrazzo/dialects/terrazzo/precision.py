@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from terrazzo.dialects.description import LOADED
 from terrazzo.dialects.terrazzo.draft import HubDraft
-from terrazzo.dialects.terrazzo.keys import DTYPE_KEYS
-from terrazzo.engine import PRECISIONS, LossScaling
+from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, LossScaling
 
 __all__ = ["write_precision"]
-
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def write_precision(draft: HubDraft) -> None:
@@ -29,30 +24,30 @@ def write_precision(draft: HubDraft) -> None:
 
 def _dtype(draft: HubDraft, field: str) -> str | None:
     found: str | None = draft.value(f"precision.{field}")
-    return found if found in _SHORT.values() else None
+    return found if found in SHORT.values() else None
 
 
 def _dtypes(draft: HubDraft) -> None:
-    paths = [f"precision.{field}" for field in DTYPE_KEYS]
+    paths = [f"precision.{field}" for field in DTYPE_FIELDS]
     scaling: LossScaling | None = draft.value("precision.loss_scaling")
     fixed = draft.value("precision.static_loss_scale")
     if draft.left(*paths):
         return
     own = {path for path in paths if not draft.foreign and draft.setting(path).key == path}
-    wanted = {field: _dtype(draft, field) for field in DTYPE_KEYS if f"precision.{field}" not in own}
+    wanted = {field: _dtype(draft, field) for field in DTYPE_FIELDS if f"precision.{field}" not in own}
     name = _nearest_preset(wanted, scaled=bool(scaling or fixed))
     names = draft.setting("precision.loss_scaling").keys
     key = "precision" if names == ("precision",) and not draft.foreign else "precision.name"
     if draft.foreign or names:
         draft.write(key, name)
-    for path, field in zip(paths, DTYPE_KEYS, strict=True):
-        _one_dtype(draft, path, field, _SHORT[getattr(PRECISIONS[name], field)], key)
+    for path, field in zip(paths, DTYPE_FIELDS, strict=True):
+        _one_dtype(draft, path, field, SHORT[getattr(PRECISIONS[name], field)], key)
     _loss_scaling(draft, scaling, fixed, key)
 
 
 def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) -> None:
     value = draft.value(path)
-    if value in _SHORT.values() and (value != preset or draft.setting(path).key == path):
+    if value in SHORT.values() and (value != preset or draft.setting(path).key == path):
         draft.put(path, f"precision.{field}", value)
     elif value == preset:
         draft.implied(path, key=key)
@@ -60,7 +55,7 @@ def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) ->
         why = f"it depends on the dtype that the model is loaded in; {preset} is written: say --load-dtype"
         draft.lossy(path, why, key)
     elif value is not None:
-        draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(_SHORT.values())}")
+        draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(SHORT.values())}")
 
 
 def _loss_scaling(draft: HubDraft, scaling: LossScaling | None, fixed: float | None, key: str) -> None:
@@ -94,7 +89,7 @@ def _nearest_preset(wanted: dict[str, str | None], *, scaled: bool) -> str:
 
     def misses(name: str) -> tuple[int, bool]:
         wrong = [
-            field for field, dtype in wanted.items() if dtype not in (None, _SHORT[getattr(PRECISIONS[name], field)])
+            field for field, dtype in wanted.items() if dtype not in (None, SHORT[getattr(PRECISIONS[name], field)])
         ]
         return len(wrong), "compute" in wrong
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import inspect
 
+from terrazzo.config import KEYS
 from terrazzo.dialects.description import Description, shown
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.meaning import degrees
 from terrazzo.dialects.terrazzo.draft import HubDraft
-from terrazzo.dialects.terrazzo.keys import KEYS
+from terrazzo.dialects.terrazzo.paths import STATES
 from terrazzo.dialects.terrazzo.precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
 
-__all__ = ["SCHEDULES", "STATES", "write"]
+__all__ = ["write"]
 
-STATES = ("weight", "between", "grad", "optim")
 _OPTIMIZERS = {each.__name__: each for each in sorted(ELEMENTWISE, key=lambda each: each.__name__)}
-SCHEDULES = ("constant", "cosine", "linear", "wsd")
+_SCHEDULES = KEYS["schedule.name"].choices
 _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
 _MIB = 2**20
 
@@ -67,16 +67,17 @@ class _Hub(HubDraft):
         return any(axis in str(self.value(f"sharding.{state}")) for state in STATES for axis in "SR")
 
     def _suffix(self) -> str:
-        """`@cpu`, if the plan's name said so in the source, else nothing."""
-        named = {state for state in STATES if self._said_by(state, ("plan", "plan.name"))}
+        """`@cpu` or `@cpu:0.7`, if the plan's name said so in the source, else nothing."""
+        said = {
+            state: self.value(f"offload.{state}").partition(":")
+            for state in STATES
+            if self._said_by(state, ("plan", "plan.name"))
+        }
+        told, shares = {state: tier for state, (tier, _, _) in said.items()}, {share for _, _, share in said.values()}
         own = {state for state in STATES if self._said_by(state, (f"offload.{state}",))}
         for name, tiers in OFFLOADS.items():
-            if (
-                named
-                and named | own >= set(tiers) >= named
-                and all(self.value(f"offload.{s}") == tiers[s] for s in named)
-            ):
-                return f"@{name}"
+            if len(shares) == 1 and told.items() <= tiers.items() and set(tiers) <= {*told, *own}:
+                return "@" + ":".join(part for part in (name, *shares) if part)
         return ""
 
     def _tier_in_place(self, state: str) -> str:
@@ -91,7 +92,7 @@ class _Hub(HubDraft):
             if self._said_by(state, ("plan", "plan.name", f"plan.{state}")):
                 self.implied(path, key=self.setting(path).key)
             elif self.value(path, "device") != "device" or self.setting(path).key == path:
-                self.carry(path, path)
+                self.carry(path)
         on_device = all(self.value(f"offload.{state}", "device") == "device" for state in ("weight", "grad", "optim"))
         idle = self.foreign and on_device
         for name in ("path", "step", "threads", "pin", "direct", "depth", "digest", "block_bytes", "buffers"):
@@ -109,24 +110,24 @@ class _Hub(HubDraft):
         elif path == "offload.block_bytes" and value is not None and not self.left(path):
             self.put(path, "offload.block_mib", value / _MIB)
         elif path not in ("offload.path", "offload.block_bytes"):
-            self.carry(path, path)
+            self.carry(path)
 
     def mesh(self) -> None:
         replicas = degrees(self.description)["dp_replicate"]
         if self.foreign and self.value("mesh.dp_replicate") is None and replicas not in (None, 1):
             self.put("mesh.dp_replicate", "plan.mesh.dp_replicate", replicas)
         else:
-            self.carry("mesh.dp_replicate", "plan.mesh.dp_replicate")
+            self.carry("mesh.dp_replicate")
         others = [axis for axis in ("tp", "cp", "sp", "ep", "pp") if self.value(f"mesh.{axis}", 1) != 1]
         if others and self.value("mesh.dp_shard") is not None:
             self.lossy("mesh.dp_shard", f"without {' and '.join(others)} more ranks are left to it: it takes them all")
         else:
-            self.carry("mesh.dp_shard", "plan.mesh.dp_shard")
+            self.carry("mesh.dp_shard")
         if self.foreign and self.value("mesh.world") is not None:
             why = "how many `terrazzo train` starts by itself on one machine; torchrun and Slurm say it themselves"
             self.put("mesh.world", "launch.ranks", self.value("mesh.world"), why)
         else:
-            self.carry("mesh.world", "launch.ranks")
+            self.carry("mesh.world")
         for axis in others:
             self.refuse(f"mesh.{axis}", "`terrazzo train` has data-parallel axes only: set it to 1")
 
@@ -158,12 +159,11 @@ class _Hub(HubDraft):
     # -- batch, optimizer, schedule --------------------------------------------------------------------------------
 
     def batch(self, context: Context) -> None:
-        for name in ("micro_batch", "sequence_length"):
-            self.carry(f"batch.{name}", f"batch.{name}")
+        self.carry("batch.micro_batch", "batch.sequence_length")
         whole, micro = self.value("batch.global_batch"), self.value("batch.micro_batch")
         count, ranks = self.value("batch.accumulation"), self._data_ranks(context)
         if whole is not None:
-            self.carry("batch.global_batch", "batch.global_batch")
+            self.carry("batch.global_batch")
             self._agrees(whole, micro, count, ranks)
         elif micro and count and ranks:
             self.put("batch.accumulation", "batch.global_batch", micro * count * ranks)
@@ -193,9 +193,8 @@ class _Hub(HubDraft):
             what = f"{name} does not work on flat shards, or is not in torch.optim: use one of {', '.join(_OPTIMIZERS)}"
             self.refuse("optimizer.name", what)
         else:
-            self.carry("optimizer.name", "optimizer.name")
-        self.carry("optimizer.lr", "optimizer.lr")
-        self.carry("optimizer.weight_decay", "optimizer.weight_decay")
+            self.carry("optimizer.name")
+        self.carry("optimizer.lr", "optimizer.weight_decay")
         self._options(name or "AdamW")
 
     def _options(self, name: str) -> None:
@@ -209,7 +208,7 @@ class _Hub(HubDraft):
             if self.left(path) or self.value(path) is None:
                 continue
             if field in known or not self.foreign:
-                self.carry(path, f"optimizer.options.{field}")
+                self.copy(path, f"optimizer.options.{field}")
             else:
                 self.lossy(path, f"torch.optim.{name} has no {field}")
         options = self.value("optimizer.options", {})
@@ -225,17 +224,17 @@ class _Hub(HubDraft):
 
     def schedule(self) -> None:
         name = self.value("schedule.name")
-        if name is not None and name not in SCHEDULES:
-            self.refuse("schedule.name", f"there is no schedule {name}: choose one of {', '.join(SCHEDULES)}")
+        if name is not None and name not in _SCHEDULES:
+            self.refuse("schedule.name", f"there is no schedule {name}: choose one of {', '.join(_SCHEDULES)}")
         else:
-            self.carry("schedule.name", "schedule.name")
-        self.carry("schedule.total_steps", "train.steps")
+            self.carry("schedule.name")
+        self.carry("schedule.total_steps")
         self._warmup()
-        self.carry("schedule.decay_steps", "schedule.decay_steps")
+        self.carry("schedule.decay_steps")
         if name == "constant":
             self.implied("schedule.final_fraction")
         if name != "constant" or not self.foreign:
-            self.carry("schedule.final_fraction", "schedule.final_fraction")
+            self.carry("schedule.final_fraction")
         if options := self.value("schedule.options"):
             self.lossy(
                 "schedule.options", f"Terrazzo's schedules warm up linearly from zero and know no {shown(options)}"
@@ -247,7 +246,7 @@ class _Hub(HubDraft):
             why = f"a warm-up of {warmup} steps is longer than the run's {total}: it ends with the run"
             self.put("schedule.warmup_steps", "schedule.warmup_steps", total, why, "lossy")
         else:
-            self.carry("schedule.warmup_steps", "schedule.warmup_steps")
+            self.carry("schedule.warmup_steps")
         share = self.value("schedule.warmup_fraction")
         if share and total:
             self.put("schedule.warmup_fraction", "schedule.warmup_steps", round(share * total))
@@ -257,9 +256,7 @@ class _Hub(HubDraft):
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def training(self) -> None:
-        self.carry("training.clip", "train.clip", null=True)
-        self.carry("training.compile", "train.compile")
-        self.carry("training.seed", "train.seed")
+        self.carry("training.clip", "training.compile", "training.seed")
         device = self.value("training.device")
         if device is None and self.foreign:
             self.implied("training.device")
@@ -278,7 +275,7 @@ class _Hub(HubDraft):
             self.lossy(paths, f"there is no mode {mode}; full is written", key)
             self.write(key, "full")
         if self.value("activation_checkpointing.ops"):
-            self.carry("activation_checkpointing.ops", "train.activation_checkpointing_ops")
+            self.carry("activation_checkpointing.ops")
         self._activation_offload(mode)
 
     def _activation_offload(self, mode: str | None) -> None:
@@ -299,7 +296,4 @@ class _Hub(HubDraft):
         self.implied("loading.broadcast", "all ranks start from the same values")
         more = "" if state == "sharded" else "checkpoints are sharded, and resume on any number of ranks"
         self.implied("saving.state", more)
-        self.carry("saving.every", "checkpoint.every")
-        self.carry("saving.keep_last", "checkpoint.keep_last", null=True)
-        self.carry("saving.folder", "checkpoint.folder")
-        self.carry("saving.background", "checkpoint.background")
+        self.carry("saving.every", "saving.keep_last", "saving.folder", "saving.background")

@@ -91,7 +91,8 @@ def shard(  # structure: signature fixed by the design
             callable that builds one from the parameters; several optimizers over disjoint parameters in a list, which
             come back in a list; or None. A warning names trainable parameters that none of them has.
         plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
-            `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`.
+            `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`,
+            of all units or, as in `zero3@cpu:0.7`, of a share of them.
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
         precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`.
         mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import OFFLOADS, PLANS, PRECISIONS, Plan, Precision
+from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import ModelShape
@@ -19,13 +19,7 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = ["TrainFiles", "train_config"]
 
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
-    "adamw": {"name": "AdamW"},
-    "adam": {"name": "Adam"},
-    "nadam": {"name": "NAdam"},
-    "radam": {"name": "RAdam"},
-    "adamax": {"name": "Adamax"},
-    "adagrad": {"name": "Adagrad"},
-    "rmsprop": {"name": "RMSprop"},
+    **{name.lower(): {"name": name} for name in ("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")},
     "momentum": {"name": "SGD", "options": {"momentum": 0.9}},
     "sgd": {"name": "SGD"},
 }
@@ -34,7 +28,6 @@ OPTIMIZERS: Mapping[str, dict[str, Any]] = {
 TOKENIZER_FILE = "tokenizer.json"
 SWAP_FOLDER = Path("runs/default/swap")
 """Where swap files go unless the user says otherwise: in the default log folder, which a run makes itself."""
-_DTYPES = ("weight", "compute", "reduce", "accumulate", "master", "moments")
 
 
 @dataclass(frozen=True)
@@ -148,8 +141,10 @@ def _plan(setup: Setup) -> dict[str, Any]:
 
 
 def _is_preset(plan: Plan) -> bool:
-    base, _, offload = plan.name.partition("@")
-    return base in PLANS and offload in ("", *OFFLOADS) and Plan.named(plan.name) == plan
+    try:
+        return Plan.named(plan.name) == plan
+    except BadInput:
+        return False
 
 
 def _offload(setup: Setup) -> dict[str, Any]:
@@ -166,10 +161,8 @@ def _precision(precision: Precision) -> dict[str, Any]:
     for name, known in PRECISIONS.items():
         if known == precision:
             return {"name": name}
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
     base = "fp16" if precision.loss_scaling else "fp32"
-    dtypes = {field: names[str(getattr(precision, field)).removeprefix("torch.")] for field in _DTYPES}
-    return {"name": base} | dtypes
+    return {"name": base} | {field: SHORT[getattr(precision, field)] for field in DTYPE_FIELDS}
 
 
 def _checkpointing(setup: Setup) -> str:

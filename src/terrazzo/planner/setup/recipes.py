@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from terrazzo.engine import OFFLOADS, PLANS, PRECISIONS, Plan, Precision
+from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.setup.setup import Checkpointing, OptimizerRecipe
 
@@ -62,28 +62,24 @@ keep no step count have no `fixed_bytes`."""
 
 _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
-"""Names of plans that `strategy` knows, each of which may be followed by `@` and one of `OFFLOADS`."""
+"""Names of plans that `strategy` knows, each of which may have an offload."""
 
 CHECKPOINTING = ("none", "selective", "full", "every_N")
 
 
 def strategy(name: str) -> Plan:
-    """The plan of `zero3`, `hybrid_shard`, `zero2@cpu`, or `zero3@cpu:0.7` with an offload of that share of the units.
+    """The plan of any name that `Plan.named` takes, or of `fsdp`, `fsdp2` and `hsdp` in place of its first part.
 
     Errors: `BadInput` with the nearest name.
     """
     base, at, offload = name.strip().lower().replace("_", "-").partition("@")
     base = base.replace("-", "_")
-    base, (offload, colon, share) = _SYNONYMS.get(base, base), offload.partition(":")
+    base = _SYNONYMS.get(base, base)
     if base not in PLANS:
         raise BadInput(
             f"There is no strategy {base!r}.{did_you_mean(base, STRATEGIES)} Strategies are {', '.join(STRATEGIES)}."
         )
-    plan = Plan.named(f"{base}{at}{offload}")
-    if not colon:
-        return plan
-    tiers = {state: f"{tier}:{share}" for state, tier in OFFLOADS[offload].items()}
-    return plan.on(**tiers, name=f"{plan.name}:{share}")
+    return Plan.named(f"{base}{at}{offload}")
 
 
 def precision(name: str) -> tuple[Precision, str]:

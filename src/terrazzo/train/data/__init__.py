@@ -1,7 +1,7 @@
 """From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's share.
 
-Read `sources`, `tokenizer`, `cache`, `sequences`, `loader`, in that order. Nothing here talks to other ranks:
-what must be agreed on goes through the `agree` function that `load_data` is given.
+Read `sources` (with `stored` and `hub`), `tokenizer`, `cache`, `sequences`, `loader`, in that order. Nothing here talks
+to other ranks: what must be agreed on goes through the `agree` function that `load_data` is given.
 
 Example:
     data = load_data(DataSpec(source="python-stdlib", sequence_length=256))

@@ -30,7 +30,7 @@ None when none has any. It must not return before every rank has called it."""
 class DataSpec:
     """What to train on.
 
-    `source` and `validation_source` are files, folders, globs or `python-stdlib` (see `sources`). Without a
+    `source` and `validation_source` are files, folders, globs, URLs or `python-stdlib` (see `sources`). Without a
     `validation_source`, `validation_fraction` of the tokens is held out. `max_bytes` caps the text of each
     source. How conversations are rendered and learnt is in `chat`; `packing` is by default `stream` for text and
     `single` for conversations, where `too_long` says what happens to those of more than `sequence_length` + 1 tokens.

@@ -30,9 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from terrazzo.errors import BadInput
+from terrazzo.files import sync_folder
 from terrazzo.train.data.chat import Chat
 from terrazzo.train.data.records import ASSISTANT, Document
-from terrazzo.train.data.sources import Skipped, SourceFile
+from terrazzo.train.data.sources import Skipped
+from terrazzo.train.data.stored import SourceFile
 from terrazzo.train.data.tokenizer import TokenArray, Tokenizer
 
 __all__ = ["CacheHeader", "TokenCache", "cache_key", "open_cache", "write_cache"]
@@ -87,12 +89,8 @@ class TokenCache:
 
 
 def cache_key(files: Sequence[SourceFile], *settings: str | int | None) -> str:
-    """A name for what the cache of these inputs holds; files count by path, size and modification time."""
-    listed = []
-    for file in files:
-        status = file.path.stat()
-        listed.append((str(file.path.absolute()), file.name, file.required, status.st_size, status.st_mtime_ns))
-    described = json.dumps([FORMAT_VERSION, *settings, listed])
+    """A name for what the cache of these inputs holds; files count by place, size and time or tag."""
+    described = json.dumps([FORMAT_VERSION, *settings, [file.key for file in files]])
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
@@ -307,12 +305,3 @@ def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while group := list(islice(iterator, size)):
         yield group
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a rename in `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.train.data.stored import COMPRESSIONS, SourceFile
 
-__all__ = ["ASSISTANT", "JSONL_SUFFIXES", "PARQUET_SUFFIXES", "Document", "Message", "read_jsonl", "read_parquet"]
+__all__ = ["ASSISTANT", "Document", "Message", "is_jsonl", "is_parquet", "read_jsonl", "read_parquet"]
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-PARQUET_SUFFIXES = frozenset({".parquet"})
+PARQUET_SUFFIX = ".parquet"
 MESSAGES_FIELD, TOOLS_FIELD = "messages", "tools"
 ASSISTANT = "assistant"
 ROWS_PER_READ = 1024
@@ -44,32 +45,48 @@ class Document:
         return sum(len(message.get("content", "").encode()) for message in self.messages)
 
 
-def read_jsonl(path: Path, name: str, text_field: str) -> Iterator[Document]:
+def is_jsonl(name: str) -> bool:
+    """By the suffix, which that of a compression may follow."""
+    path = PurePath(name.lower())
+    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix in JSONL_SUFFIXES
+
+
+def is_parquet(name: str) -> bool:
+    """By the suffix."""
+    return name.lower().endswith(PARQUET_SUFFIX)
+
+
+def read_jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
     """One document per line; blank lines are passed over.
 
     Raises:
         BadInput: with file and line, when a line is not UTF-8, not a JSON object, or has neither field.
     """
-    with path.open("rb") as lines:
+    try:
+        lines = file.open(file.compression)
+    except ImportError as error:
+        raise _needs_pyarrow(file, "a file compressed with Zstandard") from error
+    with lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            where = f"{file.where}:{number}"
             try:
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except ValueError as error:  # both JSON and UTF-8 errors are
                 raise BadInput(
-                    f"{path}:{number} is not valid JSON ({error}). JSONL holds one complete JSON object per "
+                    f"{where} is not valid JSON ({error}). JSONL holds one complete JSON object per "
                     f"line: correct or delete the line."
                 ) from error
             if not isinstance(record, dict):
                 raise BadInput(
-                    f"{path}:{number} is a JSON {type(record).__name__}, but each line must be an object "
+                    f"{where} is a JSON {type(record).__name__}, but each line must be an object "
                     f"with a {text_field!r} or {MESSAGES_FIELD!r} field. Correct or delete the line."
                 )
-            yield document_of(record, text_field, f"{name}:{number}", f"{path}:{number}")
+            yield document_of(record, text_field, f"{file.name}:{number}", where)
 
 
-def read_parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
+def read_parquet(file: SourceFile, text_field: str) -> Iterator[Document]:
     """One document per row, read a few rows at a time; only the needed columns are read.
 
     Raises:
@@ -78,29 +95,53 @@ def read_parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
     try:
         from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
-        raise BadInput(
-            f"{str(path)!r} is a parquet file, and reading it needs the package 'pyarrow'. Install the "
-            f"extra: pip install 'terrazzo[data]', or convert the file to JSONL."
-        ) from error
+        raise _needs_pyarrow(file, "a parquet file") from error
     try:
-        table = parquet.ParquetFile(path)
+        table = parquet.ParquetFile(file.path, filesystem=file.fs)
     except ArrowInvalid as error:
-        raise BadInput(f"{str(path)!r} is not a readable parquet file ({error}). Copy or write it again.") from error
+        raise BadInput(f"{file.where!r} is not a readable parquet file ({error}). Copy or write it again.") from error
     with table:
-        columns = list(table.schema_arrow.names)
-        check_one_field(columns, text_field, str(path))
-        column = next((known for known in (text_field, MESSAGES_FIELD) if known in columns), None)
-        if column is None:
-            raise BadInput(
-                f"{str(path)!r} has no column {text_field!r} or {MESSAGES_FIELD!r}; it has {columns}."
-                f"{did_you_mean(text_field, columns)} Set data.text_field to the column that holds the text."
-            )
-        needed = [column, *({TOOLS_FIELD} & set(columns) if column == MESSAGES_FIELD else ())]
+        needed = columns_to_read(list(table.schema_arrow.names), text_field, file.where)
         number = 0
         for batch in table.iter_batches(batch_size=ROWS_PER_READ, columns=needed):
-            for record in batch.to_pylist():
+            for row in batch.to_pylist():
                 number += 1
-                yield document_of(record, text_field, f"{name}:{number}", f"{path}:{number}")
+                where = f"{file.where}:{number}"
+                yield document_of(record_of(row), text_field, f"{file.name}:{number}", where)
+
+
+def _needs_pyarrow(file: SourceFile, what: str) -> BadInput:
+    return BadInput(
+        f"{file.where!r} is {what}, and reading it needs the package 'pyarrow'. Install the "
+        f"extra: pip install 'terrazzo[data]', or convert the file to JSONL."
+    )
+
+
+def columns_to_read(columns: list[str], text_field: str, where: str) -> list[str]:
+    """Of a table's columns: that of the text, or of the messages and, if there is one, of the tools.
+
+    Raises:
+        BadInput: it has neither or both.
+    """
+    check_one_field(columns, text_field, where)
+    column = next((known for known in (text_field, MESSAGES_FIELD) if known in columns), None)
+    if column is None:
+        raise BadInput(
+            f"{where!r} has no column {text_field!r} or {MESSAGES_FIELD!r}; it has {columns}."
+            f"{did_you_mean(text_field, columns)} Set data.text_field to the column that holds the text."
+        )
+    return [column, *({TOOLS_FIELD} & set(columns) if column == MESSAGES_FIELD else ())]
+
+
+def record_of(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table as JSON would have it: a table gives each struct every field that some struct has, as null."""
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def document_of(record: dict[str, Any], text_field: str, name: str, where: str) -> Document:

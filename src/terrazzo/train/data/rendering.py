@@ -2,14 +2,13 @@
 
 The sandbox of transformers keeps a template from files and from Python's insides, and lets it loop and multiply for as
 long as it likes. Here a rendering has so many seconds of processor time, and the process so much memory; what ends it
-is an error of that conversation. `main` is the program of that process: requests and answers are JSON with their length
-before them.
+is an error of that conversation. `main` is the program of that process: requests and answers are JSON, on a connection
+of `multiprocessing`.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import resource
@@ -17,8 +16,9 @@ import signal
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 __all__ = ["Failed", "render"]
 
@@ -60,22 +60,20 @@ def render(request: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
 
 _lock = threading.Lock()
 _process: subprocess.Popen[bytes] | None = None
+_line: Connection
 
 
 def _ask(request: bytes) -> dict[str, Any]:
-    global _process
+    global _process, _line
     for _ in range(2):  # one that was idle may be about to end
         if _process is None or _process.poll() is not None:
             _end()
-            _process = _start()
-        assert _process.stdin is not None
-        assert _process.stdout is not None
+            _process, _line = _start()
         try:
-            _send(_process.stdin, request)
-            if (answer := _receive(_process.stdout)) is not None:
-                found: dict[str, Any] = json.loads(answer)
-                return found
-        except BrokenPipeError:
+            _line.send_bytes(request)
+            found: dict[str, Any] = json.loads(_line.recv_bytes())
+            return found
+        except (EOFError, OSError):  # it has ended
             pass
         except BaseException:  # interrupted between request and answer: the next one must not get it
             _end()
@@ -95,15 +93,19 @@ _REASONS = {
 }
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-P", str(Path(__file__).resolve())]  # as a file: it needs neither torch nor terrazzo
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    ours, theirs = Pipe()
+    with theirs:
+        # As a file: it needs neither torch nor terrazzo.
+        command = [sys.executable, "-P", str(Path(__file__).resolve()), str(theirs.fileno())]
+        nothing = subprocess.DEVNULL
+        return subprocess.Popen(command, stdin=nothing, stdout=2, env=environment, pass_fds=[theirs.fileno()]), ours
 
 
 @atexit.register
@@ -111,54 +113,35 @@ def _end() -> None:
     """Let go of the process, whether it has ended or not."""
     global _process
     process, _process = _process, None
-    if process is None:
-        return
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what could not be sent
-            stream.close()  # type: ignore[union-attr]
-    process.wait()
-
-
-def _send(stream: BinaryIO | Any, data: bytes) -> None:
-    stream.write(len(data).to_bytes(8, "little") + data)
-    stream.flush()
-
-
-def _receive(stream: BinaryIO | Any) -> bytes | None:
-    """None at the end."""
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    size = int.from_bytes(head, "little")
-    data: bytes = stream.read(size)
-    return data if len(data) == size else None
+    if process is not None:
+        process.kill()
+        _line.close()
+        process.wait()
 
 
 def main() -> None:
-    """Answer requests until their pipe ends, or none has come for a while."""
+    """Answer requests until their connection ends, or none has come for a while."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     # What the parent ignores or blocks would be so here as well, and nothing would end a rendering.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGPROF, signal.SIGALRM})
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
-    requests = sys.stdin.buffer
+    line = Connection(int(sys.argv[1]))
     while True:
         signal.alarm(IDLE_S)
-        request = _receive(requests)
-        signal.alarm(0)
-        if request is None:
+        try:
+            request = line.recv_bytes()
+        except (EOFError, OSError):
             return
+        signal.alarm(0)
         arguments = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, arguments.pop("max_seconds"))  # SIGPROF ends a process wherever it is
         answer = _answer(render_jinja_template, arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(answers, answer)
+        line.send_bytes(answer)
 
 
 def _limit_memory() -> None:

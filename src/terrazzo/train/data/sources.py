@@ -1,9 +1,9 @@
 """Which files a source names, and the documents in them.
 
-A source is a file, a folder (read recursively), a glob, or `python-stdlib`; several may be listed. The file's
-suffix
-decides: `.jsonl` and `.ndjson` hold one document per line, `.parquet` one per row, anything else is one
-document of text. Files come in sorted order, hidden ones and `__pycache__` left out.
+A source is a file, a folder (read recursively), a glob, `python-stdlib`, or a URL of one of the first three, which
+fsspec reads; several may be listed. The file's suffix decides: `.jsonl` and `.ndjson`, perhaps compressed, hold one
+document per line, `.parquet` one per row, anything else is one document of text. Files come in sorted order, hidden
+ones and `__pycache__` left out. What the library `datasets` saved, and `FOLDER#SPLIT`, is its to read (`hub`).
 
 A text file met in a folder or by a glob that is binary (a NUL byte near its start) or not UTF-8 is skipped
 and counted, since real folders hold images and archives; one that was named by itself is refused. Nothing is
@@ -16,13 +16,16 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from terrazzo.errors import BadInput
-from terrazzo.train.data.records import JSONL_SUFFIXES, PARQUET_SUFFIXES, Document, read_jsonl, read_parquet
+from terrazzo.train.data.hub import dataset_of, read_dataset
+from terrazzo.train.data.records import Document, is_jsonl, is_parquet, read_jsonl, read_parquet
+from terrazzo.train.data.stored import SourceFile, folder_files, is_url, reading, stored_files
 
-__all__ = ["PYTHON_STDLIB", "Skipped", "SourceFile", "find_files", "read_documents"]
+__all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "read_documents"]
 
 PYTHON_STDLIB = "python-stdlib"
 # Not the standard library proper: tests, applications, other people's packages, machine-made tables.
@@ -41,18 +44,6 @@ STDLIB_EXCLUDED = frozenset(
     | {"pydoc_data", "encodings", "lib-dynload", "__phello__", "__pycache__"}
 )
 BINARY_PROBE_BYTES = 8192
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file to read. `name` is relative to its source, so that it is the same on every machine.
-
-    `required` tells a file that was named by itself from one that was merely found.
-    """
-
-    path: Path
-    name: str
-    required: bool
 
 
 @dataclass
@@ -76,7 +67,7 @@ def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
     if not listed:
         raise BadInput("data.source is an empty list. Give a file, a folder, a glob, or 'python-stdlib'.")
     files = [file for source in listed for file in files_of(source)]
-    if not any(file.path.stat().st_size for file in files):
+    if all(file.size_bytes == 0 for file in files):
         raise BadInput(
             f"data.source {sources!r} names {len(files)} file(s) and all are empty (0 bytes). Point it at "
             f"files that hold text, JSONL or parquet."
@@ -88,16 +79,20 @@ def files_of(source: str) -> list[SourceFile]:
     """The files of one source."""
     if source == PYTHON_STDLIB:
         return stdlib_files()
+    if is_url(source):
+        return stored_files(source)
+    if (dataset := dataset_of(source)) is not None:
+        return [dataset]
     path = Path(source).expanduser()
     if path.is_file():
-        return [SourceFile(path, path.name, required=True)]
+        return [SourceFile.local(path, path.name, required=True)]
     if path.is_dir():
         found = folder_files(path)
     else:
         found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
     if found:
         root = path if path.is_dir() else glob_root(path)
-        return [SourceFile(file, file.relative_to(root).as_posix(), required=False) for file in found]
+        return [SourceFile.local(file, file.relative_to(root).as_posix(), required=False) for file in found]
     if path.is_dir():
         raise BadInput(
             f"data.source {source!r} is a folder without any visible file. Put text, JSONL or parquet in it."
@@ -108,15 +103,6 @@ def files_of(source: str) -> list[SourceFile]:
         f"data.source {source!r} does not exist (seen from {os.getcwd()}). Give an existing file, folder or "
         f"glob, or '{PYTHON_STDLIB}', which needs no download."
     )
-
-
-def folder_files(root: Path, excluded: frozenset[str] = frozenset({"__pycache__"})) -> list[Path]:
-    """Every visible file under `root`, sorted by its path below it."""
-    found: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).parts)
 
 
 def glob_root(pattern: Path) -> Path:
@@ -135,7 +121,7 @@ def stdlib_files() -> list[SourceFile]:
             f"data.source '{PYTHON_STDLIB}' found no .py file under {str(root)!r}: this Python keeps its "
             f"library in another form. Give a file or folder of text as data.source."
         )
-    return [SourceFile(path, path.relative_to(root).as_posix(), required=False) for path in paths]
+    return [SourceFile.local(path, path.relative_to(root).as_posix(), required=False) for path in paths]
 
 
 def read_documents(
@@ -169,19 +155,22 @@ def read_documents(
 
 def documents_of(file: SourceFile, text_field: str, skipped: Skipped) -> Iterator[Document]:
     """The non-empty documents of one file."""
-    suffix = file.path.suffix.lower()
-    if suffix in JSONL_SUFFIXES:
-        found = read_jsonl(file.path, file.name, text_field)
-    elif suffix in PARQUET_SUFFIXES:
-        found = read_parquet(file.path, file.name, text_field)
+    if file.split is not None:
+        found = read_dataset(file, text_field)
+    elif is_jsonl(file.name):
+        found = read_jsonl(file, text_field)
+    elif is_parquet(file.name):
+        found = read_parquet(file, text_field)
     else:
         found = read_text(file, skipped)
-    return (document for document in found if document.text or document.messages is not None)
+    with nullcontext() if file.is_plain else reading(f"'{file.where}'"):
+        yield from (document for document in found if document.text or document.messages is not None)
 
 
 def read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:
     """The whole file as one document; line ends and all else are kept, a byte-order mark is not."""
-    content = file.path.read_bytes()
+    with file.open() as stream:
+        content = stream.read()
     if b"\0" in content[:BINARY_PROBE_BYTES]:
         problem = "holds NUL bytes, so it is binary"
     else:
@@ -192,7 +181,7 @@ def read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:
             problem = f"is not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start:,})"
     if file.required:
         raise BadInput(
-            f"The data file {str(file.path)!r} {problem}. Convert it first, for instance with "
+            f"The data file {file.where!r} {problem}. Convert it first, for instance with "
             "'iconv -f LATIN1 -t UTF-8', or name a folder: files in it that are not text are skipped and "
             "counted."
         )

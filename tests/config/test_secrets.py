@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from terrazzo.train.secrets import without_passwords
+from terrazzo.config import without_passwords
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """What a training run is, as one strict, documented tree of settings.
 
 Every section refuses unknown keys, NaN and infinities. Reading files, overrides and the wording of errors live in
-`config_file`; checks that need the machine (ranks, folders, devices) live in `preflight`.
+`reading`; checks that need the machine (ranks, folders, devices) live in the trainer's `preflight`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "TrainConfig",
+    "tier_text",
 ]
 
 DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -99,7 +101,7 @@ class LoraConfig(Section):
 class DataConfig(Section):
     """Where the text comes from and how it becomes tokens."""
 
-    source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs")
+    source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs, URLs")
     text_field: str = Field("text", description="field of JSONL and parquet rows that holds the text")
     chat_template: Path | None = Field(None, description="file with a chat template; default: the tokenizer's own")
     loss_on: Literal["assistant", "all"] = Field("assistant", description="conversations: which tokens are learnt")
@@ -120,7 +122,7 @@ class DataConfig(Section):
 class MeshConfig(Section):
     """How the ranks are arranged: `dp_replicate` groups of `dp_shard` ranks each."""
 
-    dp_replicate: int = Field(1, gt=0)
+    dp_replicate: int = Field(1, gt=0, description="groups of ranks; each group holds all states of a hybrid plan")
     dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by dp_replicate")
 
 
@@ -155,6 +157,15 @@ class PlanConfig(Section):
         return self
 
 
+def tier_text(value: str | Mapping[Any, Any]) -> str:
+    """`cpu`, or a mapping such as `{cpu: 0.7}`, as the text that `Place` reads. Errors: `ValueError` for no tier."""
+    shares = value if isinstance(value, Mapping) else dict(part.partition(":")[::2] for part in value.split(","))
+    for tier in shares:
+        if str(tier).strip() not in TIERS:
+            raise ValueError(f"{tier!r} is no tier.{did_you_mean(str(tier), TIERS)} Tiers: {', '.join(TIERS)}")
+    return ",".join(f"{tier}:{share}" for tier, share in value.items()) if isinstance(value, Mapping) else value
+
+
 class OffloadConfig(Section):
     """The tiers of states that are not on the device, in place of the plan's, and how they come and go."""
 
@@ -174,14 +185,9 @@ class OffloadConfig(Section):
     @field_validator("weight", "grad", "optim", mode="before")
     @classmethod
     def _as_tiers(cls, value: Any) -> Any:
-        """`cpu`, or a mapping such as `{cpu: 0.7}`, as the text that `Place` reads."""
         if not isinstance(value, str | dict):
             return value
-        shares = value if isinstance(value, dict) else dict(part.partition(":")[::2] for part in value.split(","))
-        for tier in shares:
-            if str(tier).strip() not in TIERS:
-                raise ValueError(f"{tier!r} is no tier.{did_you_mean(str(tier), TIERS)} Tiers: {', '.join(TIERS)}")
-        text = ",".join(f"{tier}:{share}" for tier, share in value.items()) if isinstance(value, dict) else value
+        text = tier_text(value)
         return "device" if set(Place(tier=text).shares) == {"device"} else text
 
 
@@ -189,12 +195,12 @@ class PrecisionConfig(Section):
     """A named precision, and single dtypes of it replaced where given."""
 
     name: Literal["fp32", "bf16", "bf16-pure", "fp16"] = "fp32"
-    weight: DtypeName | None = None
-    compute: DtypeName | None = None
-    reduce: DtypeName | None = None
-    accumulate: DtypeName | None = None
-    master: DtypeName | None = None
-    moments: DtypeName | None = None
+    weight: DtypeName | None = Field(None, description="compute weights at rest")
+    compute: DtypeName | None = Field(None, description="inside modules")
+    reduce: DtypeName | None = Field(None, description="gradients on the wire")
+    accumulate: DtypeName | None = Field(None, description="gradient sums")
+    master: DtypeName | None = Field(None, description="weights that the optimizer updates")
+    moments: DtypeName | None = Field(None, description="optimizer state")
 
     @model_validator(mode="before")
     @classmethod
@@ -213,9 +219,9 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """A torch.optim class by name. Vectors and scalars (norms, biases) are kept out of weight decay."""
 
-    name: str = "AdamW"
-    lr: float = Field(3e-4, ge=0)
-    weight_decay: float = Field(0.1, ge=0)
+    name: str = Field("AdamW", description="class of torch.optim")
+    lr: float = Field(3e-4, ge=0, description="learning rate at its peak")
+    weight_decay: float = Field(0.1, ge=0, description="for parameters of two or more dimensions")
     no_decay: list[str] = Field(default=[], description="name globs that are also kept out of weight decay")
     options: dict[str, Any] = Field(default={}, description="further arguments of the torch.optim class")
 
@@ -224,7 +230,7 @@ class ScheduleConfig(Section):
     """The learning rate as a share of `optimizer.lr` over the run."""
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up")
     final_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak that is left at the last step")
     decay_steps: int | None = Field(None, gt=0, description="wsd: length of the final decay; default: a fifth")
 
@@ -238,18 +244,18 @@ class ScheduleConfig(Section):
 class TrainConfig(Section):
     """The loop."""
 
-    steps: int = Field(1000, gt=0)
+    steps: int = Field(1000, gt=0, description="optimizer steps")
     clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="of initial weights, data order, dropout and samples")
     eval_every: int | None = Field(None, gt=0, description="steps between evaluations; null: only at the end")
     eval_batches: int = Field(8, gt=0, description="micro-batches per rank in one evaluation")
     sample_every: int | None = Field(None, gt=0, description="steps between text samples; null: only at the end")
     check_replicas_every: int | None = Field(None, gt=0, description="steps between comparisons of ranks' copies")
     sample_tokens: int = Field(128, ge=0, description="length of a text sample; 0: none at all")
-    sample_prompt: str = "\n"
-    activation_checkpointing: str = "none"
+    sample_prompt: str = Field("\n", description="what a text sample begins with")
+    activation_checkpointing: str = Field("none", description="none, full, selective, or every_N such as every_2")
     activation_checkpointing_ops: list[str] | None = Field(None, description="selective: operators kept, not redone")
-    compile: bool = False
+    compile: bool = Field(False, description="torch.compile for each unit")
 
     @field_validator("activation_checkpointing")
     @classmethod
@@ -257,6 +263,12 @@ class TrainConfig(Section):
         if not re.fullmatch(r"none|full|selective|every_[1-9][0-9]*", value):
             raise ValueError(f"'{value}' is not one of none, full, selective, every_N (such as every_2)")
         return value
+
+    @property
+    def checkpointing(self) -> tuple[Literal["none", "full", "selective"], int]:
+        """Mode, and one unit in how many, of `activation_checkpointing`: `every_2` is `("full", 2)`."""
+        mode, _, every = self.activation_checkpointing.partition("every_")
+        return ("full", int(every)) if every else (mode, 1)  # type: ignore[return-value]  # as the pattern has it
 
 
 class CheckpointConfig(Section):
@@ -293,9 +305,12 @@ class LaunchConfig(Section):
 class LogConfig(Section):
     """What is written while training."""
 
-    folder: Path = Path("runs/default")
+    folder: Path = Field(
+        Path("runs/default"),
+        description="for config.json, metrics.jsonl, TensorBoard files and, by default, checkpoints",
+    )
     every: int = Field(10, gt=0, description="steps between console lines")
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="write event files to log.folder/tensorboard")
     note: str | None = Field(None, description="printed at the very end, such as what to do next")
 
 

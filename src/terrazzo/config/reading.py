@@ -16,10 +16,10 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from terrazzo.config.schema import Config
+from terrazzo.config.secrets import without_passwords
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import read_plain
-from terrazzo.train.config import Config
-from terrazzo.train.secrets import without_passwords
 
 __all__ = ["config_from_dict", "flatten", "load_config"]
 

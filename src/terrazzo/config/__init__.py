@@ -1,0 +1,40 @@
+"""Terrazzo's own configuration: its schema, how files become one, and what must not be printed of it."""
+
+from terrazzo.config.keys import KEYS, Key
+from terrazzo.config.reading import config_from_dict, flatten, load_config
+from terrazzo.config.schema import (
+    BatchConfig,
+    Config,
+    LaunchConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PlanConfig,
+    ScheduleConfig,
+    Section,
+    tier_text,
+)
+from terrazzo.config.secrets import without_passwords
+
+__all__ = [
+    "KEYS",
+    "BatchConfig",
+    "Config",
+    "Key",
+    "LaunchConfig",
+    "LoraConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "ScheduleConfig",
+    "Section",
+    "config_from_dict",
+    "flatten",
+    "load_config",
+    "tier_text",
+    "without_passwords",
+]

@@ -1,0 +1,65 @@
+"""The schema key by key, for those who read a document that it would refuse as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from terrazzo.config.schema import Config, Section
+
+__all__ = ["KEYS", "Key"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What may stand at one key.
+
+    Attributes:
+        default: as a file would say it.
+        kind: `bool`, `int`, `float`, `str`, `Path`, `list` or `dict`; of several, the first that the schema names.
+        choices: the only words, if it is one of some.
+        low, high: bounds of a number. `low` of a float may itself be out of bounds.
+        null: whether it may be null.
+        meaning: in a few words, or the choices.
+    """
+
+    default: Any
+    kind: Any
+    choices: tuple[str, ...]
+    low: float | None
+    high: float | None
+    null: bool
+    meaning: str
+
+
+def _key(field: FieldInfo, default: Any) -> Key:
+    union = get_origin(field.annotation) is UnionType or NoneType in get_args(field.annotation)
+    kinds = get_args(field.annotation) if union else (field.annotation,)
+    kind, *_ = [kind for kind in kinds if kind is not NoneType]
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    bound = {name: value for each in field.metadata for name, value in _limits(each)}
+    low = bound["gt"] + (kind is int) if "gt" in bound else bound.get("ge")
+    meaning = field.description or ", ".join(choices)
+    return Key(default, get_origin(kind) or kind, choices, low, bound.get("le"), NoneType in kinds, meaning)
+
+
+def _limits(limit: Any) -> Iterator[tuple[str, Any]]:
+    """`("gt", 0)` of `Gt(gt=0)`."""
+    return ((name, getattr(limit, name)) for name in ("gt", "ge", "le") if hasattr(limit, name))
+
+
+def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Key]]:
+    for name, field in type(section).model_fields.items():
+        inner = getattr(section, name)
+        if isinstance(inner, Section):
+            yield from _walk(inner, defaults[name], f"{prefix}{name}.")
+        else:
+            yield prefix + name, _key(field, defaults[name])
+
+
+KEYS: dict[str, Key] = dict(_walk(Config(), Config().model_dump(mode="json")))
+"""Every leaf of the schema by its dotted key, in the schema's order."""

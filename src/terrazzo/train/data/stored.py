@@ -1,0 +1,175 @@
+"""A file to read, wherever it is: on this machine, or behind a URL that fsspec opens."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from terrazzo.errors import BadInput
+
+__all__ = ["COMPRESSIONS", "SourceFile", "folder_files", "is_url", "reading", "stored_files"]
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
+"""The extra of ours that a protocol needs; of others fsspec says what to install."""
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read. `name` is relative to its source, so that it is the same on every machine.
+
+    `required` tells a file that was named by itself from one that was merely found. `stamp` changes with the content,
+    and `size_bytes` is None, where the store says so. With `split` it is a folder, for the library `datasets` to read.
+    """
+
+    path: str
+    name: str
+    required: bool
+    size_bytes: int | None
+    stamp: int | str
+    fs: Any = field(default_factory=LocalFileSystem)
+    split: str | None = None
+
+    @classmethod
+    def local(cls, path: Path, name: str, *, required: bool) -> SourceFile:
+        """A file of this machine."""
+        status = path.stat()
+        return cls(str(path), name, required, status.st_size, status.st_mtime_ns)
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, LocalFileSystem)
+
+    @property
+    def where(self) -> str:
+        """Its path or URL, as errors have it."""
+        return self.path if self.is_local else str(self.fs.unstrip_protocol(self.path))
+
+    @property
+    def compression(self) -> str | None:
+        """`gzip`, `bz2`, `xz` or `zstd`, by the last suffix; None for others."""
+        return COMPRESSIONS.get(PurePosixPath(self.name.lower()).suffix)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nobody but the system and the reader of its format can fail."""
+        return self.is_local and self.split is None and self.compression is None
+
+    @property
+    def key(self) -> tuple[str, str, bool, int | None, int | str]:
+        """Equal for equal content, as far as can be told without reading it."""
+        place = os.path.abspath(self.path) if self.is_local else self.where
+        place = place if self.split is None else f"{place}#{self.split}"
+        return place, self.name, self.required, self.size_bytes, self.stamp
+
+    def open(self, compression: str | None = None) -> BinaryIO:
+        """Its bytes, decompressed if a `compression` is given. Errors: `ImportError`: `zstd` is read by pyarrow."""
+        stream = self.fs.open(self.path, "rb", compression=compression if compression != "zstd" else None)
+        if compression == "zstd":
+            from pyarrow import CompressedInputStream  # fsspec's stops at the end of the first frame
+
+            stream = CompressedInputStream(stream, "zstd")
+        return io.BufferedReader(stream, BUFFER_BYTES)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turns whatever a store or a compressed file raises into `BadInput`."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:  # each library of a store has kinds of its own
+        raise BadInput(
+            f"{what} cannot be read ({type(error).__name__}: {str(error)[:300]}). Check that it is whole, and that this"
+            " machine reaches it and may read it."
+        ) from error
+
+
+def is_url(source: str) -> bool:
+    """Whether it is for fsspec."""
+    return "://" in source
+
+
+def stored_files(url: str) -> list[SourceFile]:
+    """The files of a URL: one object, all visible ones under a prefix, or those that a glob matches, sorted by name.
+
+    Raises:
+        BadInput: there are none, the store cannot be reached, or its library is not installed.
+    """
+    what = f"data.source '{url}'"
+    fs, path = _store_of(url, what)
+    with reading(what):
+        fs.invalidate_cache()
+        found, root = _listed(fs, path)
+        if root is None:
+            return [_stored(fs, found[0], path.rpartition("/")[2], required=True)]
+        names = [one["name"].removeprefix(root).lstrip("/") for one in found]
+        pairs = [pair for pair in zip(found, names, strict=True) if pair[0]["type"] == "file" and _is_visible(pair[1])]
+        files = [_stored(fs, one, name, required=False) for one, name in pairs]
+    if not files:
+        raise BadInput(
+            f"{what} names no file that exists and is visible. Give the URL of a file, a prefix of several, or a glob."
+        )
+    return sorted(files, key=lambda file: PurePosixPath(file.name).parts)
+
+
+def _listed(fs: Any, path: str) -> tuple[list[dict[str, Any]], str | None]:
+    """What fsspec says of one file, with None; or of those that a prefix or a glob finds, with the part they share."""
+    try:
+        info = fs.info(path)
+        return ([info], None) if info["type"] == "file" else (list(fs.find(path, detail=True).values()), path)
+    except FileNotFoundError:
+        pass
+    try:
+        return (list(fs.glob(path, detail=True).values()), _plain_part(path)) if glob.has_magic(path) else ([], path)
+    except FileNotFoundError:
+        return [], path
+
+
+def _store_of(url: str, what: str) -> tuple[Any, str]:
+    protocol = url.partition("://")[0]
+    try:
+        fs, path = url_to_fs(url)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        advice = f"Install the extra: pip install 'terrazzo[{extra}]'" if extra else str(error)
+        raise BadInput(f"{what} needs a package that is not installed. {advice}.") from error
+    except ValueError as error:
+        raise BadInput(f"{what} cannot be opened: {error}. Correct the URL.") from error
+    return fs, path.rstrip("/")
+
+
+def _stored(fs: Any, info: dict[str, Any], name: str, *, required: bool) -> SourceFile:
+    size = info.get("size")
+    return SourceFile(info["name"], name, required, None if size is None else int(size), str(fs.ukey(info["name"])), fs)
+
+
+def _plain_part(path: str) -> str:
+    """The leading parts of a glob that have no wildcard."""
+    parts = path.split("/")
+    return "/".join(parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
+
+
+def _is_visible(name: str) -> bool:
+    """False also for no name, and for the empty objects that some tools put in place of folders."""
+    return all(part and not part.startswith(".") and part != "__pycache__" for part in name.split("/"))
+
+
+def folder_files(root: Path, excluded: frozenset[str] = frozenset({"__pycache__"})) -> list[Path]:
+    """Every visible file under a folder of this machine, sorted by its path below it."""
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).parts)
