@@ -80,6 +80,20 @@ MUTATIONS = [
         "engine/test_unused.py",
     ),
     Mutation(
+        "clipping scales what a later backward brings, too",
+        "engine/gradient.py",
+        "        if there is not None:\n            self.apply_factor()",
+        "        if there is not None:",
+        "engine/test_numerics.py engine/offload/test_bits.py",
+    ),
+    Mutation(
+        "an edit in 16 bits rounds the master weights that it leaves alone",
+        "engine/buffer.py",
+        "torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype))",
+        "value.to(kept.dtype)",
+        "engine/test_edits.py",
+    ),
+    Mutation(
         "a sum is rounded to the dtype that it was sent in",
         "engine/buffer.py",
         ".reduce_scatter(data.to(wire), dtype)",
@@ -117,6 +131,13 @@ MUTATIONS = [
     ),
     # -- optimizers
     Mutation(
+        "memory is given back while it is sent to another machine",
+        "engine/links/collectives.py",
+        "            for work in going:\n                work.wait()",
+        "            pass",
+        "engine/links engine/test_processes.py",
+    ),
+    Mutation(
         "small gradients are scaled up by clipping",
         "engine/optim/clipping.py",
         "(max_norm / (total + 1e-6)).clamp(max=1.0)",
@@ -144,6 +165,20 @@ MUTATIONS = [
         "self._ring.append(tray)\n        tray.finish_writing()",
         "self._ring.append(tray)",
         "engine/offload/test_bits.py engine/offload/test_disk_faults.py",
+    ),
+    Mutation(
+        "a cell is read while an earlier write of it is under way",
+        "engine/offload/update.py",
+        "            if tray.holds(task.bucket, task.window):\n                tray.finish_writing()",
+        "            pass",
+        "engine/offload/test_disk_faults.py engine/offload/test_bits.py",
+    ),
+    Mutation(
+        "weights are gathered from a file that is being written",
+        "engine/offload/update.py",
+        "                self._finish_weights(task.bucket)",
+        "                pass",
+        "engine/offload/test_bits.py",
     ),
     Mutation(
         "a block goes to the start of its stripe",
@@ -232,6 +267,13 @@ MUTATIONS = [
         "total += loss.detach()",
         "total = loss.detach()",
         "train/test_session.py train/test_loop.py",
+    ),
+    Mutation(
+        "ranks share out a step's samples by micro-batch first",
+        "train/data/loader.py",
+        "indices.reshape(config.world_size, config.micro_batches, config.micro_batch)[config.rank]",
+        "indices.reshape(config.micro_batches, config.world_size, config.micro_batch)[:, config.rank]",
+        "train/test_data_loader.py",
     ),
     Mutation(
         "a step that was read ahead is trained on after resuming",
