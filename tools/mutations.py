@@ -266,7 +266,7 @@ MUTATIONS = [
         "train/loop.py",
         "total += loss.detach()",
         "total = loss.detach()",
-        "train/test_session.py train/test_loop.py",
+        "train/test_sft.py",
     ),
     Mutation(
         "ranks share out a step's samples by micro-batch first",
