@@ -91,7 +91,7 @@ MUTATIONS = [
         "engine/buffer.py",
         "torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype))",
         "value.to(kept.dtype)",
-        "engine/test_edits.py",
+        "engine/test_at_rest.py",
     ),
     Mutation(
         "a sum is rounded to the dtype that it was sent in",
