@@ -419,6 +419,14 @@ def test_delays_change_no_bit(case: Case, tiers: str, tmp_path: Path, monkeypatc
     check(on_tiers(replace(case, variant="wide"), tiers, tmp_path, MODES[len(tiers) % 3]))
 
 
+@pytest.mark.parametrize("tiers", ["nvme", "all on nvme"])
+def test_what_is_still_being_written_is_not_read(tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring with more places than there are cells: nothing else waits for the writes of the update before."""
+    write = SwapFile.write
+    monkeypatch.setattr(SwapFile, "write", lambda *args: (time.sleep(0.1), write(*args))[1])
+    check(on_tiers(Case("zero3", 2, steps=3), tiers, tmp_path, block_mib=1, depth=32))
+
+
 def test_every_triple_of_tiers(tmp_path: Path) -> None:
     case = Case("zero3", 2, steps=3)
     for turn, tiers in enumerate(itertools.product(("device", "cpu", "nvme"), repeat=3)):
