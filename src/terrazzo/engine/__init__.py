@@ -1,9 +1,9 @@
 """The engine: one table of places, running.
 
-The core is in this folder. Read it in this order: layout, place, precision, axes and recipe, what is stated; buffer,
-parameter, gradient, bucket, partition and unit, what is held; order, regions, runnable, reductions and schedule, when
-it moves; pass_end, scaler, saved, listeners and hooks, how a training loop drives it. Folders, from the lowest to the
-highest, the core among them:
+The core is in this folder. Read it in this order: layout, place, precision, spec, axes and recipe, what is stated;
+buffer, parameter, gradient, bucket, partition and unit, what is held; order, regions, runnable, reductions and
+schedule, when it moves; pass_end, scaler, saved, listeners and hooks, how a training loop drives it. Folders, from the
+lowest to the highest, the core among them:
 
     process     threads, how things end, memory
     links       how ranks exchange
@@ -17,9 +17,9 @@ A module imports from its own folder and from those before it in this list, so t
 offload. Other packages import from here: what they want of a sharded model, they ask its `Engine`. Open to other
 packages:
 
-    offload.disk        folders for swap files, for advice on them
-    partition, recipe   the units of a model, and where their states rest, for the planner
-    process.ending      threads, locks and forks of those who have their own
+    offload.disk            folders for swap files, for advice on them
+    partition, place, spec  the units of a model, where their states rest, and what moves, for the planner
+    process.ending          threads, locks and forks of those who have their own
 
 `tools/lint_structure.py` checks both.
 """

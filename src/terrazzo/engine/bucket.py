@@ -1,16 +1,6 @@
 """One flat index space of a unit and its states on this rank: weight, gradient, master weight and moments.
 
-A unit has one bucket of trainable parameters and one per kind of frozen ones. Which states exist, and which share
-memory, follows from the plan's four places and the precision's dtypes alone:
-
-    weight and master, same axes, same dtype          one memory
-    weight and master, same axes, weight only a cast  the master alone; the weight is cast as it is gathered
-    weight less split, same dtype                     the master is a view into the weight
-    weight less split, other dtype                    two memories
-    weight not split, dtype as computed with          modules see that memory itself, nothing is gathered
-
-On different tiers they are two memories. Away from the device so are a weight and a master of different dtypes, whose
-cast would cross over in the wider of the two, and in files those of different axes.
+Which of them exist, and which share memory, its description says: see `BucketSpec`.
 """
 
 from __future__ import annotations
@@ -27,8 +17,10 @@ from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.parameter import Guard, watch_data
+from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.engine.process.pages import use_large_pages, with_room
-from terrazzo.engine.recipe import Recipe, Tiers
+from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.spec import BucketSpec
 from terrazzo.errors import Misuse
 
 __all__ = ["Bucket", "Member"]
@@ -58,59 +50,37 @@ class Member:
         return self.parameter.requires_grad
 
 
-@dataclass(eq=False)
-class Bucket:
-    """Parameters of one unit that share a flat index space.
+class Bucket(BucketSpec):
+    """Parameters of one unit that share a flat index space, and their memory.
+
+    Args:
+        members: the parameters, in layout order.
+        keep, tiers: as for `BucketSpec`.
 
     Attributes:
-        members: the parameters, in layout order.
-        keep: hold full weights between forward and backward whatever the plan says (the root unit, which would be
-            gathered again at once).
-        tiers: where its states rest.
         moments: what the optimizer keeps for each element away from the device, by its own names.
         changes: counts those of the weights.
     """
 
-    members: list[Member]
-    recipe: Recipe
-    keep: bool = False
-    tiers: Tiers = Tiers("device", "device", "device")  # noqa: RUF009 (it cannot change)
-
-    def __post_init__(self) -> None:
-        axes, plan, precision = self.recipe.axes, self.recipe.plan, self.recipe.precision
-        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in self.members], axes.size())
-        self.space = Space(layout, axes)
-        self.trainable = self.members[0].trainable
-        original = self.members[0].parameter.dtype
-        self.compute_dtype = precision.compute if original.is_floating_point else original
-        stored = precision.weight if original.is_floating_point else original
-        self.weight_axes = plan.weight.axes
-        self.between_axes = () if self.keep else plan.between.axes
-        self.optim_axes = plan.optim.axes if self.trainable else plan.weight.axes
-        self.has_own_master = self.trainable and not self._weight_serves_as_master(stored)
-        self.weight_dtype = stored if self.has_own_master or not self.trainable else precision.master
-        on_device = self.tiers.weight == "device"
-        self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype and on_device
-        fetched_again = self.between_axes == self.weight_axes and not on_device
-        self.keeps_full = self.keep or (self.between_axes == () and not fetched_again)
-        self.gradient = Gradient(self.space, self.recipe, self.optim_axes, self.tiers.grad)
+    def __init__(self, members: list[Member], recipe: Recipe, keep: bool = False, tiers: Tiers = ON_DEVICE) -> None:
+        axes, first = recipe.axes, members[0].parameter
+        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size())
+        super().__init__(
+            layout.numel,
+            recipe.plan,
+            recipe.precision,
+            recipe.ranks,
+            tiers,
+            trainable=members[0].trainable,
+            keep=keep,
+            stored=None if first.dtype.is_floating_point else first.dtype,
+            on_host=axes.device.type == "cpu",
+        )
+        self.members, self.recipe, self.space = members, recipe, Space(layout, axes)
+        self.gradient = Gradient(self.space, recipe, self.sum_axes, tiers.grad)
         self.moments: dict[str, Resting] = {}
         self.changes = 0
         self._moment_homes: list[Resting] = []
-
-    def _weight_serves_as_master(self, stored: torch.dtype) -> bool:
-        master, tier = self.recipe.precision.master, self.tiers.weight
-        same_axes = self.weight_axes == self.optim_axes
-        if tier != self.tiers.optim:
-            return False
-        if stored == master:
-            return same_axes or tier != "nvme"
-        return tier == "device" and same_axes and self.weight_axes != () and stored == self.compute_dtype
-
-    @property
-    def updated_apart(self) -> bool:
-        """Whether the optimizer steps it away from the device."""
-        return self.trainable and self.tiers.optim != "device"
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -371,14 +341,6 @@ class Bucket:
             yield from gathered.gather(self.master)
             self.weight.save(gathered)
         return self.full.data
-
-    @property
-    def gathers_apart(self) -> bool:
-        """Whether new weights are gathered in device memory of their own, on their way to where they rest."""
-        reached = self.tiers.weight == "device" or (
-            self.tiers.weight == "cpu" and self.recipe.axes.device.type == "cpu"
-        )
-        return not reached and self.weight_axes != self.optim_axes
 
     @property
     def own_weight(self) -> Resting | None:

@@ -17,6 +17,7 @@ from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.spec import SumAxes
 
 __all__ = ["Finished", "Gradient", "view"]
 
@@ -39,8 +40,8 @@ class Gradient:
     """Summed and divided for every parameter of a flat space.
 
     Args:
-        optim_axes: over which a finished gradient is split.
-        tier: where it rests.
+        sum_axes: the axes over which it is summed.
+        tier: where it rests once it is finished.
 
     Attributes:
         seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
@@ -49,8 +50,8 @@ class Gradient:
         changes: counts those of the finished gradient.
     """
 
-    def __init__(self, space: Space, recipe: Recipe, optim_axes: tuple[str, ...], tier: str) -> None:
-        self.space, self.recipe, self.optim_axes, self.tier = space, recipe, optim_axes, tier
+    def __init__(self, space: Space, recipe: Recipe, sum_axes: SumAxes, tier: str) -> None:
+        self.space, self.recipe, self.sum_axes, self.tier = space, recipe, sum_axes, tier
         self.seen = [False] * len(space.layout.slots)
         self.factor: Tensor | None = None
         self.changes = 0
@@ -65,7 +66,7 @@ class Gradient:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
         dtype = self.recipe.precision.accumulate
-        self._home = None if self.tier == "device" else store.state(self.space, self.optim_axes, dtype, self.tier)
+        self._home = None if self.tier == "device" else store.state(self.space, self.sum_axes.optim, dtype, self.tier)
 
     @property
     def finished(self) -> Resting | None:
@@ -135,19 +136,6 @@ class Gradient:
 
     # -- over the ranks ----------------------------------------------------------------------------------------
 
-    def first_axes(self, last: bool) -> tuple[str, ...]:
-        """The axes over which a micro-batch's gradient is reduced before it meets those of earlier micro-batches."""
-        return self.recipe.plan.grad.axes or (self.optim_axes if last else ())
-
-    @property
-    def replica_axes(self) -> tuple[str, ...]:
-        """Data axes whose ranks hold the same optimizer state."""
-        return tuple(axis for axis in self.recipe.axes.names if axis not in self.optim_axes)
-
-    def moves_after(self, first: tuple[str, ...]) -> bool:
-        """Whether a sum over `first` still has to be reduced further at the end of a step."""
-        return first != self.optim_axes or bool(self.recipe.axes.live(self.replica_axes))
-
     def reduce(self, denominator: float | None) -> Moves:
         """Sum the unreduced gradient over ranks; parameters without one count as zero.
 
@@ -157,7 +145,7 @@ class Gradient:
         """
         precision, ledger = self.recipe.precision, self.recipe.axes.ledger
         last = denominator is not None
-        first = self.first_axes(last)
+        first = self.sum_axes.first(last)
         pending = self._take_pending(precision.reduce)
         held_bytes = pending.nbytes
         data = yield from Buffer(self.space, (), pending).reduce(first, precision.reduce, precision.accumulate)
@@ -169,7 +157,7 @@ class Gradient:
         if denominator is None:
             self._keep_partial(Buffer(self.space, first, data))
         else:
-            counted = data.nbytes if not held_bytes and self.moves_after(first) else 0
+            counted = data.nbytes if not held_bytes and self.sum_axes.goes_on else 0
             ledger.take(counted)
             data = yield from self._finish(Buffer(self.space, first, data), denominator)
             ledger.give(counted)
@@ -201,9 +189,10 @@ class Gradient:
     def _finish(self, partial: Buffer, denominator: float) -> Moves:
         """From the plan's `grad` place to `optim`'s, summed over every data rank and divided once."""
         wire, dtype = self.recipe.precision.reduce, self.recipe.precision.accumulate
-        own = Buffer(self.space, self.optim_axes, (yield from partial.reduce(self.optim_axes, wire, dtype)))
-        data = yield from own.average(self.replica_axes, wire, dtype, denominator)
-        self._land(Buffer(self.space, self.optim_axes, data))
+        optim = self.sum_axes.optim
+        own = Buffer(self.space, optim, (yield from partial.reduce(optim, wire, dtype)))
+        data = yield from own.average(self.sum_axes.replicas, wire, dtype, denominator)
+        self._land(Buffer(self.space, optim, data))
         return data
 
     def _land(self, data: Buffer) -> None:

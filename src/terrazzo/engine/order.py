@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.runnable import Runnable
 
 __all__ = ["ENTER", "LEAVE", "LEAVE_FOR_GOOD", "Order", "Visit", "contains", "merge", "position_from"]
 
@@ -53,7 +53,7 @@ class Order:
 
     @classmethod
     def of_visits(
-        cls, visits: Iterable[Visit], units: Sequence[Unit], agreed: bool, together: Iterable[tuple[int, int]] = ()
+        cls, visits: Iterable[Visit], units: Sequence[Runnable], agreed: bool, together: Iterable[tuple[int, int]] = ()
     ) -> Order:
         """The program of one forward's visits. Units that it lacks keep their place of registration: who runs one later
         finds it there.
@@ -70,7 +70,7 @@ class Order:
         return replace(order, left=_departures(visits), together=_bursts(order.backward, visited, together))
 
     @classmethod
-    def of_registration(cls, units: Sequence[Unit]) -> Order:
+    def of_registration(cls, units: Sequence[Runnable]) -> Order:
         """The program to expect before anything has run: units as registered, each around its inner units."""
         return cls.of_visits([], units, agreed=False)
 
@@ -93,7 +93,7 @@ class Order:
         return cls(tuple(forward), tuple(backward), tuple(closes), tuple(remaining), agreed)
 
 
-def _with_missing(visits: list[Visit], units: Sequence[Unit]) -> list[Visit]:
+def _with_missing(visits: list[Visit], units: Sequence[Runnable]) -> list[Visit]:
     """`visits` with every unit in it: a missing one comes before the next unit beside it that is there, or else as the
     last thing inside the unit around it.
     """
@@ -128,10 +128,10 @@ def _with_missing(visits: list[Visit], units: Sequence[Unit]) -> list[Visit]:
     return complete + [visit for child in rest for visit in whole(child)]
 
 
-def _children(units: Sequence[Unit]) -> dict[int, list[int]]:
+def _children(units: Sequence[Runnable]) -> dict[int, list[int]]:
     """For each unit, and for none (-1), those directly inside it, in registration order."""
     inside: dict[int, list[int]] = defaultdict(list)
-    around: list[Unit] = []
+    around: list[Runnable] = []
     for unit in units:
         while around and not contains(around[-1], unit):
             around.pop()
@@ -175,9 +175,9 @@ def _bursts(backward: Sequence[int], visited: Collection[int], pairs: Iterable[t
     return tuple(last)
 
 
-def contains(outer: Unit, inner: Unit) -> bool:
+def contains(outer: Runnable, inner: Runnable) -> bool:
     """Whether the module of `inner` lies inside that of `outer`."""
-    return outer.is_root or inner.name.startswith(outer.name + ".")
+    return not outer.name or inner.name.startswith(outer.name + ".")
 
 
 def merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:

@@ -14,12 +14,13 @@ has, `-` none. One rule makes every move a contiguous collective: each state's a
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["DATA_AXES", "OFFLOADS", "PLANS", "TIERS", "Place", "Plan"]
+__all__ = ["DATA_AXES", "OFFLOADS", "ON_DEVICE", "PLANS", "TIERS", "Place", "Plan", "Tiers"]
 
 DATA_AXES = ("dp_shard", "cp", "dp_replicate")
 """Mesh axes along which ranks see different data, innermost first: the order in which `D` cuts a state."""
@@ -27,6 +28,17 @@ DATA_AXES = ("dp_shard", "cp", "dp_replicate")
 _SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES, "-": ()}
 TIERS = ("device", "cpu", "nvme")
 """Where a state can lie: the device's memory, the host's, files on a drive."""
+
+
+class Tiers(NamedTuple):
+    """Where the states of one unit rest: `device`, `cpu` or `nvme` each."""
+
+    weight: str = "device"
+    grad: str = "device"
+    optim: str = "device"
+
+
+ON_DEVICE = Tiers()
 
 
 @dataclass(frozen=True)
@@ -80,23 +92,25 @@ class Place:
                 return tier
         return tier
 
+    def among(self, names: Container[str]) -> tuple[str, ...]:
+        """Its axes that `names` has, symbols resolved."""
+        axes = (name for axis in self.axes for name in _SYMBOLS.get(axis, (axis,)) if name in names)
+        return tuple(dict.fromkeys(axes))
+
     def resolve(self, mesh_axes: Sequence[str], state: str, plan: str) -> Place:
         """The same place in axes that `mesh_axes` has. Errors: `BadInput` for an absent axis or an unusable tier."""
         try:
             _ = self.shares
         except BadInput as error:
             raise BadInput(f"plan {plan}: {state}: {error}") from None
-        resolved: list[str] = []
         for axis in self.axes:
-            present = [name for name in _SYMBOLS.get(axis, (axis,)) if name in mesh_axes]
-            if not present:
+            if not Place((axis,)).among(mesh_axes):
                 wanted = _SYMBOLS.get(axis, (axis,))[0]
                 raise BadInput(
                     f"plan {plan}: {state} is split over {axis} ({wanted}), but the mesh has the axes "
                     f"{', '.join(mesh_axes)}. Pass a mesh with that axis, or choose a plan that does not need it."
                 )
-            resolved += [name for name in present if name not in resolved]
-        return Place(tuple(resolved), self.tier)
+        return Place(self.among(mesh_axes), self.tier)
 
 
 _TIER_FORM = 'write one of device, cpu, nvme, or shares of the units such as "cpu:0.7" or "nvme:0.5,cpu:0.3".'

@@ -1,23 +1,17 @@
-"""What every unit of a model follows: the mesh, the plan and the precision; and the tiers of one unit's states."""
+"""What every unit of a model follows: the mesh, the plan and the precision."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.place import Plan
+from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.place import Plan, Tiers
 from terrazzo.engine.precision import Precision
 
-__all__ = ["Recipe", "Tiers"]
-
-
-class Tiers(NamedTuple):
-    """Where the states of one unit rest: `device`, `cpu` or `nvme` each."""
-
-    weight: str = "device"
-    grad: str = "device"
-    optim: str = "device"
+__all__ = ["Recipe"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +21,11 @@ class Recipe:
     axes: Axes
     plan: Plan
     precision: Precision
+
+    @cached_property
+    def ranks(self) -> Mapping[str, Collectives]:
+        """The data axes with more than one rank, innermost first."""
+        return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.names)}
 
     def tiers(self, index: int, units: int) -> Tiers:
         """Those of one unit.

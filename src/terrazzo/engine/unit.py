@@ -58,14 +58,20 @@ class Unit:
     @property
     def regathered(self) -> bool:
         """Whether backward gathers weights again that forward has put down."""
-        return any(not bucket.resident and not bucket.keeps_full for bucket in self.buckets)
+        return any(bucket.regathered for bucket in self.buckets)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether torch has compiled its module."""
+        module = self._module()
+        if module is None:
+            return False
+        return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
 
     @property
     def fills_gradually(self) -> bool:
         """Whether gradients come one after the other while backward runs; a compiled unit gives all at its end."""
-        module = self.module
-        compiled = module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
-        return self.has_gradients and not compiled
+        return self.has_gradients and not self.compiled
 
     @property
     def generation(self) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.offload.drive import padded_bytes
 from terrazzo.engine.offload.store import Need
 from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.spec import BucketSpec
 
-__all__ = ["Templates", "further_moment_bytes", "moment_names", "need_of"]
+__all__ = ["Templates", "further_moment_bytes", "load_bytes", "moment_names", "need_of", "tray_bytes"]
 
 Templates = Sequence[Mapping[str, StateSpec]]
 """What the optimizer keeps for a parameter of each param group."""
@@ -22,13 +23,18 @@ def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def _moments(bucket: Bucket, templates: Templates) -> list[float]:
+    """Bytes per element of each."""
+    return [bucket.precision.moments.itemsize] * len(moment_names(bucket, templates))
+
+
 def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> list[int]:
     """What the optimizer keeps for each element away from the device, beyond what earlier ones have left room for.
 
     One entry for each state of a bucket.
     """
     return [
-        _numel(bucket, bucket.optim_axes) * bucket.recipe.precision.moments.itemsize
+        bucket.numel(bucket.optim_axes) * bucket.precision.moments.itemsize
         for bucket in buckets
         for _ in (moment_names(bucket, templates)[bucket.moments_room :] if bucket.updated_apart else ())
     ]
@@ -41,49 +47,39 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
         templates: none without an optimizer.
         cell: elements of states on drives that are handled at once.
     """
-    sizes = [(tier, size) for bucket in buckets for tier, size in _states(bucket, templates)]
+    moments = [_moments(bucket, templates) if bucket.updated_apart else [] for bucket in buckets]
+    kept = [kept for bucket, states in zip(buckets, moments, strict=True) for kept in bucket.kept(states)]
+    trays = (tray_bytes(bucket, states, cell) for bucket, states in zip(buckets, moments, strict=True))
     return Need(
-        cpu=tuple(size for tier, size in sizes if tier == "cpu"),
-        nvme=tuple(size for tier, size in sizes if tier == "nvme"),
-        load=max((_load_bytes(bucket, cell) for bucket in buckets), default=0),
-        tray=max((_tray_bytes(bucket, templates, cell) for bucket in buckets), default=0),
+        cpu=tuple(state.nbytes for state in kept if state.tier == "cpu"),
+        nvme=tuple(state.nbytes for state in kept if state.tier == "nvme"),
+        load=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
+        tray=max(trays, default=0) if templates else 0,
     )
 
 
-def _states(bucket: Bucket, templates: Templates) -> Iterator[tuple[str, int]]:
-    """Tier and bytes of each state that a bucket keeps at rest."""
-    precision, tiers, owned = bucket.recipe.precision, bucket.tiers, _numel(bucket, bucket.optim_axes)
-    yield tiers.weight, _numel(bucket, bucket.weight_axes) * bucket.weight_dtype.itemsize
-    if bucket.has_own_master:
-        yield tiers.optim, owned * precision.master.itemsize
-    if bucket.trainable:
-        yield tiers.grad, owned * precision.accumulate.itemsize
-    for _ in moment_names(bucket, templates) if bucket.updated_apart else ():
-        yield tiers.optim, owned * precision.moments.itemsize
-
-
-def _load_bytes(bucket: Bucket, cell: int) -> int:
+def load_bytes(bucket: BucketSpec, cell: int) -> int:
     """One cell of weights that are gathered from drives, to compute with them or to make new ones of master weights."""
     if bucket.tiers.weight != "nvme":
         return 0
-    weight_bytes = min(cell, _numel(bucket, bucket.weight_axes)) * bucket.weight_dtype.itemsize
+    weight_bytes = min(cell, bucket.numel(bucket.weight_axes)) * bucket.weight_dtype.itemsize
     if not (bucket.has_own_master and bucket.tiers.optim == "nvme" and bucket.gathers_apart):
         return weight_bytes
-    return max(weight_bytes, min(cell, _numel(bucket, bucket.optim_axes)) * bucket.recipe.precision.master.itemsize)
+    return max(weight_bytes, min(cell, bucket.numel(bucket.optim_axes)) * bucket.precision.master.itemsize)
 
 
-def _tray_bytes(bucket: Bucket, templates: Templates, cell: int) -> int:
-    """One cell of everything that an update brings from drives and back."""
-    if not (templates and bucket.trainable and bucket.tiers.optim == "nvme"):
+def tray_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> int:
+    """One cell of everything that an update brings from drives and back.
+
+    Args:
+        moments: bytes per element of each state that the optimizer keeps for every element.
+    """
+    if not (bucket.trainable and bucket.tiers.optim == "nvme"):
         return 0
-    precision, numel = bucket.recipe.precision, min(cell, _numel(bucket, bucket.optim_axes))
-    dtypes = [precision.master, *(precision.moments for _ in moment_names(bucket, templates))]
+    precision, numel = bucket.precision, min(cell, bucket.numel(bucket.optim_axes))
+    sizes = [precision.master.itemsize, *moments]
     if bucket.has_own_master and bucket.tiers.weight == "nvme":
-        dtypes.append(bucket.weight_dtype)
+        sizes.append(bucket.weight_dtype.itemsize)
     if bucket.tiers.grad == "nvme":
-        dtypes.append(precision.accumulate)
-    return sum(padded_bytes(numel * dtype.itemsize) for dtype in dtypes)
-
-
-def _numel(bucket: Bucket, axes: tuple[str, ...]) -> int:
-    return bucket.space.range(axes).numel
+        sizes.append(precision.accumulate.itemsize)
+    return sum(padded_bytes(round(numel * size)) for size in sizes)

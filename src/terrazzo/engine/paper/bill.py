@@ -15,6 +15,7 @@ from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import disk_bytes, host_bytes
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.paper.rehearsal import rehearse
+from terrazzo.engine.spec import resting_bytes
 from terrazzo.engine.unit import Unit
 
 __all__ = ["MemoryBill", "PaperStep", "memory_bill"]
@@ -91,15 +92,12 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     buckets = [bucket for unit in units for bucket in unit.buckets]
     trainable = [bucket for bucket in buckets if bucket.trainable]
     updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
-    precision = buckets[0].recipe.precision
     need = need_of(buckets, templates, offload.cell_numel)
-    mastered = [bucket for bucket in updated_here if bucket.has_own_master]
-    finished = [bucket for bucket in trainable if bucket.tiers.grad == "device"]
-    resting = [bucket for bucket in buckets if bucket.tiers.weight == "device"]
+    here = resting_bytes(buckets)
     return MemoryBill(
-        weight_bytes=sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in resting),
-        master_bytes=sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in mastered),
-        grad_bytes=sum(_numel(b, b.optim_axes) * precision.accumulate.itemsize for b in finished),
+        weight_bytes=here["weight"],
+        master_bytes=here["master"],
+        grad_bytes=here["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
         transient_bytes=rehearse(units, step.prefetch, step.micro_batches, step.local_sums)[0].peak_bytes,
         host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),
@@ -109,22 +107,17 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
 
 def _partial_bytes(bucket: Bucket, step: PaperStep) -> int:
     """Host memory for the sums of micro-batches that are reduced one by one."""
-    recipe = bucket.recipe
     if bucket.tiers.grad == "device" or step.micro_batches == 1 or step.local_sums:
         return 0
-    axes = bucket.gradient.first_axes(last=False)
-    dtype = recipe.precision.accumulate if recipe.axes.live(axes) else recipe.precision.reduce
-    return padded_bytes(_numel(bucket, axes) * dtype.itemsize)
-
-
-def _numel(bucket: Bucket, axes: tuple[str, ...]) -> int:
-    return bucket.space.range(axes).numel
+    axes, precision = bucket.sum_axes.grad, bucket.precision
+    dtype = precision.accumulate if axes else precision.reduce
+    return padded_bytes(bucket.numel(axes) * dtype.itemsize)
 
 
 def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:
     total = 0
     for bucket in buckets:
-        moment_bytes = bucket.recipe.precision.moments.itemsize
+        moment_bytes = bucket.precision.moments.itemsize
         for first, last in runs(bucket):
             group, numel = bucket.members[first].group, held_range(bucket, first, last).numel
             for spec in templates[group].values() if group >= 0 and numel else ():

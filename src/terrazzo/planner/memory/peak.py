@@ -137,7 +137,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     """
     placement = placement_of(setup)
     parts = [(unit_states(u, own), u.block, n) for u, n, own in placed_units(setup, stage)]
-    local = setup.accumulate_locally or not placement.grad
+    local = setup.accumulate_locally or not placement.plan.grad.axes
     plain = StepSettings(
         has_root=parts[0][1] is None,
         prefetch=setup.prefetch,
@@ -205,7 +205,7 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
         head = head_activations(setup)
         extras[LOGITS] = max(0.0, head.loss_upper - peak.parts[LOGITS])
     placement, precision = placement_of(setup), setup.precision
-    sums_up = setup.micro_batches > 1 and (setup.accumulate_locally or not placement.grad)
+    sums_up = setup.micro_batches > 1 and (setup.accumulate_locally or not placement.plan.grad.axes)
     if sums_up and precision.compute.itemsize < precision.accumulate.itemsize:
         extras[UNREDUCED] = peak.parts[UNREDUCED] * precision.compute.itemsize / precision.accumulate.itemsize
     return extras

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from terrazzo.engine import Place, Precision
-from terrazzo.engine.place import DATA_AXES
-from terrazzo.engine.recipe import Tiers
+from terrazzo.engine import Place, Plan, Precision
+from terrazzo.engine.links.collectives import NEAR_BLOCK_BYTES
+from terrazzo.engine.links.columns import MANY_FAR, ROUNDS
+from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
 
 __all__ = ["PlacedUnit", "Placement", "placed_units", "placement_of"]
-
-ON_DEVICE = Tiers()
-
-_SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES}
 
 
 @dataclass(frozen=True)
@@ -27,20 +24,15 @@ class Placement:
     """What decides the bytes of every unit under one setup; hashable, so that units are computed once.
 
     Attributes:
-        weight, between, grad, optim: the live axes of each place, outermost cut first.
-        sizes: (axis, ranks) of the live data axes.
-        shards: ranks over which a unit must divide evenly.
+        plan: its places hold only data axes that have more than one rank.
+        sizes: (axis, ranks) of these, innermost first.
         tiers: of the unit.
         padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
         host: ranks of one CPU host, which receive gradients in memory beside the sum; 0 on CUDA.
     """
 
-    weight: tuple[str, ...]
-    between: tuple[str, ...]
-    grad: tuple[str, ...]
-    optim: tuple[str, ...]
+    plan: Plan
     sizes: tuple[tuple[str, int], ...]
-    shards: int
     tiers: Tiers
     precision: Precision
     optimizer: OptimizerRecipe
@@ -57,9 +49,54 @@ class Placement:
         """Computed once: placements are looked up for every unit."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
+    @property
+    def shards(self) -> int:
+        """Ranks over which a unit must divide evenly."""
+        return self.ranks(axis for axis, _ in self.sizes)
+
     def ranks(self, axes: Iterable[str]) -> int:
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
+
+    @cached_property
+    def axes(self) -> Mapping[str, PaperAxis]:
+        """The axes of `sizes`."""
+        found: dict[str, PaperAxis] = {}
+        inner = 1
+        for axis, size in self.sizes:
+            found[axis] = PaperAxis(size, self.host and max(1, min(size, self.host // inner)))
+            inner *= size
+        return found
+
+
+@dataclass(frozen=True)
+class PaperAxis:
+    """What collectives along an axis do to memory.
+
+    Attributes:
+        near: its ranks on one CPU host; 0 on CUDA, where NCCL sums as it receives.
+    """
+
+    size: int
+    near: int
+
+    @property
+    def all_reduce_steps(self) -> int:
+        return 2 if self.near else 1
+
+    def receive_bytes(self, full_bytes: int) -> int:
+        """What arrives from the other ranks to be summed.
+
+        On a CPU, ranks of one host are read block by block, and many on other hosts in rounds; see `GlooCollectives`.
+        """
+        size, near, chunk = self.size, self.near, full_bytes // self.size
+        if not near:
+            return 0
+        together = 0
+        if size - near > MANY_FAR:
+            near = near if size % near == 0 else 1
+            together = min(ROUNDS, size // near - 1) * near if near > 1 else 0
+        return (near - 1) * min(chunk, NEAR_BLOCK_BYTES) + (size - near + together) * chunk
 
 
 def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
@@ -92,29 +129,9 @@ def _placement(  # structure: what a setup's placement follows from, as a cache 
     host: int,
 ) -> Placement:
     sizes = mesh.sizes()
-    weight, between, grad, optim = (_live(axes, sizes) for axes in placed[:4])
-    return Placement(
-        weight=weight,
-        between=between,
-        grad=grad,
-        optim=optim,
-        sizes=tuple(sizes.items()),
-        shards=math.prod(sizes.values()),
-        tiers=placed[4],
-        precision=precision,
-        optimizer=optimizer,
-        tp=mesh.tp,
-        ep=mesh.ep,
-        padded=padded,
-        host=host,
-    )
-
-
-def _live(axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[str, ...]:
-    live: list[str] = []
-    for axis in axes:
-        live += [name for name in _SYMBOLS.get(axis, (axis,)) if name in sizes and name not in live]
-    return tuple(live)
+    weight, between, grad, optim = (Place(Place(axes).among(sizes)) for axes in placed[:4])
+    plan = Plan(weight, between, grad, optim)
+    return Placement(plan, tuple(sizes.items()), placed[4], precision, optimizer, mesh.tp, mesh.ep, padded, host)
 
 
 PlacedUnit = tuple[UnitShape, int, Placement]

@@ -7,28 +7,24 @@ there is no second description of it here. Only the activations between its even
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
-from terrazzo.engine.bucket import Bucket, Member
-from terrazzo.engine.links.collectives import NEAR_BLOCK_BYTES
 from terrazzo.engine.links.transfer import Ledger, Moves, Traffic
 from terrazzo.engine.order import Order
 from terrazzo.engine.paper.rehearsal import PaperUnit
-from terrazzo.engine.place import DATA_AXES, Place, Plan
-from terrazzo.engine.precision import Precision
-from terrazzo.engine.recipe import Recipe, Tiers
+from terrazzo.engine.place import Tiers
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.spec import resting_bytes
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
+from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes
+from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.tiers import disk_writes, tier_terms
 from terrazzo.planner.memory.trace import ActivationTrace, Event
-from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["Peak", "memory_of_trace", "paper_units", "replay", "updated_apart_numel", "updated_numels"]
@@ -68,14 +64,11 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Peak:
         update_bytes: what the optimizer needs while it steps, see `optimizer_temporaries`.
     """
     units = paper_units(setup)
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    states = _states(setup, buckets)
+    states, grads = _states([bucket for unit in units for bucket in unit])
     player = _Player(setup, units, trace)
     count = min(setup.micro_batches, 3)  # the first, one in the middle, and the last, which finishes the gradients
     for index in range(count):
         player.play(last=index == count - 1)
-    finished = [bucket for bucket in buckets if bucket.trainable and bucket.tiers.grad == "device"]
-    grads = sum(_numel(b, b.optim_axes) * setup.precision.accumulate.itemsize for b in finished)
     update = {"gradients": grads, "activations": trace.buffer_bytes, "update": update_bytes}
     candidates = [*player.peaks.items(), ("update", update)]
     moment, parts = max(candidates, key=lambda candidate: sum(candidate[1].values()))
@@ -105,134 +98,51 @@ def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0)
     )
 
 
-def paper_units(setup: Setup) -> list[Unit]:
-    """The engine's units of the model under the plan, nothing allocated; equal ones share their buckets."""
-    axes = _PaperAxes(setup.mesh.sizes() or {"dp_shard": 1}, near=setup.cluster.device.kind == "cpu")
-    resolved = setup.plan.resolve(axes.names)
-    live = {state: Place(axes.live(place.axes), place.tier) for state, place in resolved.places().items()}
-    recipe = Recipe(axes, Plan(**live, name=setup.plan.name), setup.precision)  # type: ignore[arg-type]
+def paper_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:
+    """The buckets of each unit of the model under the plan, whose ranks are all on one host."""
     shapes = [unit for unit in setup.model.units for _ in range(unit.count)]
-    kinds: dict[tuple[UnitShape, Tiers, bool], list[Bucket]] = {}
-    units: list[Unit] = []
-    for index, unit in enumerate(shapes):
-        kind = (unit, recipe.tiers(index, len(shapes)), index == 0)
-        if kind not in kinds:
-            kinds[kind] = _buckets(unit, recipe, keep=index == 0, tiers=kind[1])
-        name = f"{unit.name}.{index}" if index else ""
-        units.append(_PlannedUnit(name, index, kinds[kind], setup.compile))
-    return units
+    places, host = (setup.plan.weight, setup.plan.grad, setup.plan.optim), setup.mesh.world_size
+    tiers = [Tiers(*(place.tier_of(index, len(shapes)) for place in places)) for index in range(len(shapes))]
+    found = {one: placement_of(setup, one) for one in tiers}
+    near = {one: replace(placement, host=placement.host and host) for one, placement in found.items()}
+    return [buckets(unit, near[one], index == 0) for index, (unit, one) in enumerate(zip(shapes, tiers, strict=True))]
 
 
-def _buckets(unit: UnitShape, recipe: Recipe, keep: bool, tiers: Tiers) -> list[Bucket]:
-    """As the engine groups them: trainable parameters, then frozen ones."""
-    groups: dict[bool, list[Member]] = {}
-    for tensor in unit.tensors:
-        parameter = nn.Parameter(torch.empty(tensor.shape, device="meta"), requires_grad=tensor.trainable)
-        groups.setdefault(not tensor.trainable, []).append(Member((tensor.name,), parameter, ()))
-    return [Bucket(groups[key], recipe, keep=keep, tiers=tiers) for key in sorted(groups)]
-
-
-class _PlannedUnit(Unit):
-    """A unit without a module."""
-
-    def __init__(self, name: str, index: int, buckets: list[Bucket], compiled: bool) -> None:
-        super().__init__(name, index, _NOWHERE, buckets)
-        self._compiled = compiled
-
-    @property
-    def fills_gradually(self) -> bool:
-        return self.has_gradients and not self._compiled
-
-
-_NOWHERE = nn.Module()
-
-
-class _PaperAxes:
-    """`engine.axes.Axes` without a process group: this is the first rank of each axis."""
-
-    def __init__(self, sizes: Mapping[str, int], near: bool) -> None:
-        self.names = tuple(axis for axis in DATA_AXES if axis in sizes)
-        self._axes = {axis: _PaperAxis(sizes[axis], near) for axis in self.names}
-
-    def along(self, axis: str) -> _PaperAxis:
-        return self._axes[axis]
-
-    def size(self, axes: Iterable[str] | None = None) -> int:
-        return math.prod(self._axes[axis].size for axis in (self.names if axes is None else axes))
-
-    def live(self, axes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if self._axes[axis].size > 1)
-
-    def cuts(self, axes: Iterable[str]) -> list[tuple[int, int]]:
-        return [(0, self._axes[axis].size) for axis in axes]
-
-
-@dataclass(frozen=True)
-class _PaperAxis:
-    size: int
-    near: bool
-
-    @property
-    def all_reduce_steps(self) -> int:
-        return 2 if self.near else 1
-
-    def receive_bytes(self, full_bytes: int) -> int:
-        return (self.size - 1) * min(full_bytes // self.size, NEAR_BLOCK_BYTES) if self.near else 0
-
-
-def _numel(bucket: Bucket, axes: tuple[str, ...]) -> int:
-    return bucket.space.range(axes).numel
-
-
-def _updated_numel(bucket: Bucket) -> int:
-    """Elements that the optimizer of the first rank sees: all but the padding at the end of the space."""
-    return min(_numel(bucket, bucket.optim_axes), bucket.slots[-1].padded.stop)
-
-
-def updated_numels(units: Sequence[Unit]) -> list[int]:
+def updated_numels(units: Sequence[Sequence[PlannedBucket]]) -> list[int]:
     """Elements of each tensor that the optimizer of the first rank steps on the device.
 
     Matrices of all units come first, then their vectors.
     """
-    buckets = [bucket for unit in units for bucket in unit.trainable() if not bucket.updated_apart]
-    found = [_matrices_and_vectors(bucket) for bucket in buckets]
+    found = [bucket.runs for unit in units for bucket in unit if bucket.trainable and not bucket.updated_apart]
     return [numel for numel in (*(first for first, _ in found), *(rest for _, rest in found)) if numel]
 
 
-def updated_apart_numel(units: Sequence[Unit], cell: int) -> int:
+def updated_apart_numel(units: Sequence[Sequence[PlannedBucket]], cell: int) -> int:
     """Elements of the largest tensor that is stepped away from the device; those on drives are stepped cell by cell."""
-    buckets = [bucket for unit in units for bucket in unit.trainable() if bucket.updated_apart]
-    most = [min(max(_matrices_and_vectors(b)), cell if b.tiers.optim == "nvme" else math.inf) for b in buckets]
+    apart = [bucket for unit in units for bucket in unit if bucket.updated_apart]
+    most = [min(max(bucket.runs), cell if bucket.tiers.optim == "nvme" else math.inf) for bucket in apart]
     return int(max(most, default=0))
 
 
-def _matrices_and_vectors(bucket: Bucket) -> tuple[int, int]:
-    matrices = min(_updated_numel(bucket), sum(s.padded.numel for s in bucket.slots if len(s.shape) >= 2))
-    return matrices, _updated_numel(bucket) - matrices
-
-
-def _states(setup: Setup, buckets: Sequence[Bucket]) -> dict[str, int]:
-    precision, recipe = setup.precision, setup.optimizer
-    moment_bytes = recipe.moments * (recipe.moment_bytes or precision.moments.itemsize)
-    weights = [bucket for bucket in buckets if bucket.tiers.weight == "device"]
-    updated = [bucket for bucket in buckets if bucket.trainable and not bucket.updated_apart]
-    return {
-        "weights": sum(_numel(b, b.weight_axes) * b.weight_dtype.itemsize for b in weights),
-        "master": sum(_numel(b, b.optim_axes) * precision.master.itemsize for b in updated if b.has_own_master),
-        "moments": round(sum(_updated_numel(b) * moment_bytes for b in updated)),
-    }
+def _states(found: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
+    """Bytes of the states at rest on the device, and of finished gradients."""
+    here = resting_bytes(found)
+    updated = [bucket for bucket in found if bucket.trainable and not bucket.updated_apart]
+    moments = round(sum(bucket.updated_numel * sum(bucket.moments) for bucket in updated))
+    return {"weights": here["weight"], "master": here["master"], "moments": moments}, here["grad"]
 
 
 class _Player:
     """Drives the schedule by the events of a trace, as `engine.hooks` does by those of a model."""
 
-    def __init__(self, setup: Setup, units: Sequence[Unit], trace: ActivationTrace) -> None:
+    def __init__(self, setup: Setup, units: Sequence[Sequence[PlannedBucket]], trace: ActivationTrace) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
         self._trace = trace
         self._ledger, self._sums = _Observed(self._hold), _Observed(self._hold)
-        self._paper = [_Unit(unit, self._ledger, self._sums, setup.precision) for unit in units]
-        self._schedule = Schedule(self._paper, Order.of_registration(units), setup.prefetch)
-        self._local_sums = setup.accumulate_locally or not units[0].buckets[0].recipe.plan.grad.axes
+        ledgers = (self._ledger, self._sums)
+        self._paper = [_Unit(index, unit, setup.compile, *ledgers) for index, unit in enumerate(units)]
+        self._schedule = Schedule(self._paper, Order.of_registration(self._paper), setup.prefetch)
+        self._local_sums = setup.accumulate_locally or not placement_of(setup).plan.grad.axes
         names = list(dict.fromkeys(event.unit for event in trace.events))
         assert len(names) == len(units), f"{len(names)} units traced, {len(units)} in the model"
         self._index = {name: index for index, name in enumerate(names)}
@@ -297,15 +207,14 @@ class _Observed(Ledger):
 class _Unit(PaperUnit):
     """A unit on paper that also counts its sums, the finished gradients among them."""
 
-    def __init__(self, unit: Unit, ledger: Ledger, sums: Ledger, precision: Precision) -> None:
-        super().__init__(unit, ledger, Traffic())
-        self._sums, self._itemsize = sums, precision.accumulate.itemsize
-        self._trainable = list(unit.trainable())
+    def __init__(self, index: int, held: Sequence[PlannedBucket], compiled: bool, ledger: Ledger, sums: Ledger) -> None:
+        super().__init__(str(index or ""), index, held, compiled, ledger, Traffic())
+        self._sums, self._trainable = sums, [bucket for bucket in held if bucket.trainable]
         self.filled_numel = 0
 
     @property
     def half_filled(self) -> bool:
-        return 2 * self.filled_numel >= sum(slot.numel for bucket in self._trainable for slot in bucket.slots)
+        return 2 * self.filled_numel >= sum(bucket.share(t) for bucket in self._trainable for t in bucket.tensors)
 
     def take(self, numel: int, local_sums: bool) -> None:
         self.take_gradients(local_sums)
@@ -315,17 +224,14 @@ class _Unit(PaperUnit):
         """Each reduce-scatter makes a sum of its own; what it summed goes when it has ended."""
         last = denominator is not None
         sums = self._sums_bytes(last)
-        gradients = [bucket.gradient for bucket in self._trainable]
-        stays = last and not any(gradient.moves_after(gradient.first_axes(last)) for gradient in gradients)
+        stays = last and not any(bucket.sum_axes.goes_on for bucket in self._trainable)
         held = 0
         for index, handle in enumerate(super().reduce(denominator)):
             before, now = sums[index - 1 : index], sums[index : index + 1]
             held = self._hold(held, sum(before) + sum(now))
             yield handle
             held = self._hold(held, sum(now) if stays or index + 1 < len(sums) else 0)
-        kept = [bucket for bucket in self._trainable if last and bucket.tiers.grad == "device"]
-        done = sum(_numel(b, b.optim_axes) for b in kept) * self._itemsize
-        self._hold(held, done)
+        self._hold(held, resting_bytes(self._trainable)["grad"] * last)
         return torch.empty(0)
 
     def _hold(self, before: int, now: int) -> int:
@@ -337,6 +243,6 @@ class _Unit(PaperUnit):
         """Of each reduce-scatter of the unit in turn; what is summed after those, is summed in place."""
         found = []
         for bucket in self._trainable:
-            axes = bucket.recipe.axes.live(bucket.gradient.first_axes(last))
-            found += [_numel(bucket, axes[: count + 1]) * self._itemsize for count in range(len(axes))]
+            axes, itemsize = bucket.sum_axes.first(last), bucket.precision.accumulate.itemsize
+            found += [bucket.numel(axes[: count + 1]) * itemsize for count in range(len(axes))]
         return found

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.engine.offload.drive import padded_bytes
+from terrazzo.engine.offload.needs import load_bytes, tray_bytes
 from terrazzo.engine.offload.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
+from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import placed_units, placement_of
 from terrazzo.planner.memory.stages import in_flight, stage_units
-from terrazzo.planner.memory.states import Space, spaces, state_terms
+from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["disk_writes", "host_writes", "moved_activations", "on_device", "tier_terms"]
@@ -104,50 +106,26 @@ def _moved(term: Term, formula: str) -> Term:
 def _sums(setup: Setup, stage: int) -> Term:
     """Sums of micro-batches that are not the last, which go no further than the host's memory."""
     value = 0.0
-    if setup.micro_batches > 1 and not setup.accumulate_locally and placement_of(setup).grad and setup.model.aligned:
-        for space, count in _spaces(setup, stage):
-            if space.trainable and space.placement.tiers.grad != "device":
-                value += count * padded_bytes(space.numel(space.placement.grad) * setup.precision.accumulate.itemsize)
+    reduced = setup.micro_batches > 1 and not setup.accumulate_locally and placement_of(setup).plan.grad.axes
+    if reduced and setup.model.aligned:
+        for bucket, count in _buckets(setup, stage):
+            if bucket.trainable and bucket.tiers.grad != "device":
+                value += count * padded_bytes(bucket.numel(bucket.sum_axes.grad) * setup.precision.accumulate.itemsize)
     return Term("sums", value, value, "memory.host_sums", {"micro-batches": float(setup.micro_batches)})
 
 
 def _buffers(setup: Setup, stage: int) -> Term:
     """Host memory through which states on disk come and go."""
-    cell, found = setup.offload.cell_numel, [space for space, _ in _spaces(setup, stage)]
-    load = max((_load_bytes(space, cell) for space in found), default=0)
-    tray = max((_tray_bytes(space, cell) for space in found), default=0)
+    cell, found = setup.offload.cell_numel, [bucket for bucket, _ in _buckets(setup, stage)]
+    load = max((load_bytes(bucket, cell) for bucket in found), default=0)
+    tray = max((tray_bytes(bucket, bucket.moments, cell) for bucket in found), default=0)
     value = float(host_bytes(Need(nvme=(load, tray), load=load, tray=tray), setup.offload)) if load or tray else 0.0
     inputs = {"depth": float(setup.offload.depth), "cell of weights": float(load), "cell of states": float(tray)}
     return Term("disk buffers", value, value, "memory.host_buffers", inputs)
 
 
-def _load_bytes(space: Space, cell: int) -> int:
-    """As `engine.offload.needs` has it."""
-    placement = space.placement
-    if placement.tiers.weight != "nvme":
-        return 0
-    weight_bytes = min(cell, space.numel(placement.weight)) * space.weight_dtype.itemsize
-    if not (space.has_own_master and placement.tiers.optim == "nvme" and placement.weight != placement.optim):
-        return weight_bytes
-    return max(weight_bytes, min(cell, space.numel(placement.optim)) * placement.precision.master.itemsize)
-
-
-def _tray_bytes(space: Space, cell: int) -> int:
-    """As `engine.offload.needs` has it."""
-    placement, tiers = space.placement, space.placement.tiers
-    if not (space.trainable and tiers.optim == "nvme"):
-        return 0
-    precision, numel = placement.precision, min(cell, space.numel(placement.optim))
-    sizes = [precision.master.itemsize, *[space.moment_itemsize] * placement.optimizer.moments]
-    if space.has_own_master and tiers.weight == "nvme":
-        sizes.append(space.weight_dtype.itemsize)
-    if tiers.grad == "nvme":
-        sizes.append(precision.accumulate.itemsize)
-    return sum(padded_bytes(round(numel * size)) for size in sizes)
-
-
-def _spaces(setup: Setup, stage: int) -> Iterator[tuple[Space, int]]:
-    """Every flat space of a stage, and how often it is there."""
+def _buckets(setup: Setup, stage: int) -> Iterator[tuple[PlannedBucket, int]]:
+    """Every bucket of a stage, and how often it is there."""
     for unit, count, placement in placed_units(setup, stage):
-        for space in spaces(unit, placement):
-            yield space, count
+        for bucket in buckets(unit, placement, not unit.block):
+            yield bucket, count

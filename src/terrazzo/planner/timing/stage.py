@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from terrazzo.engine.recipe import Tiers
+from terrazzo.engine.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.links import Move, Network
 from terrazzo.planner.memory.placement import Placement, placed_units
@@ -27,11 +27,11 @@ from terrazzo.planner.timing.compute import (
 )
 from terrazzo.planner.timing.overlap import CONTENTION, Exposure, Row, block_exposure, root_exposure
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
-from terrazzo.planner.traffic.copies import unit_copies
 from terrazzo.planner.traffic.volumes import (
     model_parallel_moves,
     pipeline_moves,
     repetitions,
+    unit_copies,
     unit_moves,
 )
 
@@ -236,7 +236,7 @@ class Stage:
         here = sum(count * owned for _, count, placement, owned in rows if placement.tiers.optim == "device")
         moved, bandwidth = optimizer_bytes(self._setup, here), memory_rate(self._setup.cluster.device)
         terms = [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
-        if all(placement.tiers == Tiers() for _, _, placement, _ in rows):
+        if all(placement.tiers == ON_DEVICE for _, _, placement, _ in rows):
             return terms
         updates = [[self._update_of(unit, placement, owned)] * count for unit, count, placement, owned in rows]
         return [*terms, self._offloaded_update(list(chain.from_iterable(updates)))]

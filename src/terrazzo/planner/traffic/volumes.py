@@ -1,29 +1,29 @@
 """What one rank sends in one optimizer step, by collective and by link.
 
-Data-parallel traffic follows the engine move by move: each unit is gathered for forward from the plan's `weight`,
-again for backward from its `between`, reduced to `grad` and `optim`, and brought in line with updated masters. Bytes
-equal the engine's own count. The other axes follow their papers.
+Data-parallel traffic, and what comes and goes between the device, the host and its disks, is what the engine's own
+description of each bucket says. The other axes follow their papers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from terrazzo.engine.place import ON_DEVICE
+from terrazzo.engine.spec import WHEN
 from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.machine.links import Group, Move, Network, group_of
-from terrazzo.planner.memory.placement import placed_units, placement_of
-from terrazzo.planner.memory.states import Space, spaces
+from terrazzo.planner.memory.buckets import buckets
+from terrazzo.planner.memory.placement import Placement, placed_units, placement_of
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.traffic.copies import unit_copies
 
 __all__ = [
     "model_parallel_moves",
     "pipeline_moves",
     "repetitions",
     "traffic_of",
+    "unit_copies",
     "unit_moves",
 ]
 
@@ -57,6 +57,10 @@ FORMULAS |= {
         "per block and micro-batch, tokens * active_experts * hidden * bytes_per_element * (ep - 1) / ep, for dispatch "
         "and combine, forward and backward",
         "GShard, arXiv 2006.16668",
+    ),
+    "traffic.offload": Formula(
+        "elements of this rank's shard * bytes_per_element, for each copy between device, host and disk",
+        "ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; terrazzo/engine/offload/update.py",
     ),
 }
 
@@ -103,7 +107,7 @@ def _collect(setup: Setup, stage: int) -> Collected:
 def repetitions(setup: Setup) -> dict[str, int]:
     """How often each kind of move happens in a step."""
     micro_batches = setup.micro_batches
-    local = setup.accumulate_locally or not placement_of(setup).grad
+    local = setup.accumulate_locally or not placement_of(setup).plan.grad.axes
     return {
         "forward": micro_batches,
         "backward": micro_batches,
@@ -118,80 +122,38 @@ def repetitions(setup: Setup) -> dict[str, int]:
 
 def unit_moves(setup: Setup, unit: UnitShape, root: bool) -> tuple[Move, ...]:
     """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
-    found: list[Move] = []
-    for space in spaces(unit, placement_of(setup)):
-        found += _SpaceMoves(setup, space, regathered=not root).moves()
+    network, found = Network(setup.cluster.device), []
+    for bucket in buckets(unit, placement_of(setup), root):
+        messages = 1 if setup.coalesced else len(bucket.tensors)
+        for when in WHEN:
+            for move in bucket.collectives(when):
+                group = _group(setup, move.over, bucket.size(move.over))
+                if group.size > 1 or move.kind != "all_reduce":
+                    link = network.link(group)
+                    found.append(Move(move.kind, move.what, when, move.sent_bytes, group, link, messages))
     return tuple(found)
 
 
-class _SpaceMoves:
-    """The collectives of one flat space; see `terrazzo.engine.bucket`, whose rules these are."""
+def _group(setup: Setup, axis: str, size: int) -> Group:
+    """`size` ranks of an axis: of experts' tensors, what expert parallelism leaves of it."""
+    whole = group_of(setup.mesh, axis)
+    return Group(axis, size, whole.stride * (whole.size // size))
 
-    def __init__(self, setup: Setup, space: Space, regathered: bool) -> None:
-        placement = space.placement
-        self._setup, self._space, self._sizes = setup, space, dict(placement.sizes)
-        self._network = Network(setup.cluster.device)
-        self._messages = 1 if setup.coalesced else len(space.tensors)
-        self._weight = placement.weight
-        self._optim = placement.optim if space.trainable else placement.weight
-        self._between = placement.between if regathered else ()
-        self._weight_dtype = space.weight_dtype
 
-    def moves(self) -> Iterator[Move]:
-        precision = self._setup.precision
-        compute = precision.compute.itemsize
-        yield from self._gather(self._weight, (), compute, "weights", "forward")
-        if self._between:
-            yield from self._gather(self._between, (), compute, "weights", "backward")
-        if not self._space.trainable:
-            return
-        wire, grad = precision.reduce.itemsize, self._space.placement.grad
-        if grad:
-            yield from self._scatter((), grad, wire, "reduce")
-        yield from self._scatter((), self._optim, wire, "last")
-        for axis in self._axes():
-            if axis not in self._optim:
-                size = self._size(axis)
-                sent = 2 * (self._whole(self._space.numel(self._optim) * wire / size) * (size - 1))
-                yield self._move("all_reduce", "gradients", "last", sent, axis)
-        yield from self._gather(self._optim, self._weight, self._weight_dtype.itemsize, "updated weights", "update")
+def unit_copies(unit: UnitShape, placement: Placement, root: bool) -> tuple[Move, ...]:
+    """What comes and goes between the device, the host's memory and its disks for one unit, by `when` as in `Move`.
 
-    def _gather(
-        self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, what: str, when: str
-    ) -> Iterator[Move]:
-        while len(source) > len(target):
-            axis, wider = source[-1], source[:-1]
-            sent = (self._space.numel(wider) - self._space.numel(source)) * itemsize
-            yield self._move("all_gather", what, when, sent, axis)
-            source = wider
-
-    def _scatter(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, when: str) -> Iterator[Move]:
-        for cut in range(len(source), len(target)):
-            sent = (self._space.numel(target[:cut]) - self._space.numel(target[: cut + 1])) * itemsize
-            yield self._move("reduce_scatter", "gradients", when, sent, target[cut])
-
-    def _move(self, kind: str, what: str, when: str, sent: float, axis: str) -> Move:
-        whole = group_of(self._setup.mesh, axis)
-        group = Group(axis, self._size(axis), whole.stride * (whole.size // self._size(axis)))
-        return Move(kind, what, when, sent, group, self._network.link(group), self._messages)
-
-    def _axes(self) -> Iterator[str]:
-        for axis in self._sizes:
-            if self._size(axis) > 1:
-                yield axis
-
-    def _size(self, axis: str) -> int:
-        """Ranks of an axis; of experts' tensors, what expert parallelism leaves of it, innermost axes taken first."""
-        left = self._space.ep
-        for name, size in self._sizes.items():
-            taken = math.gcd(size, left)
-            if name == axis:
-                return size // taken
-            left //= taken
-        return 1
-
-    def _whole(self, value: float) -> float:
-        return int(value) if self._setup.model.aligned else value
+    The root unit's weights are not fetched twice.
+    """
+    if placement.tiers == ON_DEVICE:
+        return ()
+    return tuple(
+        Move(move.kind, move.what, when, move.sent_bytes, None, move.over)
+        for bucket in buckets(unit, placement, root)
+        for when in WHEN
+        for move in bucket.copies(when, bucket.moments)
+        if move.sent_bytes
+    )
 
 
 # -- the other axes --------------------------------------------------------------------------------------------

@@ -1,0 +1,350 @@
+"""One flat bucket of a unit, described without tensors: how each state is split, where it rests, and what a step moves.
+
+A unit has one bucket of trainable parameters and one per kind of frozen ones. Which states exist, and which share
+memory, follows from the plan's four places and the precision's dtypes alone:
+
+    weight and master, same axes, same dtype          one memory
+    weight and master, same axes, weight only a cast  the master alone; the weight is cast as it is gathered
+    weight less split, same dtype                     the master is a view into the weight
+    weight less split, other dtype                    two memories
+    weight not split, dtype as computed with          modules see that memory itself, nothing is gathered
+
+On different tiers they are two memories. Away from the device so are a weight and a master of different dtypes, whose
+cast would cross over in the wider of the two, and in files those of different axes.
+
+A `Bucket` is a description with memory. The bill, the step on paper and the planner ask the description alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from terrazzo.engine.place import ON_DEVICE, TIERS, Plan, Tiers
+from terrazzo.engine.precision import Precision
+
+__all__ = ["WHEN", "Axis", "BucketSpec", "Move", "StateBytes", "SumAxes", "resting_bytes"]
+
+WHEN = ("forward", "backward", "reduce", "last", "update")
+"""When things move: before forward and before backward, after each backward that reduces, after the last one, and after
+the optimizer's step."""
+
+
+class Axis(Protocol):
+    """What is asked of a data axis: the collectives along it, or what they would do."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def all_reduce_steps(self) -> int: ...
+    def receive_bytes(self, full_bytes: int) -> int: ...
+
+
+class SumAxes(NamedTuple):
+    """Over which axes a gradient is summed: the plan's `grad`, `optim`, and those whose ranks keep the same state."""
+
+    grad: tuple[str, ...]
+    optim: tuple[str, ...]
+    replicas: tuple[str, ...]
+
+    def first(self, last: bool) -> tuple[str, ...]:
+        """Before it meets the gradients of earlier micro-batches."""
+        return self.grad or (self.optim if last else ())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether at the end of a step that sum still has to be reduced further."""
+        return self.first(last=True) != self.optim or bool(self.replicas)
+
+
+class StateBytes(NamedTuple):
+    """A state at rest on one rank: `weight`, `master`, `grad` or `moments`."""
+
+    state: str
+    tier: str
+    nbytes: int
+
+
+class Move(NamedTuple):
+    """One collective, or one copy, of one bucket.
+
+    Attributes:
+        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `copy`.
+        what: is moved, such as `weights`.
+        over: the axis of a collective; of a copy the link, `pcie` or `disk`.
+        sent_bytes: by one rank.
+        received_bytes: memory for what arrives to be summed, in the first of its `steps`.
+        beside_bytes: the sum so far, in memory of its own meanwhile.
+    """
+
+    kind: str
+    what: str
+    over: str
+    sent_bytes: float
+    received_bytes: int = 0
+    steps: int = 1
+    beside_bytes: int = 0
+
+
+@dataclass(eq=False)
+class BucketSpec:
+    """Parameters of one unit that share a flat index space.
+
+    Args:
+        whole: elements of the space on the ranks of all data axes, padding included.
+        plan: its places hold only axes with more than one rank.
+        ranks: the data axes with more than one rank, innermost first.
+        tiers: where its states rest.
+        trainable: or frozen.
+        keep: hold full weights between forward and backward whatever the plan says (the root unit, which would be
+            gathered again at once).
+        stored: dtype of parameters that are no floating-point numbers, which no precision changes.
+        on_host: whether collectives reach the host's memory: ranks on CPUs.
+        dealt: ranks of data axes among which whole tensors are dealt out (experts): so many fewer split each of them.
+        padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
+
+    Attributes:
+        weight_axes, between_axes, optim_axes: over which the states are split.
+        compute_dtype, weight_dtype: of the full weights, and of those at rest.
+        has_own_master: whether master weights have memory of their own.
+        resident: whether modules see the resting weights themselves.
+        keeps_full: whether full weights stay from forward to backward.
+        regathered: whether backward gathers weights again that forward has put down.
+        updated_apart: whether the optimizer steps it away from the device.
+        gathers_apart: whether new weights are gathered in device memory of their own, on their way to where they rest.
+        sum_axes: of its gradients.
+    """
+
+    whole: int
+    plan: Plan
+    precision: Precision
+    ranks: Mapping[str, Axis]
+    tiers: Tiers = ON_DEVICE
+    trainable: bool = True
+    keep: bool = False
+    stored: torch.dtype | None = None
+    on_host: bool = False
+    dealt: int = 1
+    padded: bool = True
+
+    def __post_init__(self) -> None:
+        plan, tiers, trainable = self.plan, self.tiers, self.trainable
+        self._numels: dict[tuple[str, ...], int] = {}
+        self._collectives: dict[str, list[Move]] = {}
+        on_device = tiers.weight == "device"
+        self.compute_dtype = self.stored or self.precision.compute
+        self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
+        self.optim_axes = plan.optim.axes if trainable else plan.weight.axes
+        stored = self.stored or self.precision.weight
+        self.has_own_master = trainable and not self._weight_serves_as_master(stored)
+        self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
+        self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype and on_device
+        fetched_again = self.between_axes == self.weight_axes and not on_device
+        self.keeps_full = self.keep or (self.between_axes == () and not fetched_again)
+        self.regathered = not self.resident and not self.keeps_full
+        self.updated_apart = trainable and tiers.optim != "device"
+        reached = on_device or (tiers.weight == "cpu" and self.on_host)
+        self.gathers_apart = not reached and self.weight_axes != self.optim_axes
+        replicas = tuple(axis for axis in self.ranks if axis not in self.optim_axes)
+        self.sum_axes = SumAxes(plan.grad.axes, self.optim_axes, replicas)
+
+    def _weight_serves_as_master(self, stored: torch.dtype) -> bool:
+        master, tier = self.precision.master, self.tiers.weight
+        same_axes = self.weight_axes == self.optim_axes
+        if tier != self.tiers.optim:
+            return False
+        if stored == master:
+            return same_axes or tier != "nvme"
+        cast_away = same_axes and self.weight_axes != () and stored == self.compute_dtype
+        return tier == "device" and cast_away and self.padded
+
+    # -- at rest -----------------------------------------------------------------------------------------------
+
+    def numel(self, axes: tuple[str, ...]) -> int:
+        """Elements of one rank when the space is split over `axes`."""
+        if (known := self._numels.get(axes)) is None:
+            parts = max(1, math.prod([self.ranks[axis].size for axis in axes]) // self.dealt)
+            known = self._numels[axes] = self.whole // parts if self.padded else -(-self.whole // parts)
+        return known
+
+    def kept(self, moments: Sequence[float] = ()) -> Iterator[StateBytes]:
+        """The states of one rank.
+
+        Args:
+            moments: bytes per element of each state that the optimizer keeps for every element.
+        """
+        precision, tiers, owned = self.precision, self.tiers, self.numel(self.optim_axes)
+        yield StateBytes("weight", tiers.weight, self.numel(self.weight_axes) * self.weight_dtype.itemsize)
+        if self.has_own_master:
+            yield StateBytes("master", tiers.optim, owned * precision.master.itemsize)
+        if self.trainable:
+            yield StateBytes("grad", tiers.grad, owned * precision.accumulate.itemsize)
+            for itemsize in moments:
+                yield StateBytes("moments", tiers.optim, math.ceil(owned * itemsize))
+
+    @property
+    def full_bytes(self) -> int:
+        """Full weights beside those at rest."""
+        return 0 if self.resident else self.whole * self.compute_dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Kept from forward to backward in place of full weights and beside those at rest."""
+        kept_apart = self.regathered and self.between_axes != self.weight_axes
+        return self.numel(self.between_axes) * self.compute_dtype.itemsize * kept_apart
+
+    def pending_bytes(self, local_sums: bool) -> int:
+        """An unreduced gradient, which only adds up on this rank or is on its way to the wire."""
+        dtype = self.precision.accumulate if local_sums else self.precision.reduce
+        return self.trainable * self.whole * dtype.itemsize
+
+    @property
+    def partial_bytes(self) -> int:
+        """Sums of earlier micro-batches at the plan's `grad` place, on the device."""
+        here = self.trainable and self.tiers.grad == "device"
+        return here * self.numel(self.plan.grad.axes) * self.precision.accumulate.itemsize
+
+    @property
+    def apart_bytes(self) -> int:
+        """New weights that are gathered on the device on their way to where they rest."""
+        return self.gathers_apart * self.numel(self.weight_axes) * self.weight_dtype.itemsize
+
+    # -- collectives -------------------------------------------------------------------------------------------
+
+    def collectives(self, when: str) -> Sequence[Move]:
+        """In the engine's order, at one of `WHEN`."""
+        if (known := self._collectives.get(when)) is None:
+            known = self._collectives[when] = self._collectives_at(when)
+        return known
+
+    def _collectives_at(self, when: str) -> list[Move]:
+        compute = self.compute_dtype.itemsize
+        if when == "forward":
+            return self._gathers(self.weight_axes, (), compute, "weights")
+        if when == "backward":
+            return self._gathers(self.between_axes, (), compute, "weights")
+        if not self.trainable:
+            return []
+        if when == "update":
+            return self._gathers(self.optim_axes, self.weight_axes, self.weight_dtype.itemsize, "updated weights")
+        first, further = self.reduction(when == "last")
+        return [*first, *further]
+
+    def reduction(self, last: bool) -> tuple[list[Move], list[Move]]:
+        """What brings a gradient to where it meets those of earlier micro-batches, and what then finishes the last."""
+        first = self.sum_axes.first(last)
+        start = self._scatters((), first)
+        if not last:
+            return start, []
+        beside = self.numel(first) * self.precision.accumulate.itemsize if first else 0
+        further = self._scatters(first, self.optim_axes, beside)
+        wire = self.precision.reduce.itemsize * self.numel(self.optim_axes)
+        for axis in self.sum_axes.replicas:
+            size, along = self.size(axis), self.ranks[axis]
+            sent = 2 * (wire // size if self.padded else wire / size) * (size - 1)
+            received, steps = along.receive_bytes(wire), along.all_reduce_steps
+            further.append(Move("all_reduce", "gradients", axis, sent, received, steps, beside))
+        return start, further
+
+    def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, what: str) -> list[Move]:
+        found, own = [], self.numel(source)
+        for cut in range(len(source) - 1, len(target) - 1, -1):
+            wider = self.numel(source[:cut])
+            found.append(Move("all_gather", what, source[cut], (wider - own) * itemsize))
+            own = wider
+        return found
+
+    def _scatters(self, source: tuple[str, ...], target: tuple[str, ...], beside: int = 0) -> list[Move]:
+        found, wire, full = [], self.precision.reduce.itemsize, self.numel(source)
+        for cut in range(len(source), len(target)):
+            own, axis = self.numel(target[: cut + 1]), target[cut]
+            received = self.ranks[axis].receive_bytes(full * wire)
+            found.append(Move("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, beside))
+            full = own
+        return found
+
+    def size(self, axis: str) -> int:
+        """Ranks of an axis that split a tensor; where whole ones are dealt out, innermost axes are used up first."""
+        left = self.dealt
+        for name, along in self.ranks.items():
+            taken = math.gcd(along.size, left)
+            if name == axis:
+                return along.size // taken
+            left //= taken
+        return 1
+
+    # -- copies ------------------------------------------------------------------------------------------------
+
+    def copies(self, when: str, moments: Sequence[float] = ()) -> list[Move]:
+        """What comes and goes between the device, the host's memory and its disks, at one of `WHEN`.
+
+        Resting weights are fetched before each gather, gradients go to their tier once they are reduced, those of
+        earlier micro-batches no further than the host's memory, and an update happens where the optimizer's state lies.
+
+        Args:
+            moments: as for `kept`.
+        """
+        tiers, weight_bytes = self.tiers, self.numel(self.weight_axes) * self.weight_dtype.itemsize
+        if when == "forward" or (when == "backward" and not self.keep and self.between_axes == self.weight_axes):
+            return _way(tiers.weight, weight_bytes, "weights to the device", "weights from disk")
+        if when == "backward" or not self.trainable:
+            return []
+        if when == "update":
+            return self._update_copies(moments)
+        if tiers.grad == "device" or (when == "reduce" and not self.plan.grad.axes):
+            return []
+        itemsize = self.precision.accumulate.itemsize
+        if when == "reduce":
+            partial = self.numel(self.plan.grad.axes) * itemsize
+            return [_copy("gradients to the host", partial), _copy("gradients to the device", partial)]
+        finished = self.numel(self.optim_axes) * itemsize
+        return _way(tiers.grad, finished, "gradients to the host", "gradients to disk")
+
+    def _update_copies(self, moments: Sequence[float]) -> list[Move]:
+        precision, tiers, owned, found = self.precision, self.tiers, self.numel(self.optim_axes), list[Move]()
+        grad_bytes = owned * precision.accumulate.itemsize
+        if tiers.grad == "nvme":
+            found.append(_copy("gradients from disk", grad_bytes, "disk"))
+        if tiers.optim == "device" and tiers.grad != "device":
+            found.append(_copy("gradients to the device", grad_bytes))
+        if tiers.optim != "device" and tiers.grad == "device":
+            found.append(_copy("gradients to the host", grad_bytes))
+        if tiers.optim == "nvme":
+            state = owned * (precision.master.itemsize + sum(moments))
+            found += [_copy(f"optimizer state {way} disk", state, "disk") for way in ("from", "to")]
+        if self.has_own_master or self.weight_axes != self.optim_axes:
+            found += self._new_weights()
+        return found
+
+    def _new_weights(self) -> list[Move]:
+        """From where they were updated to where they rest; less split ones are gathered on the device first."""
+        weight, optim, itemsize, found = self.tiers.weight, self.tiers.optim, self.weight_dtype.itemsize, list[Move]()
+        gathered = weight != "device" and self.weight_axes != self.optim_axes
+        if optim != "device" and (weight == "device" or gathered):
+            found.append(_copy("updated weights to the device", self.numel(self.optim_axes) * itemsize))
+        count_bytes = self.numel(self.weight_axes) * itemsize
+        resting = _way(weight, count_bytes, "updated weights to the host", "updated weights to disk")
+        return found + [move for move in resting if move.over == "disk" or optim == "device" or gathered]
+
+
+def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[Move]:
+    """From or to a tier: what crosses the link to the host, and what its disks'."""
+    found = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
+    return found[: TIERS.index(tier)]
+
+
+def _copy(what: str, count_bytes: float, link: str = "pcie") -> Move:
+    return Move("copy", what, link, count_bytes)
+
+
+def resting_bytes(found: Iterable[BucketSpec]) -> Counter[str]:
+    """Of each state of several buckets, what rests on the device; moments left out."""
+    total = Counter[str]()
+    for state, tier, nbytes in (kept for bucket in found for kept in bucket.kept()):
+        total[state] += nbytes * (tier == "device")
+    return total

@@ -1,0 +1,90 @@
+"""The buckets of a model that is known by its shapes alone: the engine's own description of each, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+from terrazzo.engine.layout import ALIGN, round_up
+from terrazzo.engine.offload.drive import padded_bytes
+from terrazzo.engine.spec import BucketSpec
+from terrazzo.planner.memory.placement import Placement
+from terrazzo.planner.model.shapes import TensorShape, UnitShape
+
+__all__ = ["PlannedBucket", "buckets"]
+
+
+@lru_cache(maxsize=8192)
+def buckets(unit: UnitShape, placement: Placement, keep: bool) -> tuple[PlannedBucket, ...]:
+    """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them.
+
+    Args:
+        keep: hold its full weights from forward to backward: the root.
+    """
+    groups: dict[tuple[bool, bool], list[TensorShape]] = {}
+    for tensor in unit.tensors:
+        dealt_out = placement.ep > 1 and tensor.role == "expert"
+        groups.setdefault((not tensor.trainable, dealt_out), []).append(tensor)
+    return tuple(PlannedBucket(groups[key], placement, keep) for key in sorted(groups))
+
+
+class PlannedBucket(BucketSpec):
+    """A bucket of these tensors.
+
+    Attributes:
+        end: elements of the flat space up to the padding at its end.
+        moments: bytes per element of each state that the optimizer keeps for every element.
+    """
+
+    def __init__(self, tensors: Sequence[TensorShape], placement: Placement, keep: bool) -> None:
+        recipe, precision = placement.optimizer, placement.precision
+        self.tensors, self._tp, self._fixed_bytes = tensors, placement.tp, recipe.fixed_bytes
+        self.dealt = placement.ep if tensors[0].role == "expert" else 1
+        self.end = sum(round_up(self.share(tensor), ALIGN if placement.padded else 1) for tensor in tensors)
+        split = max(1, placement.shards // self.dealt)
+        super().__init__(
+            round_up(self.end, ALIGN * split) if placement.padded else self.end,
+            placement.plan,
+            precision,
+            placement.axes,
+            placement.tiers,
+            tensors[0].trainable,
+            keep,
+            on_host=placement.host > 0,
+            dealt=self.dealt,
+            padded=placement.padded,
+        )
+        each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
+        self.moments = [each] * recipe.moments
+
+    def share(self, tensor: TensorShape) -> int:
+        """Elements of a tensor on a rank, before data ranks divide it."""
+        parts = (self._tp if tensor.split != "none" else 1) * self.dealt
+        return -(-tensor.numel // parts)
+
+    @property
+    def updated_numel(self) -> int:
+        """Elements that the optimizer of the first rank sees: all but the padding at the end of the space."""
+        return min(self.end, self.numel(self.optim_axes))
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """Of these, matrices and the rest: runs of parameters that share settings."""
+        padded = sum(round_up(self.share(tensor), ALIGN) for tensor in self.tensors if len(tensor.shape) >= 2)
+        matrices = min(self.updated_numel, padded)
+        return matrices, self.updated_numel - matrices
+
+    @cached_property
+    def resting(self) -> dict[str, tuple[str, float]]:
+        """Tier and bytes of each state on the first rank, which no rank exceeds but by a step count.
+
+        Padding has no moments on the device; away from it each state has pages of its own.
+        """
+        found: dict[str, tuple[str, float]] = {}
+        for state, tier, nbytes in self.kept(self.moments):
+            before = found.get(state, (tier, 0))[1]
+            found[state] = tier, before + (nbytes if tier == "device" else padded_bytes(nbytes))
+        if self.trainable and not self.updated_apart:
+            counts = sum(run > 0 for run in self.runs) * self._fixed_bytes if self.padded else 0
+            found["moments"] = "device", self.updated_numel * sum(self.moments) + counts
+        return found
