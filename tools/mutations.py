@@ -241,17 +241,17 @@ MUTATIONS = [
     # -- planner
     Mutation(
         "moments are billed for padding, too",
-        "planner/memory/states.py",
-        "held = min(space.end, space.numel(placement.optim))",
-        "held = space.numel(placement.optim)",
-        "planner/test_memory_engine.py planner/test_engine_truth.py",
+        "planner/memory/buckets.py",
+        "return min(self.end, self.numel(self.optim_axes))",
+        "return self.numel(self.optim_axes)",
+        "planner/test_memory_engine.py",
     ),
     Mutation(
         "a sum that replaces its terms is billed beside them",
-        "planner/memory/states.py",
-        "accumulate.itemsize if first and moves else 0",
-        "accumulate.itemsize if moves else 0",
-        "planner/test_memory_engine.py planner/test_engine_truth.py",
+        "engine/spec.py",
+        "self.precision.accumulate.itemsize if first else 0",
+        "self.precision.accumulate.itemsize",
+        "engine/test_memory.py planner/test_engine_truth.py",
     ),
     # -- training
     Mutation(
