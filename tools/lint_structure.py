@@ -242,6 +242,20 @@ def check_engine(modules: dict[str, Module]) -> Iterator[Finding]:
                 yield Finding(module.path, node.lineno, f"'{node.name}' is also a class of '{defined[node.name]}'")
 
 
+def check_dialects(modules: dict[str, Module]) -> Iterator[Finding]:
+    """No dialect imports another: what two share lies beside their folders, and what carries another's document asks
+    `dialects.nested` for it.
+    """
+    folders = {name for name, module in modules.items() if module.part == "dialects" and name.count(".") == 2}
+    folders = {name for name in folders if _is_folder(modules[name])}
+    for name, module in modules.items():
+        own = next((folder for folder in folders if _below(name, folder)), None)
+        for line, target in imports_of(module, modules) if own else ():
+            if not _below(target, own) and any(_below(target, folder) for folder in folders):
+                text = f"'{target}' is another dialect: move what both need beside the folders, or ask dialects.nested"
+                yield Finding(module.path, line, text)
+
+
 def check_cycles(modules: dict[str, Module]) -> Iterator[Finding]:
     """No cycle between modules, and none between the top-level parts of the package."""
     lines: dict[tuple[str, str], tuple[Path, int]] = {}
@@ -353,6 +367,7 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
             *check_direction(modules),
             *check_engine(modules),
             *check_faces(modules),
+            *check_dialects(modules),
             *check_cycles(modules),
             *check_collectives(modules, root.name),
             *(Finding(found.path, found.line, found.text) for found in find_waits(modules)),

@@ -13,11 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from terrazzo.dialects.accelerate import Accelerate
-from terrazzo.dialects.accelerate.keys import DEEPSPEED, DYNAMO, FSDP, PARALLELISM, SECTIONS, TOP
+from terrazzo.dialects.accelerate.keys import SECTIONS, TOP
 from terrazzo.dialects.description import PATHS
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.reader import flatten
 from tests.helpers.launched import has_plugin, launched, plugin
+
+DEEPSPEED, DYNAMO, FSDP, PARALLELISM = (
+    SECTIONS[f"{name}_config"] for name in ("deepspeed", "dynamo", "fsdp", "parallelism")
+)
 
 pytest.importorskip("accelerate", reason="Accelerate's launcher is the oracle")
 
@@ -79,7 +83,7 @@ def _value(name: str, default: Any) -> st.SearchStrategy[Any]:
 def _section(draw: st.DrawFn, rows: dict[str, tuple[Any, str]], prefix: str = "") -> dict[str, Any]:
     names = draw(st.lists(st.sampled_from(sorted(rows)), unique=True, max_size=8))
     short = draw(st.booleans()) and prefix
-    return {(name.removeprefix(prefix) if short else name): draw(_value(name, rows[name][0])) for name in names}
+    return {(name.removeprefix(prefix) if short else name): draw(_value(name, rows[name].default)) for name in names}
 
 
 @st.composite
@@ -177,9 +181,9 @@ def test_the_tables_have_every_key_of_the_launcher() -> None:
     assert known - named == {"fsdp_ignored_modules", "mpirun_hostfile"}
     for name, default in flags.items():
         if name.startswith("fsdp_") and default is not None:
-            assert str(FSDP[name][0]).lower() == str(default).lower(), name
+            assert str(FSDP[name].default).lower() == str(default).lower(), name
         if name.startswith("parallelism_config_"):
-            assert PARALLELISM[name][0] == default, name
+            assert PARALLELISM[name].default == default, name
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])

@@ -18,9 +18,10 @@ from terrazzo.dialects.draft import Draft
 from terrazzo.dialects.emit import to_text
 from terrazzo.dialects.explain import explain, plan_words
 from terrazzo.dialects.files import Loaded, parse
+from terrazzo.dialects.keys import matches
 from terrazzo.dialects.meaning import data_ranks, degrees, same
 from terrazzo.dialects.precision_table import costs, precisions
-from terrazzo.dialects.reader import Reader, derived, flatten, join, matches, split
+from terrazzo.dialects.reader import Reader, derived, flatten, join, split
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.understand import Understood, read_document, understand
 from terrazzo.dialects.verdict import Verdict, worst

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from terrazzo.dialects.deepspeed import DeepSpeed
-from terrazzo.dialects.deepspeed.table import ALIASES, STRICT, TABLE
+from terrazzo.dialects.deepspeed.keys import ALIASES, STRICT, TABLE
 from terrazzo.dialects.description import PATHS
 from terrazzo.dialects.dialect import Context, Reading
+from terrazzo.dialects.keys import ANY, NAMES, SWITCH
 from terrazzo.dialects.reader import flatten
 
 pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench-installed")
@@ -121,15 +122,15 @@ def _values(key: str) -> st.SearchStrategy[Any]:
     row = TABLE[key]
     if key in _WORDS:
         return st.sampled_from(_WORDS[key])
-    if row.kind == "bool":
+    if row.type is SWITCH:
         return st.sampled_from([True, False, True])
-    if row.kind == "int":
+    if row.type.expected.startswith("a whole number"):
         return st.sampled_from([1, 2, 7, row.default if isinstance(row.default, int) else 3])
-    if row.kind == "number":
+    if row.type.expected.startswith("a number"):
         return st.sampled_from([0.25, row.default if row.default is not None else 0.5])
-    if row.kind == "names":
+    if row.type is NAMES:
         return st.just(["a.B"])
-    return st.just(row.default if row.default is not None or row.kind == "any" else "x")
+    return st.just(row.default if row.default is not None or row.type is ANY else "x")
 
 
 _KEYS = sorted(

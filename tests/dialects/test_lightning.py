@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from terrazzo.dialects.keys import matches
 from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, MODEL_PARALLEL, NAMED, SHARED, TRAINER
-from terrazzo.dialects.lightning.rows import WORDS
-from terrazzo.dialects.lightning.strategies import deepspeed_document
-from terrazzo.dialects.reader import matches
+from terrazzo.dialects.lightning.precision import WORDS
+from terrazzo.dialects.lightning.read_strategy import deepspeed_document
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import assert_lossless, converted, described, found, inventory, precision, verdicts
 
@@ -239,7 +239,7 @@ def test_arguments_are_lightnings(strategies: Any) -> None:
     import lightning.pytorch
 
     assert set(parameters(lightning.pytorch.Trainer)) == set(TRAINER) - {"strategy.class_path"}
-    assert {name: default for name, (default, _) in DEEPSPEED.items()}.items() <= parameters(
+    assert {name: row.default for name, row in DEEPSPEED.items()}.items() <= parameters(
         strategies.DeepSpeedStrategy
     ).items()
     assert set(parameters(strategies.DeepSpeedStrategy)) <= {*DEEPSPEED, *SHARED}

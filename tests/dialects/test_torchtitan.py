@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
-from terrazzo.dialects.reader import matches
+from terrazzo.dialects.convert import convert_reading
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.keys import matches
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.torchtitan.keys import BELOW, KEYS
+from terrazzo.dialects.torchtitan.keys import KEYS
+from terrazzo.dialects.understand import read_document
 from tests.dialects.peers import (
     assert_lossless,
     converted,
@@ -203,11 +206,11 @@ def test_the_fields_are_the_dataclasss(configs: ModuleType) -> None:
     for section, name in SECTIONS.items():
         made = getattr(configs, name)()
         theirs = {f"{section}.{field.name}": getattr(made, field.name) for field in dataclasses.fields(made)}
-        ours = {key: default for key, (default, _) in KEYS.items() if key.startswith(f"{section}.")}
+        ours = {key: row.default for key, row in KEYS.items() if row.meaning and key.startswith(f"{section}.")}
         assert ours == theirs
     for section, name in {"comm": "CommConfig", "debug": "DebugConfig"}.items():
         fields = {f"{section}.{field.name}" for field in dataclasses.fields(getattr(configs, name))}
-        assert fields == {key for key in (*KEYS, *BELOW) if key.startswith(f"{section}.")}
+        assert fields == {key for key in KEYS if key.startswith(f"{section}.")}
 
 
 def test_what_it_saves_is_read_as_its_defaults(configs: ModuleType) -> None:
@@ -234,7 +237,7 @@ FILES = {
 def test_the_fields_of_components_are_theirs(section: str, configs: ModuleType) -> None:
     folder = Path(str(configs.__file__)).parent.parent
     fields = {f"{section}.{name}" for file in FILES[section] for name in config_fields(folder / file)}
-    ours = {key for key in (*KEYS, *BELOW) if key.startswith(f"{section}.")} - {"activation_checkpoint.type"}
+    ours = {key for key in KEYS if key.startswith(f"{section}.")} - {"activation_checkpoint.type"}
     assert ours == fields
 
 
@@ -269,3 +272,10 @@ def test_torchtitan_takes_what_is_written(source: str, document: dict[str, Any],
     if after.value("batch.global_batch") is not None and "global_batch_size" in conversion.document.get("training", {}):
         ranks = 8
         assert made["training"].global_batch_size % (made["training"].local_batch_size * ranks) == 0
+
+
+def test_a_config_written_into_itself_loses_nothing() -> None:
+    """Without a global batch there is one micro-batch per step, which the same config says without a key."""
+    found = dialect("torchtitan")
+    reading = read_document(found, {"training": {"local_batch_size": 2}}, Context(world=8))
+    assert not convert_reading(found, reading, found, Context(world=8)).unsaid

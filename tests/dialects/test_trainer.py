@@ -12,7 +12,7 @@ import pytest
 
 from terrazzo.dialects.description import settings
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.reader import matches
+from terrazzo.dialects.keys import matches
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS
 from tests.dialects.peers import (
@@ -73,18 +73,18 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 def test_the_fields_are_the_dataclasss() -> None:
     fields = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments)}
     assert set(fields) == {*FIELDS, *ALIASES}
-    for name, (default, _) in FIELDS.items():
+    for name, row in FIELDS.items():
         theirs = fields[name].default
         if theirs is dataclasses.MISSING:
             theirs = fields[name].default_factory()
-        assert (name, default) == (name, theirs)
+        assert (name, row.default) == (name, theirs)
 
 
 def test_the_fields_of_distributed_config_are_the_dataclasss() -> None:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     fields = {field.name: field.default for field in dataclasses.fields(DistributedConfig)}
-    assert fields == {name: default for name, (default, _) in DISTRIBUTED.items()}
+    assert fields == {name: row.default for name, row in DISTRIBUTED.items()}
 
 
 def entries() -> Iterator[str]:

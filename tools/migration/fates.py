@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from terrazzo.dialects.convert import convert_reading
-from terrazzo.dialects.deepspeed.table import ALIASES
+from terrazzo.dialects.deepspeed.keys import ALIASES
 from terrazzo.dialects.description import settings
 from terrazzo.dialects.dialect import Context, Reading
 from terrazzo.dialects.reader import flatten, split

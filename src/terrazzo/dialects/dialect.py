@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from terrazzo.dialects.description import Description
+from terrazzo.dialects.keys import Key, row_of
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["NO_CONTEXT", "Context", "Dialect", "Document", "Finding", "Reading", "Writing"]
@@ -99,13 +100,18 @@ class Dialect(ABC):
         name: as in `--to`, such as `deepspeed`.
         title: as in messages, such as "DeepSpeed JSON".
         suffix: of its files: `.json` or `.yaml`.
-        known_keys: dotted; `<...>` stands for any name, and a key with `.*` at its end for everything below it.
+        keys: dotted; `<...>` stands for any name, and a key with `.*` at its end for everything below it.
     """
 
     name: str
     title: str
     suffix: str = ".yaml"
-    known_keys: tuple[str, ...]
+    keys: Mapping[str, Key]
+
+    @property
+    def known_keys(self) -> tuple[str, ...]:
+        """The names of all keys."""
+        return tuple(self.keys)
 
     @abstractmethod
     def recognises(self, document: Document) -> bool:
@@ -125,4 +131,5 @@ class Dialect(ABC):
 
     def meaning(self, key: str) -> str:
         """What a key does, in a few words; empty where it is not known."""
-        return ""
+        row = row_of(self.keys, key)
+        return row.meaning if row else ""

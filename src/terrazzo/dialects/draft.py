@@ -114,14 +114,16 @@ class Draft:
         """The document, with a verdict for every setting that is set.
 
         Args:
-            dialect: the target's name, to restore extras of a source of the same dialect.
+            dialect: the target's name. A source of the same dialect gets its extras back, and loses nothing of what
+                nobody has spoken of: its keys stand there again, and its defaults hold.
         """
+        own = bool(dialect) and self.description.dialect == dialect
         if dialect:
             self.restore_extras(dialect)
         for path, setting in settings(self.description):
             if not setting.is_set or path in self._verdicts:
                 continue
-            if inactive(path, setting.value) or setting.origin == "derived":  # it follows from what has been spoken of
+            if own or inactive(path, setting.value) or setting.origin == "derived":  # it follows from what is said
                 self.implied(path)
             else:
                 self.lossy(path, f"{self.library} has nothing for {path} = {shown(setting.value)}")

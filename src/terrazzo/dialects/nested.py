@@ -1,4 +1,7 @@
-"""A configuration inside another's, such as the DeepSpeed document that TrainingArguments and Lightning carry."""
+"""A configuration inside another's, such as the DeepSpeed document that TrainingArguments and Lightning carry.
+
+The one place where a dialect meets another: those that carry one ask for it here.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Extra, Setting, settings
 from terrazzo.dialects.dialect import Context, Dialect, Document, Finding, Reading
 from terrazzo.dialects.files import load
+from terrazzo.dialects.fsdp1 import FSDP1
 from terrazzo.dialects.verdict import Verdict, worst
 from terrazzo.errors import BadInput
 
-__all__ = ["Nested", "keyed", "load_named", "merge", "read_nested"]
+__all__ = ["DEEPSPEED", "FSDP_STRATEGY", "Nested", "keyed", "load_named", "merge", "placed", "read_nested"]
+
+DEEPSPEED = DeepSpeed()
+"""Inside Accelerate's YAML, TrainingArguments and Lightning's strategy."""
+FSDP_STRATEGY = FSDP1("FSDPStrategy")
+"""The arguments that Lightning's strategy passes on to FSDP1."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,12 @@ def keyed(findings: list[Finding], section: str) -> list[Finding]:
 def join_keys(section: str, keys: str) -> str:
     """Each of some keys, joined by `", "`, below a section."""
     return ", ".join(f"{section}.{key}" for key in keys.split(", ") if key) or section
+
+
+def placed(verdict: Verdict, section: str) -> Verdict:
+    """A writer's verdict, with its keys below a section."""
+    target = ", ".join(f"{section}.{key}" for key in verdict.target.split(", ") if key)
+    return replace(verdict, target=target)
 
 
 def merge(verdicts: list[Verdict]) -> list[Verdict]:

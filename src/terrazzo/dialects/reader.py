@@ -1,13 +1,13 @@
 """Reading a document key by key, so that none is left without a verdict.
 
-    reader = Reader(document, "DeepSpeed")
-    stage = reader.integer("zero_optimization.stage", 0, low=0, high=3)
+    reader = Reader(document, "torchtitan", keys=KEYS)
+    steps = reader.take("training.steps")
     ...
-    reader.keep("steps_per_print", why="how often a line is printed", harmless=True)
-    return reader.finish("deepspeed", {"mesh.tp": tp, ...}, known_keys)
+    return reader.finish("torchtitan", {"schedule.total_steps": steps, ...})
 
-A value of the wrong type or out of range is a `refused` verdict and reads as the default. What nobody has taken when
-the reader finishes is a key that the library does not know: refused, with the nearest known one.
+A value of the wrong type or out of range is a `refused` verdict and reads as the default. When the reader finishes,
+what nobody has taken is kept as its row says, or is a key that the library does not know: refused, with the nearest
+known one.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from typing import Any
 
 from terrazzo.dialects.description import Extra, Origin, Setting, build
 from terrazzo.dialects.dialect import Document, Reading
+from terrazzo.dialects.keys import MISSING, NAMES, SWITCH, TEXT, Key, Type, number, row_of, whole, words
 from terrazzo.dialects.verdict import Kind, Verdict
 from terrazzo.errors import did_you_mean
 
-__all__ = ["Reader", "derived", "flatten", "given_only", "join", "keep_nulls", "matches", "refuse_rest", "split"]
-
-_MISSING = object()
+__all__ = ["Reader", "derived", "flatten", "given_only", "join", "split"]
 
 
 def flatten(document: Document, opaque: Iterable[str] = ()) -> dict[str, Any]:
     """Leaves by dotted key. Lists, empty sections and the keys in `opaque` are leaves."""
     flat: dict[str, Any] = {}
-    whole = frozenset(opaque)
+    leaves = frozenset(opaque)
 
     def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value and prefix not in whole:
+        if isinstance(value, Mapping) and value and prefix not in leaves:
             for name, inner in value.items():
                 walk(join(prefix, str(name)), inner)
         elif prefix:
@@ -40,13 +39,6 @@ def flatten(document: Document, opaque: Iterable[str] = ()) -> dict[str, Any]:
 
     walk("", document)
     return flat
-
-
-def matches(key: str, pattern: str) -> bool:
-    """Whether a dotted key is one of a pattern's: `<...>` is any one name, `.*` at the end anything below."""
-    parts = [r"[^.]+" if part.startswith("<") else re.escape(part) for part in pattern.removesuffix(".*").split(".")]
-    below = r"(\..+)?" if pattern.endswith(".*") else ""
-    return re.fullmatch(r"\.".join(parts) + below, key) is not None
 
 
 def join(prefix: str, name: str) -> str:
@@ -67,10 +59,17 @@ class Reader:
         document: as loaded.
         library: its name in messages.
         opaque: dotted keys whose value is one leaf although it is a mapping.
+        keys: what the library knows.
+
+    Attributes:
+        spelling: the document's keys by today's, where they are others.
     """
 
-    def __init__(self, document: Document, library: str, opaque: Iterable[str] = ()) -> None:
-        self.library = library
+    def __init__(
+        self, document: Document, library: str, opaque: Iterable[str] = (), keys: Mapping[str, Key] | None = None
+    ) -> None:
+        self.library, self.keys = library, keys or {}
+        self.spelling: dict[str, str] = {}
         self.flat = flatten(document, opaque)
         self.verdicts: dict[str, Verdict] = {}
         self._extras: list[Extra] = []
@@ -78,6 +77,18 @@ class Reader:
     def __contains__(self, key: str) -> bool:
         """Whether the document has this key, or any below it."""
         return key in self.flat or any(name.startswith(f"{key}.") for name in self.flat)
+
+    def spelled(self, key: str) -> str:
+        """The key as the document spells it, where the library takes several spellings."""
+        return self.spelling.get(key, key)
+
+    def raw(self, key: str) -> Any:
+        """The raw value under any of its spellings."""
+        return self.flat.get(self.spelled(key))
+
+    def has(self, key: str) -> bool:
+        """Whether the document has this very key, under any of its spellings."""
+        return self.spelled(key) in self.flat
 
     def get(self, key: str, default: Any = None) -> Any:
         """The raw value, without taking it."""
@@ -92,48 +103,45 @@ class Reader:
         self.say(key, "applied")
         return Setting(self.flat[key], "file", key)
 
+    def take(self, key: str) -> Setting[Any]:
+        """A key by its row: checked as that says, else the default. A key without one is taken as it stands."""
+        row = row_of(self.keys, key)
+        if row is None:
+            return self.any(key)
+        default = self.default(key)
+        return self._checked(key, default or () if row.type is NAMES else default, row.type, row.nullable)
+
+    def default(self, key: str) -> Any:
+        """What the library does where the document does not say it, in neutral words."""
+        return self.keys[key].neutral
+
     def integer(
         self, key: str, default: int | None = None, *, low: int = 0, high: int | None = None, null: bool = False
     ) -> Setting[Any]:
         """A whole number, also written `8.0` or `5e8`; with `null`, also nothing at all."""
-        top = "" if high is None else f" to {high}"
-        return self._checked(
-            key, default, f"a whole number from {low}{top}", lambda value: _integer(value, low, high), null
-        )
+        return self._checked(key, default, whole(low, high), null)
 
     def number(
         self, key: str, default: float | None = None, *, low: float = 0.0, high: float | None = None, null: bool = False
     ) -> Setting[Any]:
-        top = "" if high is None else f" to {high:g}"
-        return self._checked(key, default, f"a number from {low:g}{top}", lambda value: _number(value, low, high), null)
+        return self._checked(key, default, number(low, high), null)
 
     def boolean(self, key: str, default: bool | None = None, *, null: bool = False) -> Setting[Any]:
         """True or false, also as the words."""
-        words = {"true": True, "false": False}
-
-        def parse(value: Any) -> Any:
-            return value if isinstance(value, bool) else words.get(str(value).lower(), _MISSING)
-
-        return self._checked(key, default, "true or false", parse, null)
+        return self._checked(key, default, SWITCH, null)
 
     def text(self, key: str, default: str | None = None, *, null: bool = False) -> Setting[Any]:
-        return self._checked(key, default, "text", lambda value: value if isinstance(value, str) else _MISSING, null)
+        return self._checked(key, default, TEXT, null)
 
     def choice(
         self, key: str, choices: Mapping[Any, Any], default: Any = None, *, fold: bool = True, null: bool = False
     ) -> Setting[Any]:
-        """One of some words or numbers, as what it stands for. `fold`: upper case is as lower case; keys are lower."""
-        expected = f"one of {', '.join(str(each) for each in choices)}"
-
-        def parse(value: Any) -> Any:
-            word = value.lower() if fold and isinstance(value, str) else value
-            return choices.get(word, _MISSING) if isinstance(word, str | int | float) else _MISSING
-
-        return self._checked(key, default, expected, parse, null)
+        """One of some words or numbers, as what it stands for. See `keys.words`."""
+        return self._checked(key, default, words(choices, fold=fold), null)
 
     def names(self, key: str, default: Sequence[str] = (), *, null: bool = True) -> Setting[Any]:
         """A list of names, or one text with commas, as a tuple."""
-        return self._checked(key, tuple(default), "a list of names", _names, null)
+        return self._checked(key, tuple(default), NAMES, null)
 
     def section(self, key: str, default: Mapping[str, Any] | None = None) -> Setting[Any]:
         """Everything below a key, as a mapping; each of its leaves is taken."""
@@ -151,17 +159,18 @@ class Reader:
             _put(nested, split(name.removeprefix(f"{key}.")), value)
         return Setting(nested, "file", ", ".join(below))
 
-    def _checked(self, key: str, default: Any, expected: str, parse: Any, null: bool) -> Setting[Any]:
+    def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
+        key = self.spelled(key)
         if key not in self.flat:
             return Setting(default, "default", "")
         raw = self.flat[key]
         if raw is None and null:
             self.say(key, "applied")
             return Setting(default, "default", key)
-        value = parse(raw)
-        if value is _MISSING:
-            near = did_you_mean(raw, expected.removeprefix("one of ").split(", ")) if isinstance(raw, str) else ""
-            self.refuse(key, f"it is {_shown(raw)}, expected {expected}.{near}")
+        value = kind.parse(raw)
+        if value is MISSING:
+            near = did_you_mean(raw, kind.expected.removeprefix("one of ").split(", ")) if isinstance(raw, str) else ""
+            self.refuse(key, f"it is {_shown(raw)}, expected {kind.expected}.{near}")
             return Setting(default, "default", key)
         self.say(key, "applied")
         return Setting(value, "file", key)
@@ -182,23 +191,55 @@ class Reader:
             self.say(name, "applied")
             self._extras.append(Extra(name, self.flat[name], why, refused, harmless))
 
+    def keep_as(self, key: str, value: Any, why: str = "another way to write the same") -> None:
+        """Keep a value beside the neutral setting that it gave, where writing that would not give it back."""
+        self._extras = [extra for extra in self._extras if extra.key != key]
+        self._extras.append(Extra(key, value, why, harmless=True))
+
+    def keep_nulls(self) -> None:
+        """Keep known keys that say nothing, so that the same document can be written again."""
+        for key in [key for key, value in self.flat.items() if value is None or value == {}]:
+            if row_of(self.keys, key) is not None:
+                self.keep(key, "it says nothing: the default holds", harmless=True)
+
+    def keep_rows(self) -> None:
+        """Keep the known keys that nobody has read as their rows say; at their defaults they are harmless."""
+        for key in self.unread():
+            self.keep_row(key)
+
+    def keep_row(self, key: str) -> None:
+        """Keep a key of the document as its row says."""
+        row = row_of(self.keys, key)
+        if row is not None and row.keep:
+            same = key in self.keys and self.flat[key] == row.default
+            harmless = same or row.keep == "harmless"
+            self.keep(key, row.why or row.meaning, refused=row.keep == "refused" and not same, harmless=harmless)
+
     def unread(self) -> list[str]:
         """Keys that nobody has taken yet."""
         return [key for key in self.flat if key not in self.verdicts]
 
     def finish(
-        self, dialect: str, given: Mapping[str, Setting[Any]], known: Iterable[str], unknown: str = "ignores it"
+        self,
+        dialect: str,
+        given: Mapping[str, Setting[Any]],
+        known: Iterable[str] | None = None,
+        unknown: str = "ignores it",
     ) -> Reading:
-        """The reading, with a verdict for every key.
+        """The reading, with a verdict for every key: what nobody has read is kept as its row says, or refused.
 
         Args:
             dialect: its name.
             given: settings by path.
-            known: the dialect's known keys, for the nearest one to a misspelt key.
+            known: the dialect's known keys, for the nearest one to a misspelt key; default: those of the rows.
             unknown: what the library does with a key that it does not know, after its name.
         """
-        names = list(known)
+        self.keep_rows()
+        names = list(self.keys if known is None else known)
         for key in self.unread():
+            if row_of(self.keys, key) is not None:
+                self.refuse(key, f"it is {str(self.flat[key])[:60]!r}, which {self.library} does not take there")
+                continue
             if self.flat[key] == {} and any(name.startswith(f"{key}.") for name in names):
                 self.say(key, "applied", "an empty section says nothing")
                 continue
@@ -225,22 +266,6 @@ def derived(value: Any, *sources: Setting[Any], origin: Origin = "derived") -> S
     return Setting(value, origin, ", ".join(keys))
 
 
-def keep_nulls(reader: Reader, known: Iterable[str]) -> None:
-    """Keep known keys that say nothing, so that the same document can be written again."""
-    patterns = tuple(known)
-    for key in [key for key, value in reader.flat.items() if value is None or value == {}]:
-        if any(matches(key, pattern) for pattern in patterns):
-            reader.keep(key, "it says nothing: the default holds", harmless=True)
-
-
-def refuse_rest(reader: Reader, known: Iterable[str]) -> None:
-    """Refuse known keys that nobody has taken: their value has a shape that nobody reads."""
-    patterns = tuple(known)
-    for key in reader.unread():
-        if any(matches(key, pattern) for pattern in patterns):
-            reader.refuse(key, f"it is {str(reader.get(key))[:60]!r}, which {reader.library} does not take there")
-
-
 def given_only(settings: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
     """Those that the file gives a value: a default that says nothing to others is left unset."""
     return {path: setting for path, setting in settings.items() if setting.origin == "file"}
@@ -261,30 +286,6 @@ def _put(nested: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for name in path[:-1]:
         nested = nested.setdefault(name, {})
     nested[path[-1]] = value
-
-
-def _integer(value: Any, low: int, high: int | None) -> Any:
-    number = _number(value, low, high)
-    return int(number) if number is not _MISSING and number == int(number) else _MISSING
-
-
-def _number(value: Any, low: float, high: float | None) -> Any:
-    if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][-+]?[0-9]{1,2})?\s*", value):
-        value = float(value)  # what YAML 1.1 takes for text, such as 1e-3, and every library here for a number
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value in (_INF, -_INF):
-        return _MISSING
-    return value if value >= low and (high is None or value <= high) else _MISSING
-
-
-_INF = float("inf")
-
-
-def _names(value: Any) -> Any:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, Sequence) and all(isinstance(each, str) for each in value):
-        return tuple(value)
-    return _MISSING
 
 
 def _shown(value: Any) -> str:

@@ -18,8 +18,8 @@ _CLASSES = {
     "terrazzo": "terrazzo.dialects.terrazzo.Terrazzo",
     "lightning": "terrazzo.dialects.lightning.Lightning",
     "trainer": "terrazzo.dialects.trainer.TrainingArguments",
-    "fsdp2": "terrazzo.dialects.fsdp.fsdp2.FSDP2",
-    "fsdp1": "terrazzo.dialects.fsdp.fsdp1.FSDP1",
+    "fsdp2": "terrazzo.dialects.fsdp2.FSDP2",
+    "fsdp1": "terrazzo.dialects.fsdp1.FSDP1",
 }
 NAMES = tuple(_CLASSES)
 

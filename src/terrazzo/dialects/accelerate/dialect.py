@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate.findings import findings
-from terrazzo.dialects.accelerate.keys import KNOWN, SECTIONS, TOP, TYPES
+from terrazzo.dialects.accelerate.keys import KEYS, TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.accelerate.read_fsdp import Settings, read_fsdp, read_mesh, version_of
-from terrazzo.dialects.accelerate.rows import precision_row
 from terrazzo.dialects.accelerate.source import Source
 from terrazzo.dialects.accelerate.write import write
+from terrazzo.dialects.accelerate_precision import precision_row
 from terrazzo.dialects.description import Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.fsdp.words import offload, row_settings
+from terrazzo.dialects.fsdp_words import offload, row_settings
 
 __all__ = ["Accelerate"]
 
 _TELLING = ("distributed_type", "compute_environment", "main_training_function", "deepspeed_config", "downcast_bf16")
-_HALVES = {"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 _LOSSY = {"fp8_config": "how fp8 is scaled"}
 
 
@@ -29,7 +29,7 @@ class Accelerate(Dialect):
     name = "accelerate"
     title = "Accelerate YAML"
     suffix = ".yaml"
-    known_keys = KNOWN
+    keys = KEYS
 
     def recognises(self, document: Document) -> bool:
         """By keys that no other dialect has at the top."""
@@ -45,7 +45,7 @@ class Accelerate(Dialect):
         if kind.origin == "file":
             given = {path: _chosen(path, setting, kind) for path, setting in given.items()}
         source.keep_rest(_LOSSY if half.value == "fp8" else {})
-        return source.finish(self.name, given, KNOWN)
+        return source.finish(self.name, given)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
         """See `Dialect.write`."""
@@ -57,9 +57,7 @@ class Accelerate(Dialect):
 
     def meaning(self, key: str) -> str:
         """What a key does, with or without its section's prefix."""
-        section, _, name = Source({}, NO_CONTEXT).canonical(key).partition(".")
-        rows = SECTIONS.get(section, {}) if name else TOP
-        return str(rows.get(name or section, ("", ""))[1])
+        return super().meaning(Source({}, NO_CONTEXT).canonical(key))
 
 
 def _kind(source: Source) -> Setting[str]:
@@ -67,7 +65,8 @@ def _kind(source: Source) -> Setting[str]:
     if source.get("distributed_type") is False:
         source.refuse("distributed_type", "YAML reads NO as false: write 'NO' in quotes")
         return Setting("NO", "default")
-    return source.choice("distributed_type", {name.lower(): name for name in TYPES}, "NO")
+    found = source.take("distributed_type")
+    return found if found.value is not None else replace(found, value="NO")
 
 
 def _half(source: Source) -> Setting[Any]:
@@ -75,18 +74,18 @@ def _half(source: Source) -> Setting[Any]:
     if source.get("mixed_precision") is False:
         source.refuse("mixed_precision", "YAML reads no as false, and Accelerate stops there: write 'no' in quotes")
         return Setting(None, "default")
-    older = source.boolean("fp16", None, null=True)
+    older = source.take("fp16")
     if older.origin == "file":
         source.say("fp16", "renamed", "today's word is mixed_precision: fp16")
     if older.value and "mixed_precision" not in source.flat:
         return Setting("fp16", "file", "fp16")
-    return source.choice("mixed_precision", _HALVES, None, null=True)
+    return source.take("mixed_precision")
 
 
 def _world(source: Source) -> Settings:
     """Ranks. -1 leaves them to the command line."""
-    ranks = source.integer("num_processes", -1, low=-1)
-    cpu = source.boolean("use_cpu", False)
+    ranks = source.take("num_processes")
+    cpu = source.take("use_cpu")
     given: Settings = {"training.device": Setting("cpu" if cpu.value else None, cpu.origin, cpu.key)}
     if ranks.value > 0:
         return given | {"mesh.world": ranks}
@@ -128,9 +127,9 @@ def _precision(source: Source, stack: str, half: Setting[Any]) -> Settings:
 def _compile(source: Source, engine: str) -> Settings:
     """A backend switches torch.compile on, but for DeepSpeed, which the launcher does not tell."""
     key = "dynamo_config.dynamo_backend"
-    backend = source.text(key, "NO", null=True)
+    backend = source.take(key)
     if "dynamo_backend" in source.flat:
-        backend = source.text("dynamo_backend", "NO", null=True)
+        backend = source.take("dynamo_backend")
     on = str(backend.value or "NO").upper() != "NO"
     if on and engine == "deepspeed":
         source.refuse(backend.key, "accelerate launch does not hand it to DeepSpeed: call engine.compile()")

@@ -7,10 +7,9 @@ from typing import Any
 
 from terrazzo.dialects.accelerate.read_fsdp import Settings
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Setting, settings
 from terrazzo.dialects.dialect import Context, Reading
-from terrazzo.dialects.nested import load_named, read_nested
+from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested
 
 __all__ = ["FILE", "PLUGIN", "read_deepspeed"]
 
@@ -39,11 +38,11 @@ def read_deepspeed(source: Source, half: Setting[Any], world: int | None) -> Set
         world: number of ranks.
     """
     context = replace(source.context, world=world)
-    file = source.text(FILE, None, null=True)
+    file = source.take(FILE)
     if file.value is not None and file.value != "none":
         return _from_file(source, file.value, context)
     document = _made(source, half)
-    reading = DeepSpeed().read(document, context)
+    reading = DEEPSPEED.read(document, context)
     keys = {inner: f"{_D}.{name}" for inner, name in PLUGIN.items() if f"{_D}.{name}" in source.flat}
     keys |= dict.fromkeys(("bf16.enabled", "fp16.enabled"), half.key)
     _carry(source, reading, keys)
@@ -58,7 +57,7 @@ def _from_file(source: Source, name: str, context: Context) -> Settings:
     if fault:
         source.refuse(FILE, fault)
         return {}
-    nested = read_nested(DeepSpeed(), document, context, FILE, file=name)
+    nested = read_nested(DEEPSPEED, document, context, FILE, file=name)
     for key in [f"{_D}.{each}" for each in PLUGIN.values()]:
         source.refuse(key, "Accelerate refuses it beside deepspeed_config_file: say it in that file")
     verdict = nested.verdicts[0] if nested.verdicts else None
@@ -80,10 +79,10 @@ def _made(source: Source, half: Setting[Any]) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "zero_optimization": _zero(source),
     }
-    steps = source.integer(f"{_D}.gradient_accumulation_steps", None, low=1, null=True)
+    steps = source.take(f"{_D}.gradient_accumulation_steps")
     if steps.value is not None:
         document["gradient_accumulation_steps"] = steps.value
-    clip = source.number(f"{_D}.gradient_clipping", None, null=True)
+    clip = source.take(f"{_D}.gradient_clipping")
     if clip.value == 0:
         why = "the plugin leaves a 0 out, and DeepSpeed then clips at its own default: say it in a"
         source.say(clip.key, "lossy", f"{why} deepspeed_config_file")
@@ -95,11 +94,10 @@ def _made(source: Source, half: Setting[Any]) -> dict[str, Any]:
 
 
 def _zero(source: Source) -> dict[str, Any]:
-    devices = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
-    zero: dict[str, Any] = {"stage": source.integer(f"{_D}.zero_stage", 2, high=3).value}
+    zero: dict[str, Any] = {"stage": source.take(f"{_D}.zero_stage").value}
     for name in ("offload_optimizer", "offload_param"):
-        device = source.choice(f"{_D}.{name}_device", devices, "none", null=True).value
-        path = source.text(f"{_D}.{name}_nvme_path", None, null=True)
+        device = source.take(f"{_D}.{name}_device").value
+        path = source.take(f"{_D}.{name}_nvme_path")
         zero[name] = {"device": device}
         if device == "nvme" and path.value not in (None, "none"):
             zero[name]["nvme_path"] = path.value
@@ -107,7 +105,7 @@ def _zero(source: Source) -> dict[str, Any]:
             source.say(path.key, "lossy", f"{why} deepspeed_config_file")
         elif path.origin == "file":
             source.keep_as(path.key, source.flat[path.key], "nothing is on NVMe")
-    whole = source.boolean(f"{_D}.zero3_save_16bit_model", False, null=True)
+    whole = source.take(f"{_D}.zero3_save_16bit_model")
     zero["stage3_gather_16bit_weights_on_model_save"] = bool(whole.value)
     return zero
 
@@ -134,7 +132,8 @@ def _carry(source: Source, reading: Reading, keys: dict[str, str]) -> None:
 
 def _at_start(source: Source, stage: Any) -> Settings:
     """At stage 3 the model is built split, unless told otherwise."""
-    init = source.boolean(f"{_D}.zero3_init_flag", stage == 3, null=True)
+    init = source.take(f"{_D}.zero3_init_flag")
+    init = init if init.value is not None else replace(init, value=stage == 3)
     if init.value and stage != 3:
         source.say(init.key, "lossy", "it has an effect at stage 3 only")
         source.keep_as(init.key, source.flat[init.key], "it has an effect at stage 3 only")

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate.source import Source
 from terrazzo.dialects.description import Setting
-from terrazzo.dialects.fsdp import words
-from terrazzo.dialects.fsdp.words import ALONE_WORDS, HYBRID, NUMBERED, alone, offload, row_settings
+from terrazzo.dialects.fsdp_words import ALONE_WORDS, HYBRID, alone, offload, row_settings
 from terrazzo.dialects.reader import derived
 
-__all__ = ["STATES", "STRATEGIES", "Settings", "read_fsdp", "read_mesh", "version_of"]
+__all__ = ["Settings", "read_fsdp", "read_mesh", "version_of"]
 
 Settings = dict[str, Setting[Any]]
 
 _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
-STRATEGIES = {name: row for name, row in words.STRATEGIES.items() if not name.startswith("_")}
-"""Row by the strategy's name."""
-_STRATEGIES: dict[Any, str] = {
-    **STRATEGIES,
-    **{key: row for number, row in NUMBERED.items() for key in (number, str(number))},
-}
-_POLICIES = {"transformer_based_wrap": "classes", "size_based_wrap": "min_numel", "no_wrap": "none"}
-STATES = {"full_state_dict": "full", "local_state_dict": "local", "sharded_state_dict": "sharded"}
-"""Kind of checkpoint by its name."""
-_STATES: dict[Any, str] = {
-    **STATES,
-    **{key: kind for number, kind in enumerate(STATES.values(), 1) for key in (number, str(number))},
-}
 
 
 def version_of(source: Source) -> Setting[int]:
     """FSDP's version: 1 unless the file says 2."""
-    return source.choice(f"{_F}version", {1: 1, 2: 2, "1": 1, "2": 2}, 1)
+    return source.take(f"{_F}version")
 
 
 def read_mesh(source: Source, fsdp: bool) -> Settings:
@@ -44,7 +31,7 @@ def read_mesh(source: Source, fsdp: bool) -> Settings:
     """
     given: Settings = {}
     for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
-        given[f"mesh.{axis}"] = source.integer(f"{_P}{axis}_size", 1, low=1)
+        given[f"mesh.{axis}"] = source.take(f"{_P}{axis}_size")
     shards = given["mesh.dp_shard"]
     if not fsdp and shards.origin == "file":
         source.keep_as(shards.key, source.flat[shards.key], "nothing is split over it")
@@ -68,14 +55,14 @@ def read_fsdp(source: Source, mesh: Settings) -> Settings:
     if whole := alone(mesh | given):
         given |= whole
         source.say(chosen[0].key, "renamed", ALONE_WORDS)
-    given |= _units(source) | offload(source.boolean(f"{_F}offload_params", False)) | _prefetch(source, version.value)
+    given |= _units(source) | offload(source.take(f"{_F}offload_params")) | _prefetch(source, version.value)
     return given | _activations(source) | _saving(source, version.value) | _loading(source, version.value)
 
 
 def _nodes(source: Source, world: Setting[Any] | None) -> Settings:
     """Version 1 replicates over nodes, and splits over the ranks of each."""
-    nodes = source.integer("num_machines", None, low=1)
-    if nodes.value is None:
+    nodes = source.take("num_machines")
+    if nodes.origin == "default":
         return {"mesh.dp_replicate": Setting(None, "default")}
     source.keep_as(nodes.key, source.flat[nodes.key], "how many nodes there are")
     ranks = world.value if world is not None else source.context.world
@@ -90,9 +77,9 @@ def _row(source: Source, version: int) -> tuple[str, tuple[Setting[Any], ...]]:
     if source.raw(other) is not None:
         source.refuse(source.spelled(other), _passed_over(version, source.raw(other)))
     if version == 1:
-        found = source.choice(mine, _STRATEGIES, "zero3")
+        found = source.take(mine)
         return found.value, (found,)
-    kept = source.boolean(mine, True)
+    kept = source.take(mine)
     return ("zero3" if kept.value else "shard_grad_op"), (kept,)
 
 
@@ -111,9 +98,9 @@ def _passed_over(version: int, value: Any) -> str:
 
 
 def _units(source: Source) -> Settings:
-    policy = source.choice(f"{_F}auto_wrap_policy", _POLICIES, "none")
-    classes = source.text(f"{_F}transformer_layer_cls_to_wrap", None, null=True)
-    size = source.integer(f"{_F}min_num_params", source.default(f"{_F}min_num_params"))
+    policy = source.take(f"{_F}auto_wrap_policy")
+    classes = source.take(f"{_F}transformer_layer_cls_to_wrap")
+    size = source.take(f"{_F}min_num_params")
     for setting, wanted in ((classes, "classes"), (size, "min_numel")):
         if policy.value != wanted and setting.origin == "file" and setting.value:
             source.keep(setting.key, "fsdp_auto_wrap_policy does not look at it", harmless=True)
@@ -135,15 +122,14 @@ def _prefetch(source: Source, version: int) -> Settings:
             if source.raw(key) not in (None, same):
                 source.refuse(source.spelled(key), "version 2 passes over it: backward gathers ahead, forward does not")
         return {"prefetch.backward": Setting(1, "default"), "prefetch.forward": Setting(0, "default")}
-    words = {"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, 1: 1, 2: 0, "1": 1, "2": 0}
-    ahead = source.choice(backward, words, 0, null=True)
-    asked = source.boolean(forward, False)
+    ahead = source.take(backward)
+    asked = source.take(forward)
     return {"prefetch.backward": ahead, "prefetch.forward": derived(int(asked.value), asked, origin=asked.origin)}
 
 
 def _activations(source: Source) -> Settings:
-    on = source.boolean(f"{_F}activation_checkpointing", False)
-    away = source.boolean(f"{_F}activation_checkpointing_offload", False)
+    on = source.take(f"{_F}activation_checkpointing")
+    away = source.take(f"{_F}activation_checkpointing_offload")
     mode = "full" if on.value else "none"
     return {
         "activation_checkpointing.mode": Setting(mode, on.origin, on.key),
@@ -152,22 +138,24 @@ def _activations(source: Source) -> Settings:
 
 
 def _saving(source: Source, version: int) -> Settings:
-    state = source.choice(f"{_F}state_dict_type", _STATES, "full" if version == 1 else "sharded", null=True)
+    state = source.take(f"{_F}state_dict_type")
+    if state.value is None:
+        state = replace(state, value="full" if version == 1 else "sharded")
     export = Setting("full" if state.value == "full" else "none", state.origin, state.key)
     return {"saving.state": state, "saving.export": export}
 
 
 def _loading(source: Source, version: int) -> Settings:
-    low = source.boolean(f"{_F}cpu_ram_efficient_loading", True)
-    sent = source.boolean(f"{_F}sync_module_states", True)
+    low = source.take(f"{_F}cpu_ram_efficient_loading")
+    sent = source.take(f"{_F}sync_module_states")
     if version == 2:
         if sent.origin == "file":
             source.keep(sent.key, "version 2 needs no such key", harmless=True)
         sent = Setting(low.value, "derived")
-    source.boolean(f"{_F}use_orig_params", True)
+    source.take(f"{_F}use_orig_params")
     key = source.spelled(f"{_F}use_orig_params")
     if key in source.verdicts and source.verdicts[key].kind == "applied":
         source.keep(key, "parameters keep their names everywhere else", harmless=True)
-    ignored = source.text(f"{_F}ignored_modules", None, null=True)
+    ignored = source.take(f"{_F}ignored_modules")
     units = {"units.ignored": ignored} if ignored.value is not None else {}
     return {"loading.low_memory": low, "loading.broadcast": sent, **units}

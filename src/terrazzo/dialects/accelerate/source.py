@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.accelerate.keys import GHOSTS, KNOWN, PREFIXES, SECTIONS, TOP
-from terrazzo.dialects.description import Extra, Setting
+from terrazzo.dialects.accelerate.keys import GHOSTS, KEYS, PREFIXES, SECTIONS, TOP
+from terrazzo.dialects.description import Setting
 from terrazzo.dialects.dialect import Context, Document
-from terrazzo.dialects.reader import Reader, matches
+from terrazzo.dialects.keys import Type, row_of
+from terrazzo.dialects.reader import Reader
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Source"]
@@ -22,46 +22,23 @@ class Source(Reader):
     """
 
     def __init__(self, document: Document, context: Context) -> None:
-        super().__init__(document, "Accelerate")
+        super().__init__(document, "Accelerate", keys=KEYS)
         self.context = context
+        self.spelling = {self.canonical(key): key for key in self.flat}  # of both spellings the later one holds
 
-    def spelled(self, key: str) -> str:
-        """The key as the document spells it. With both spellings there, the later one holds, as in Accelerate."""
-        section, _, name = key.partition(".")
-        short = f"{section}.{name.removeprefix(PREFIXES.get(section, ' '))}"
-        found = [each for each in self.flat if each in (key, short)]
-        return found[-1] if found else key
-
-    def raw(self, key: str) -> Any:
-        return self.flat.get(self.spelled(key))
-
-    def _checked(self, key: str, default: Any, expected: str, parse: Any, null: bool) -> Setting[Any]:
-        name = self.spelled(key)
-        found = super()._checked(name, default, expected, parse, null)
-        if found.origin == "file" and isinstance(self.flat[name], str) and found.value != self.flat[name]:
-            self.keep_as(name, self.flat[name])
+    def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
+        found = super()._checked(key, default, kind, null)
+        raw, word = self.raw(key), kind.expected.startswith("one of")  # upper or lower case, or a number
+        if found.origin == "file" and (word or (isinstance(raw, str) and found.value != raw)):
+            self.keep_as(self.spelled(key), raw)
         return found
-
-    def choice(  # the word comes back as it was: upper or lower case, or a number
-        self, key: str, choices: Mapping[Any, Any], default: Any = None, *, fold: bool = True, null: bool = False
-    ) -> Setting[Any]:
-        """See `Reader.choice`."""
-        found = super().choice(key, choices, default, fold=fold, null=null)
-        if found.origin == "file":
-            self.keep_as(self.spelled(key), self.raw(key))
-        return found
-
-    def default(self, key: str) -> Any:
-        """The launcher's default."""
-        section, _, name = key.partition(".")
-        return SECTIONS[section][name][0] if name else TOP[section][0]
 
     # -- keeping -----------------------------------------------------------------------------------------------------
 
     def keep_as(self, key: str, value: Any, why: str = "another way to write the same") -> None:
-        """Keep a key's value as it stands, beside the setting that it gave."""
+        """See `Reader.keep_as`. The first word holds."""
         if all(extra.key != key for extra in self._extras):
-            self._extras.append(Extra(key, value, why, harmless=True))
+            super().keep_as(key, value, why)
 
     def keep_rest(self, why: dict[str, str]) -> None:
         """Keep every known key that nobody has read, and explain the others.
@@ -72,12 +49,11 @@ class Source(Reader):
         for key in self.unread():
             name = self.canonical(key)
             reason = next((words for start, words in why.items() if name.startswith(start)), "")
-            if self.flat[key] in (None, {}) and (name in KNOWN or key in SECTIONS or key == "megatron_lm_config"):
+            row = row_of(KEYS, name)
+            if self.flat[key] in (None, {}) and (name in KEYS or key in SECTIONS or key == "megatron_lm_config"):
                 self.keep(key, "it says nothing: the default holds", harmless=True)
-            elif any(matches(name, pattern) for pattern in KNOWN):
-                section, _, last = name.partition(".")
-                meaning = SECTIONS.get(section, {}).get(last, ("", ""))[1] if last else TOP[section][1]
-                self.keep(key, reason or meaning, harmless=not reason)
+            elif row is not None:
+                self.keep(key, reason or row.meaning, harmless=not reason)
             else:
                 self.refuse(key, self._stranger(key))
         for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:

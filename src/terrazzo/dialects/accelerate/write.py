@@ -8,7 +8,7 @@ from terrazzo.dialects.accelerate.write_own import write_own
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import OFFLOAD, SHARDING, leave_to_loop
+from terrazzo.dialects.fsdp_words import OFFLOAD, SHARDING, leave_to_loop
 
 __all__ = ["write"]
 

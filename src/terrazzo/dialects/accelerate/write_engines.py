@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.accelerate.rows import AUTOCAST
+from terrazzo.dialects.accelerate_precision import AUTOCAST
 from terrazzo.dialects.description import LOADED
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import ON_CPU, SHARDING
+from terrazzo.dialects.fsdp_words import ON_CPU, SHARDING
 from terrazzo.dialects.meaning import NVME_ONLY, TWO_AXES
 
 __all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.accelerate.read_fsdp import STRATEGIES
+from terrazzo.dialects.accelerate.keys import STRATEGIES
 from terrazzo.dialects.accelerate.write_engines import write_autocast, write_precision
 from terrazzo.dialects.description import LOADED
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, nearest_row, shard_ranks, write_offload
+from terrazzo.dialects.fsdp_words import HYBRID_ROWS, SHARDING, nearest_row, shard_ranks, write_offload
 
 __all__ = ["write_fsdp"]
 

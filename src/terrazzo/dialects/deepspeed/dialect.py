@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.deepspeed.findings import findings
+from terrazzo.dialects.deepspeed.keys import KEYS
 from terrazzo.dialects.deepspeed.read_precision import read_precision
 from terrazzo.dialects.deepspeed.read_schedule import read_schedule
 from terrazzo.dialects.deepspeed.read_training import read_batch, read_optimizer, read_training
@@ -20,12 +21,9 @@ from terrazzo.dialects.deepspeed.read_zero import (
     stage_of,
 )
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.deepspeed.table import ALIASES, TABLE
-from terrazzo.dialects.deepspeed.versions import REMOVED
 from terrazzo.dialects.deepspeed.write import write
 from terrazzo.dialects.description import UNSET, Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.reader import matches
 
 __all__ = ["DeepSpeed"]
 
@@ -41,7 +39,7 @@ class DeepSpeed(Dialect):
     name = "deepspeed"
     title = "DeepSpeed JSON"
     suffix = ".json"
-    known_keys = (*TABLE, *ALIASES, *REMOVED, *(f"{key}.*" for key in REMOVED), "optimizer.params.<argument>")
+    keys = KEYS
 
     def recognises(self, document: Document) -> bool:
         """By keys that no other dialect has at the top, or by a 16-bit section with its switch."""
@@ -65,7 +63,7 @@ class DeepSpeed(Dialect):
         given["loading.broadcast"] = Setting(True, "default")
         read_removed(source)
         source.keep_rest()
-        return source.finish(self.name, given, self.known_keys)
+        return source.finish(self.name, given, KEYS)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
         """See `Dialect.write`."""
@@ -74,11 +72,3 @@ class DeepSpeed(Dialect):
     def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
         """Combinations that DeepSpeed refuses, or takes otherwise than they look."""
         return findings(document, reading, context)
-
-    def meaning(self, key: str) -> str:
-        """What a key does, under any of its spellings."""
-        row = TABLE.get(ALIASES.get(key, key)) or next(
-            (row for pattern, row in TABLE.items() if pattern.endswith(".*") and matches(key, pattern)), None
-        )
-        removed = next((each for name, each in REMOVED.items() if key == name or key.startswith(f"{name}.")), None)
-        return row.meaning if row else f"removed: {removed.what}" if removed else ""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL
+from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.read_precision import DTYPES
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.deepspeed.table import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.versions import REMOVED, in_words
 from terrazzo.dialects.dialect import Context, Document, Finding, Reading
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from terrazzo.dialects.deepspeed.auto import AUTO
-from terrazzo.dialects.deepspeed.table import TABLE
+from terrazzo.dialects.deepspeed.keys import TABLE
 from terrazzo.dialects.deepspeed.versions import LAST, default_of
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context

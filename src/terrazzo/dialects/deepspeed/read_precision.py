@@ -23,8 +23,8 @@ _EVERY = ("weight", "compute", "reduce", "accumulate", "master", "moments", "buf
 
 def read_precision(source: Source, sequence_parallel: bool) -> Settings:
     """Every dtype, pinned: DeepSpeed leaves most to the model's."""
-    bf16, fp16 = source.boolean("bf16.enabled", False), source.boolean("fp16.enabled", False)
-    autocast = source.boolean("torch_autocast.enabled", False)
+    bf16, fp16 = source.take("bf16.enabled"), source.take("fp16.enabled")
+    autocast = source.take("torch_autocast.enabled")
     if bf16.value or fp16.value:
         low, switch = ("bf16", bf16) if bf16.value else ("fp16", fp16)
         given = _low(source, low, switch)
@@ -56,11 +56,11 @@ def _low(source: Source, low: str, switch: Setting[bool]) -> Settings:
     given["precision.weight"] = given["precision.compute"] = Setting(low, switch.origin, switch.key)
     given |= {"precision.master": Setting("fp32", "default"), "precision.moments": Setting("fp32", "default")}
     given["precision.buffers"] = Setting(LOADED, "default")
-    masters = source.boolean(f"{low}.{low}_master_weights_and_grads", False)
+    masters = source.take(f"{low}.{low}_master_weights_and_grads")
     if masters.origin == "file":
         given["precision.master"] = Setting(low if masters.value else "fp32", "file", masters.key)
     if low == "bf16":
-        moments = source.boolean("bf16.bf16_optimizer_states", False)
+        moments = source.take("bf16.bf16_optimizer_states")
         if moments.origin == "file":
             given["precision.moments"] = Setting("bf16" if moments.value else "fp32", "file", moments.key)
         return given
@@ -72,13 +72,13 @@ def _moments(source: Source, masters: bool) -> Settings:
     key = "optimizer.params.fp32_optimizer_states"
     if not masters or not source.has(key):
         return {}
-    fp32 = source.boolean(key, True)
+    fp32 = source.take(key)
     return {"precision.moments": Setting("fp32" if fp32.value else "fp16", fp32.origin, fp32.key)}
 
 
 def _scaling(source: Source) -> Settings:
     """fp16's loss scale: fixed if one is given, else dynamic."""
-    fixed = source.number("fp16.loss_scale", 0)
+    fixed = source.take("fp16.loss_scale")
     power = source.integer("fp16.initial_scale_power", 16, high=120)
     window = source.integer("fp16.loss_scale_window", 1000, low=1)
     hysteresis = source.integer("fp16.hysteresis", 2, low=1)
@@ -96,7 +96,7 @@ def _scaling(source: Source) -> Settings:
 def _autocast(source: Source, switch: Setting[bool]) -> Settings:
     """fp32 throughout, but for what autocast computes, and the gradients of linear layers on the wire."""
     dtype = source.choice("torch_autocast.dtype", DTYPES, "fp16", null=True)
-    safe = source.names("torch_autocast.lower_precision_safe_modules")
+    safe = source.take("torch_autocast.lower_precision_safe_modules")
     given: Settings = dict.fromkeys((f"precision.{name}" for name in _EVERY), Setting("fp32", "default"))
     compute = derived(dtype.value, switch, dtype, origin="file")
     wire = Setting(dtype.value, "derived")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.deepspeed.table import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.versions import STRICT_WARMUP
 from terrazzo.dialects.description import Setting
 from terrazzo.errors import did_you_mean
@@ -21,7 +21,7 @@ _PARAMS = "scheduler.params"
 
 def read_schedule(source: Source) -> Settings:
     """The schedule; nothing where the code passes one."""
-    name = source.text("scheduler.type", None, null=True)
+    name = source.take("scheduler.type")
     if name.value is None:
         return {}
     if name.value not in SCHEDULER_PARAMS:

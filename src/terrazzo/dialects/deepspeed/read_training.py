@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from terrazzo.dialects.deepspeed.keys import OPTIMIZER_PARAMS
 from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.deepspeed.table import OPTIMIZER_PARAMS
 from terrazzo.dialects.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.dialects.description import Setting
 from terrazzo.dialects.reader import derived
@@ -46,9 +46,9 @@ def read_batch(source: Source, apart: int) -> Settings:
         source: the document.
         apart: ranks that see the same data (tensor, pipeline and sequence parallel).
     """
-    total = source.integer("train_batch_size", None, low=1, null=True)
-    micro = source.integer("train_micro_batch_size_per_gpu", None, low=1, null=True)
-    steps = source.integer("gradient_accumulation_steps", None, low=1, null=True)
+    total = source.take("train_batch_size")
+    micro = source.take("train_micro_batch_size_per_gpu")
+    steps = source.take("gradient_accumulation_steps")
     if steps.origin == "file" and steps.value:
         source.say(steps.key, "applied", _OWNER)
     world = source.context.world
@@ -80,7 +80,7 @@ def _complete(
 
 def read_optimizer(source: Source) -> Settings:
     """The optimizer that the engine builds; nothing where the code passes one."""
-    name = source.text("optimizer.type", None, null=True)
+    name = source.take("optimizer.type")
     if name.value is None:
         return {}
     known = _name(source, name)
@@ -114,7 +114,7 @@ def _name(source: Source, name: Setting[str]) -> Setting[Any]:
 
 def _adam(source: Source, name: Setting[str]) -> Setting[Any]:
     """Type "Adam" decouples its weight decay, as AdamW does, unless adam_w_mode is false."""
-    decoupled = source.boolean(f"{_PARAMS}.adam_w_mode", True)
+    decoupled = source.take(f"{_PARAMS}.adam_w_mode")
     if decoupled.value:
         source.say(name.key, "applied", "DeepSpeed's Adam is AdamW unless adam_w_mode is false")
         source.keep_as(name.key, name.value, "DeepSpeed's other word for AdamW")
@@ -184,12 +184,12 @@ def _options(source: Source, name: str, built_in: bool) -> Setting[Any]:
 
 def read_training(source: Source) -> Settings:
     """Clipping, compilation, and where saved activations lie."""
-    clip = source.number("gradient_clipping", source.default("gradient_clipping"))
+    clip = source.take("gradient_clipping")
     if clip.origin == "file":
         source.say(clip.key, "applied", "the engine clips within its step; clip_grad_norm_ there only reports")
     given: Settings = {
         "training.clip": Setting(clip.value or None, clip.origin, clip.key),
-        "training.compile": source.boolean("compile.deepcompile", False),
+        "training.compile": source.take("compile.deepcompile"),
     }
     cpu = source.boolean("activation_checkpointing.cpu_checkpointing", None)
     return given | ({"activation_checkpointing.offload": cpu} if cpu.value is not None else {})

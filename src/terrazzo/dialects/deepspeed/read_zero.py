@@ -7,7 +7,7 @@ from typing import Any
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
 from terrazzo.dialects.description import Origin, Setting
-from terrazzo.dialects.fsdp.words import ALONE_WORDS, alone
+from terrazzo.dialects.fsdp_words import ALONE_WORDS, alone
 from terrazzo.dialects.reader import derived
 from terrazzo.engine import Plan
 
@@ -29,7 +29,6 @@ ZERO = "zero_optimization"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 GATHER, PREFETCH = f"{ZERO}.stage3_gather_16bit_weights_on_model_save", f"{ZERO}.stage3_prefetch_bucket_size"
 _ROWS = ("zero0", "zero1", "zero2", "zero3")
-_DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
 _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
@@ -38,7 +37,7 @@ def stage_of(source: Source) -> Setting[int]:
     if isinstance(source.get(ZERO), bool):
         source.say(ZERO, "renamed", "an old word for zero_optimization.stage")
         return Setting(int(source.get(ZERO)), "file", ZERO)
-    return source.integer(f"{ZERO}.stage", 0, high=3)
+    return source.take(f"{ZERO}.stage")
 
 
 def read_removed(source: Source) -> None:
@@ -65,7 +64,7 @@ def _asks(source: Source, key: str) -> bool:
 
 def read_sharding(source: Source, stage: Setting[int]) -> Settings:
     """The row: that of the stage, or one of two axes for hpZ, and for MiCS, which is gone."""
-    hpz, mics = source.integer(HPZ, 1), source.get(MICS)
+    hpz, mics = source.take(HPZ), source.get(MICS)
     if stage.value == 3 and isinstance(mics, int) and mics > 0:
         return _mics(source, stage)
     if stage.value == 3 and hpz.value > 1:
@@ -98,7 +97,7 @@ def read_mesh(source: Source, group: Setting[Any]) -> Settings:
         group: ranks of one group of hpZ or MiCS, None if there are none.
     """
     given: Settings = {
-        "mesh.tp": _degree(source, source.integer("tensor_parallel.autotp_size", 0)),
+        "mesh.tp": _degree(source, source.take("tensor_parallel.autotp_size")),
         "mesh.sp": _degree(source, source.integer("sequence_parallel_size", 1, low=1, null=True)),
         "mesh.ep": _experts(source),
         "mesh.pp": Setting(1, "default"),
@@ -135,8 +134,8 @@ def _degree(source: Source, found: Setting[int]) -> Setting[int]:
 
 
 def _experts(source: Source) -> Setting[int]:
-    enabled = source.boolean("expert_parallel.enabled", False)
-    size = source.integer("expert_parallel.autoep_size", 1, low=1)
+    enabled = source.take("expert_parallel.enabled")
+    size = source.take("expert_parallel.autoep_size")
     degree = size.value if enabled.value else 1
     if degree == 1:
         for found in (enabled, size):
@@ -150,7 +149,7 @@ def read_prefetch(source: Source, stage: int) -> Settings:
     """Stage 3 gathers ahead by elements; how many units that is, the model says. None is none."""
     if stage != 3:
         return {}
-    bucket = source.integer(PREFETCH, source.default(PREFETCH))
+    bucket = source.take(PREFETCH)
     if bucket.origin != "default":
         source.keep_as(PREFETCH, source.raw(PREFETCH), "how much is gathered ahead, in elements")
     ahead = Setting(0 if bucket.value == 0 else 1, bucket.origin, bucket.key)
@@ -178,11 +177,11 @@ def _device(source: Source, section: str) -> Setting[str]:
             source.say(old, "renamed", f"today's word is {key}")
         if asked.value and not source.has(key):
             return Setting("cpu", "file", old)
-    return source.choice(key, _DEVICES, "none")
+    return source.take(key)
 
 
 def _optimizer_tiers(source: Source, device: Setting[str], stage: int) -> Settings:
-    ratio = source.number(f"{ZERO}.offload_optimizer.ratio", 1.0, high=1.0)
+    ratio = source.take(f"{ZERO}.offload_optimizer.ratio")
     tier, where = "device" if device.value == "none" else device.value, device.key
     if stage == 0 and tier != "device":
         _ineffective(source, where, device.value, "at stage 0 DeepSpeed has no offload: from stage 1 on")
@@ -220,7 +219,7 @@ def _weight_tier(source: Source, device: Setting[str], stage: int) -> Setting[st
 def _pin(source: Source) -> Settings:
     """One setting for both sections; they differ only if the file says so."""
     keys = [f"{ZERO}.{section}.pin_memory" for section in ("offload_optimizer", "offload_param")]
-    found = [source.boolean(key, source.default(key)) for key in keys]
+    found = [source.take(key) for key in keys]
     given = [each for each in found if each.origin == "file"]
     if len(given) == 2 and given[0].value != given[1].value:
         source.keep_as(keys[1], given[1].value, "one setting says it for weights and optimizer state")
@@ -230,28 +229,25 @@ def _pin(source: Source) -> Settings:
 
 def _nvme(source: Source, optim: str, weight: str) -> Settings:
     sections = [name for name, device in (("offload_optimizer", optim), ("offload_param", weight)) if device == "nvme"]
-    paths = [source.text(f"{ZERO}.{name}.nvme_path", None, null=True) for name in sections]
+    paths = [source.take(f"{ZERO}.{name}.nvme_path") for name in sections]
     named = [path for path in paths if path.value is not None]
     given: Settings = {"offload.direct": Setting(True, "default")}
     if named:
         folders = tuple(dict.fromkeys(path.value for path in named))
         given["offload.path"] = derived(folders, *named, origin="file")
-    buffers = f"{ZERO}.{sections[0]}.buffer_count"
-    return given | {"offload.buffers": source.integer(buffers, source.default(buffers))}
+    return given | {"offload.buffers": source.take(f"{ZERO}.{sections[0]}.buffer_count")}
 
 
 def _aio(source: Source, nvme: bool) -> Settings:
     keys = {"offload.block_bytes": "aio.block_size", "offload.depth": "aio.queue_depth"}
-    return {
-        path: source.integer(key, source.default(key), low=1) for path, key in keys.items() if nvme or source.has(key)
-    }
+    return {path: source.take(key) for path, key in keys.items() if nvme or source.has(key)}
 
 
 def read_saving(source: Source, stage: int) -> Settings:
     """DeepSpeed's own checkpoint resumes on as many ranks as wrote it; at stage 0 every rank has all of it."""
-    gather = source.boolean(GATHER, False)
+    gather = source.take(GATHER)
     given: Settings = {"saving.state": Setting("local" if stage else "full", "default")}
-    background = source.boolean("checkpoint.writer.decoupled", False)
+    background = source.take("checkpoint.writer.decoupled")
     given["saving.background"] = background
     if stage == 3:
         given["saving.export"] = Setting("full" if gather.value else "none", gather.origin, gather.key)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL, Auto, resolve
-from terrazzo.dialects.deepspeed.rows import Row
-from terrazzo.dialects.deepspeed.table import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
+from terrazzo.dialects.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
 from terrazzo.dialects.deepspeed.versions import GHOSTS, LAST, REMOVED, default_of
-from terrazzo.dialects.description import Extra, Setting
+from terrazzo.dialects.description import Setting
 from terrazzo.dialects.dialect import Context, Document
-from terrazzo.dialects.reader import Reader, join, matches
+from terrazzo.dialects.keys import Key, Type, matches
+from terrazzo.dialects.reader import Reader, join
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Source"]
@@ -27,10 +27,10 @@ class Source(Reader):
     """
 
     def __init__(self, document: Document, context: Context) -> None:
-        super().__init__(document, "DeepSpeed", ("optimizer.params", "scheduler.params"))
+        super().__init__(document, "DeepSpeed", ("optimizer.params", "scheduler.params"), TABLE)
         self.context, self.version = context, context.version("deepspeed", LAST)
         self.flat = _open(self.flat)
-        self._spelling = {ALIASES[key]: key for key in self.flat if key in ALIASES and not self._shadowed(key)}
+        self.spelling = {ALIASES[key]: key for key in self.flat if key in ALIASES and not self._shadowed(key)}
 
     def _shadowed(self, alias: str) -> bool:
         """Whether the document has the same in today's words. Of two names for a section, today's counts alone."""
@@ -38,16 +38,6 @@ class Source(Reader):
         return ALIASES[alias] in self.flat or (section != "" and section in self)
 
     # -- taking a key ----------------------------------------------------------------------------------------------
-
-    def spelled(self, key: str) -> str:
-        """The key as the document spells it."""
-        return self._spelling.get(key, key)
-
-    def has(self, key: str) -> bool:
-        return self.spelled(key) in self.flat
-
-    def raw(self, key: str) -> Any:
-        return self.flat.get(self.spelled(key))
 
     def auto(self, key: str) -> Auto | None:
         """What "auto" stands for, if that is what the document says."""
@@ -57,14 +47,14 @@ class Source(Reader):
         """The default in this version."""
         return default_of(key, self.version, TABLE[key].default)
 
-    def _checked(self, key: str, default: Any, expected: str, parse: Any, null: bool) -> Setting[Any]:
+    def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
         if (auto := self.auto(key)) is not None:
             return self._automatic(key, auto, default)
-        found = super()._checked(self.spelled(key), default, expected, parse, null)
+        found = super()._checked(key, default, kind, null)
         if self.spelled(key) != key and self.verdicts[self.spelled(key)].kind == "applied":
             self.say(self.spelled(key), "renamed", f"today's word is {key}")
         if found.origin == "file" and isinstance(self.raw(key), str) and found.value != self.raw(key):
-            self.keep_as(key, self.raw(key), "another way to write the same")
+            self.keep_as(key, self.raw(key))
         return found
 
     def _automatic(self, key: str, auto: Auto, default: Any) -> Setting[Any]:
@@ -80,25 +70,9 @@ class Source(Reader):
             self.refuse(name, auto.why)
         return Setting(default, "auto", name)
 
-    def take(self, key: str) -> Setting[Any]:
-        """A key by its row: checked as the row says, else the default."""
-        row, default = TABLE[key], self.default(key)
-        null = row.default is None
-        if row.kind == "bool":
-            return self.boolean(key, default, null=null)
-        if row.kind == "int":
-            return self.integer(key, default, null=null, low=min(0, row.default or 0))
-        if row.kind == "number":
-            return self.number(key, default, null=null)
-        if row.kind == "text":
-            return self.text(key, default, null=null)
-        if row.kind == "names":
-            return self.names(key, default or ())
-        return self._checked(key, default, "a value", lambda value: value, True)
-
     # -- keeping a key ---------------------------------------------------------------------------------------------
 
-    def keep_key(self, key: str, row: Row) -> None:
+    def keep_key(self, key: str, row: Key) -> None:
         """Keep a key that means something to DeepSpeed alone, under today's spelling."""
         found, name = self.take(key), self.spelled(key)
         verdict = self.verdicts[name]
@@ -111,11 +85,6 @@ class Source(Reader):
             self._extras[-1], refused=row.keep == "refused" and not same, harmless=_harmless(row, same)
         )
         self.say(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
-
-    def keep_as(self, key: str, value: Any, why: str) -> None:
-        """Keep a value beside the neutral setting that it gave, where writing that would not give it back."""
-        self._extras = [extra for extra in self._extras if extra.key != key]
-        self._extras.append(Extra(key, value, why, harmless=True))
 
     def keep_rest(self) -> None:
         """Keep every known key that nobody has read; explain what is left."""
@@ -131,7 +100,7 @@ class Source(Reader):
                 self.keep(key, "a remark: JSON has no comments", harmless=True)
             else:
                 self.refuse(key, self._stranger(key))
-        today = {old: key for key, old in self._spelling.items()}
+        today = {old: key for key, old in self.spelling.items()}
         for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
             if all(extra.key != today.get(key, key) for extra in self._extras):
                 self.keep_as(today.get(key, key), None, "it says nothing: the default holds")
@@ -180,11 +149,11 @@ def _open(flat: dict[str, Any]) -> dict[str, Any]:
     return opened
 
 
-def _harmless(row: Row, same: bool) -> bool:
+def _harmless(row: Key, same: bool) -> bool:
     return same or row.keep in ("", "harmless")
 
 
-def _flags(row: Row) -> dict[str, bool]:
+def _flags(row: Key) -> dict[str, bool]:
     return {"harmless": row.keep == "harmless", "refused": row.keep == "refused"}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from terrazzo.dialects.deepspeed.keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.pen import Pen
 from terrazzo.dialects.deepspeed.read_schedule import NEUTRAL
 from terrazzo.dialects.deepspeed.read_training import BUILT_IN
-from terrazzo.dialects.deepspeed.table import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from terrazzo.dialects.description import inactive
 
 __all__ = ["write_batch", "write_optimizer", "write_schedule", "write_training"]

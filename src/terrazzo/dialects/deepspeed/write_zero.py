@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.deepspeed.pen import Pen
 from terrazzo.dialects.deepspeed.versions import REMOVED
-from terrazzo.dialects.fsdp.words import ON_CPU
+from terrazzo.dialects.fsdp_words import ON_CPU
 from terrazzo.dialects.meaning import TWO_AXES
 from terrazzo.dialects.verdict import Kind
 

@@ -6,44 +6,25 @@ A strategy is a name, or `class_path` with `init_args`; a class path is compared
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.description import Description, Extra, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.fsdp.words import alone
+from terrazzo.dialects.fsdp_words import alone
 from terrazzo.dialects.lightning.findings import findings
-from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, KNOWN, MODEL_PARALLEL, NAMED, SHARED, TOP, TRAINER
-from terrazzo.dialects.lightning.loop import read_loop
-from terrazzo.dialects.lightning.rows import WORDS, precision_row
-from terrazzo.dialects.lightning.strategies import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
+from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, KEYS, MODEL_PARALLEL, NAMED, ROWS, SHARED, TRAINER
+from terrazzo.dialects.lightning.precision import precision_row
+from terrazzo.dialects.lightning.read_loop import read_loop
+from terrazzo.dialects.lightning.read_strategy import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
 from terrazzo.dialects.lightning.write import write
-from terrazzo.dialects.reader import Reader, keep_nulls, matches, refuse_rest
+from terrazzo.dialects.reader import Reader
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Lightning"]
 
 _TELLING = ("accumulate_grad_batches", "gradient_clip_val", "strategy", "num_nodes", "max_epochs", "accelerator")
 _VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
-_HARMLESS: tuple[str, ...] = (
-    "logger",
-    "callbacks",
-    "log_every",
-    "enable_",
-    "profiler",
-    "num_sanity",
-    "limit_val",
-    "limit_test",
-)
-_HARMLESS += (
-    "limit_predict",
-    "val_check",
-    "check_val",
-    "inference",
-    "detect",
-    "barebones",
-    "model_registry",
-    "benchmark",
-)
 
 
 class Lightning(Dialect):
@@ -52,7 +33,7 @@ class Lightning(Dialect):
     name = "lightning"
     title = "Lightning Trainer"
     suffix = ".yaml"
-    known_keys = KNOWN
+    keys = KEYS
 
     def recognises(self, document: Document) -> bool:
         """By Trainer arguments, at the top or below `trainer`."""
@@ -64,12 +45,10 @@ class Lightning(Dialect):
 
     def meaning(self, key: str) -> str:
         name = key.removeprefix("trainer.")
-        argument = name.removeprefix("strategy.init_args.").partition(".")[0]
-        if name.startswith("strategy.init_args."):
-            table = {**SHARED, **FSDP, **MODEL_PARALLEL, **{each: row[1] for each, row in DEEPSPEED.items()}}
-            return table.get(argument, "argument of the strategy")
-        found = {**TRAINER, **TOP}.get(name)
-        return str(found[1]) if found else ""
+        if not name.startswith("strategy.init_args."):
+            return super().meaning(name)
+        row = {**SHARED, **FSDP, **MODEL_PARALLEL, **DEEPSPEED}.get(name.split(".")[2])
+        return row.meaning if row else "argument of the strategy"
 
     def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
         return _Read(document, context).reading(self.name)
@@ -87,13 +66,13 @@ class _Read:
     def __init__(self, document: Document, context: Context) -> None:
         self.prefix = "trainer." if isinstance(document.get("trainer"), Mapping) else ""
         opaque = tuple(f"{self.prefix}strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
-        self.reader = Reader(document, "Lightning", opaque)
+        self.reader = Reader(document, "Lightning", opaque, ROWS)
         self.trainer = document["trainer"] if self.prefix else document
         self.context = context
 
     def reading(self, name: str) -> Reading:
         reader = self.reader
-        keep_nulls(reader, KNOWN)
+        reader.keep_nulls()
         word = self._precision()
         strategy = self._strategy()
         arguments = {**self.trainer, "precision": word.value}
@@ -106,7 +85,7 @@ class _Read:
         _keep_others(reader, self.prefix, strategy)
         _name_class(strategy, given)
         prefixed = {path: self._prefixed(setting) for path, setting in given.items()}
-        return self._close(reader.finish(name, prefixed, KNOWN, unknown="raises a TypeError"), found)
+        return self._close(reader.finish(name, prefixed, KEYS, unknown="raises a TypeError"), found)
 
     def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
         """Keys that name a Trainer argument without its section."""
@@ -126,12 +105,12 @@ class _Read:
 
     def _precision(self) -> Setting[Any]:
         key = f"{self.prefix}precision"
-        word = self.reader.choice(key, WORDS, "32-true", fold=False, null=True)
+        word = self.reader.take(key)
         if str(self.reader.get(key)).startswith("transformer-engine"):
             why = "transformer_engine computes in fp8: choose bf16"
             self.reader.keep(key, why, refused=True)
             self.reader.refuse(key, why)
-        return word
+        return word if word.value is not None else replace(word, value="32-true")
 
     def _strategy(self) -> Strategy:
         """The class of the strategy with its arguments; what is not known is refused and read as DDP."""
@@ -203,16 +182,13 @@ def _chosen(
 
 
 def _keep_others(reader: Reader, prefix: str, strategy: Strategy) -> None:
+    """Refuse what the strategy's class does not take, and keep what nobody has read."""
     for key in reader.unread():
-        name = key.removeprefix(prefix)
-        top = name.partition(".")[0]
-        if name.startswith("strategy.init_args.") and strategy.kind in ARGUMENTS:
-            known = ARGUMENTS[strategy.kind]
-            near = did_you_mean(name.removeprefix("strategy.init_args."), known)
+        name, dot, argument = key.removeprefix(prefix).partition("strategy.init_args.")
+        if name or not dot:
+            reader.keep_row(key)
+        elif strategy.kind not in ARGUMENTS:
+            reader.keep(key, KEYS["strategy"].meaning)
+        else:
+            near = did_you_mean(argument, ARGUMENTS[strategy.kind])
             reader.refuse(key, f"{strategy.kind} has no such argument and raises a TypeError.{near}")
-        elif any(matches(key, pattern) for pattern in KNOWN):
-            default = name in TRAINER and reader.get(key) == TRAINER[name][0]
-            harmless = default or name.startswith(_HARMLESS)
-            why = "the model and its data come from your code there" if top in ("model", "data") else ""
-            reader.keep(key, why or TRAINER.get(top, ("", "only Lightning has it"))[1], harmless=harmless)
-    refuse_rest(reader, KNOWN)

@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.dialect import Document, Finding
 from terrazzo.dialects.lightning.keys import NAMED
-from terrazzo.dialects.lightning.loop import arguments_of
+from terrazzo.dialects.lightning.read_loop import arguments_of
 
 __all__ = ["findings"]
 

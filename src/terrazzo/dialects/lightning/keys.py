@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-__all__ = ["DEEPSPEED", "FSDP", "KNOWN", "MODEL_PARALLEL", "NAMED", "SHARED", "TOP", "TRAINER"]
+from terrazzo.dialects.keys import ANY, NAMES, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.lightning.precision import WORDS
 
-TRAINER: dict[str, tuple[Any, str]] = {
-    "strategy": ("auto", "how the model is spread over ranks"),
-    "strategy.class_path": (None, "class of the strategy"),
-    "accelerator": ("auto", "kind of device"),
-    "devices": ("auto", "ranks per node"),
-    "num_nodes": (1, "nodes"),
-    "precision": (None, "dtypes of weights and computation"),
-    "accumulate_grad_batches": (1, "micro-batches per optimizer step"),
-    "gradient_clip_val": (None, "largest gradient norm, or value"),
-    "gradient_clip_algorithm": (None, "norm or value"),
-    "max_steps": (-1, "optimizer steps of the run; -1: by max_epochs"),
+__all__ = ["DEEPSPEED", "FSDP", "KEYS", "MODEL_PARALLEL", "NAMED", "ROWS", "SHARED", "TRAINER"]
+
+_PRECISION = words(WORDS, fold=False)
+_CLIPPED = words({"norm": "norm", "value": "value"})
+
+
+_READ: Rows = {
+    "strategy": Key(ANY, "auto", "how the model is spread over ranks"),
+    "strategy.class_path": Key(ANY, None, "class of the strategy", why="how the model is spread over ranks"),
+    "accelerator": Key(TEXT, "auto", "kind of device"),
+    "devices": Key(ANY, "auto", "ranks per node"),
+    "num_nodes": Key(ANY, 1, "nodes"),
+    "precision": Key(_PRECISION, None, "dtypes of weights and computation"),
+    "accumulate_grad_batches": Key(whole(1), 1, "micro-batches per optimizer step"),
+    "gradient_clip_val": Key(number(), None, "largest gradient norm, or value"),
+    "gradient_clip_algorithm": Key(_CLIPPED, None, "norm or value"),
+    "max_steps": Key(whole(1), -1, "optimizer steps of the run; -1: by max_epochs"),
+    "default_root_dir": Key(TEXT, None, "folder of logs and checkpoints"),
+}
+_OTHER: Rows = {
     "max_epochs": (None, "length of the run in passes over the data"),
     "min_epochs": (None, "shortest run in passes over the data"),
     "min_steps": (None, "shortest run in steps"),
     "max_time": (None, "longest time of the run"),
-    "default_root_dir": (None, "folder of logs and checkpoints"),
-    "logger": (None, "loggers"),
-    "callbacks": (None, "callbacks"),
     "fast_dev_run": (False, "a few batches only"),
     "limit_train_batches": (None, "batches of training"),
+    "overfit_batches": (0.0, "train on these batches only"),
+    "deterministic": (None, "deterministic operators"),
+    "use_distributed_sampler": (True, "every rank sees other data"),
+    "plugins": (None, "plugins"),
+    "sync_batchnorm": (False, "batch norm over all ranks"),
+    "reload_dataloaders_every_n_epochs": (0, "make data loaders again"),
+}
+_HARMLESS: Rows = {
+    "logger": (None, "loggers"),
+    "callbacks": (None, "callbacks"),
     "limit_val_batches": (None, "batches of validation"),
     "limit_test_batches": (None, "batches of testing"),
     "limit_predict_batches": (None, "batches of prediction"),
-    "overfit_batches": (0.0, "train on these batches only"),
     "val_check_interval": (None, "steps between validations"),
     "check_val_every_n_epoch": (1, "passes between validations"),
     "num_sanity_val_steps": (None, "batches of validation before training"),
@@ -37,31 +54,34 @@ TRAINER: dict[str, tuple[Any, str]] = {
     "enable_checkpointing": (None, "write checkpoints"),
     "enable_progress_bar": (None, "progress bar"),
     "enable_model_summary": (None, "summary of the model"),
-    "deterministic": (None, "deterministic operators"),
     "benchmark": (None, "cuDNN's benchmark"),
     "inference_mode": (True, "no autograd in evaluation"),
-    "use_distributed_sampler": (True, "every rank sees other data"),
     "profiler": (None, "profiler"),
     "detect_anomaly": (False, "autograd's anomaly detection"),
     "barebones": (False, "nothing but training"),
-    "plugins": (None, "plugins"),
-    "sync_batchnorm": (False, "batch norm over all ranks"),
-    "reload_dataloaders_every_n_epochs": (0, "make data loaders again"),
     "enable_autolog_hparams": (True, "log hyper-parameters"),
     "model_registry": (None, "where checkpoints are registered"),
 }
+TRAINER = {
+    **{name: replace(row, keep="lossy") for name, row in section("", _READ).items()},  # beside a `trainer` section
+    **section("", _OTHER, "lossy"),
+    **section("", _HARMLESS, "harmless"),
+}
+"""Arguments of the Trainer."""
 
-TOP: dict[str, tuple[Any, str]] = {
-    "seed_everything": (True, "seed of the run"),
-    "optimizer.class_path": (None, "class of the optimizer"),
+_ONLY = "only Lightning has it"
+_TOP: Rows = {
+    "seed_everything": Key(whole(), True, "seed of the run"),
+    "optimizer.class_path": Key(TEXT, None, "class of the optimizer", "lossy", _ONLY, null=False),
     "optimizer.init_args.<argument>": (None, "argument of the optimizer"),
     "lr_scheduler.class_path": (None, "class of the schedule"),
     "lr_scheduler.init_args.<argument>": (None, "argument of the schedule"),
     "ckpt_path": (None, "checkpoint to resume from"),
 }
+TOP = section("", _TOP, "lossy", _ONLY)
 """What LightningCLI adds beside `trainer`."""
 
-SHARED = {
+_SHARED = {
     "accelerator": "plugin of the strategy",
     "parallel_devices": "devices of the strategy",
     "cluster_environment": "how ranks are found",
@@ -71,18 +91,22 @@ SHARED = {
     "timeout": "longest wait for another rank",
     "start_method": "how processes are started",
 }
+SHARED = section("", {name: (None, meaning) for name, meaning in _SHARED.items()})
+"""Arguments that several strategies take."""
 FSDP = {
-    "state_dict_type": "full: one file; sharded: one per rank",
-    "activation_checkpointing": "older form of activation_checkpointing_policy",
-    "activation_checkpointing_policy": "classes of blocks that are recomputed in backward",
+    "state_dict_type": Key(
+        words({"full": "full", "sharded": "sharded"}), "full", "full: one file; sharded: one per rank"
+    ),
+    "activation_checkpointing": Key(NAMES, None, "older form of activation_checkpointing_policy"),
+    "activation_checkpointing_policy": Key(NAMES, None, "classes of blocks that are recomputed in backward"),
 }
 """Arguments of FSDPStrategy beside those of FullyShardedDataParallel."""
 MODEL_PARALLEL = {
-    "data_parallel_size": "ranks of a data parallel group; auto: nodes",
-    "tensor_parallel_size": "ranks of a tensor parallel group; auto: ranks per node",
-    "save_distributed_checkpoint": "one file per rank",
+    "data_parallel_size": Key(whole(1), "auto", "ranks of a data parallel group; auto: nodes"),
+    "tensor_parallel_size": Key(whole(1), "auto", "ranks of a tensor parallel group; auto: ranks per node"),
+    "save_distributed_checkpoint": Key(words({True: "sharded", False: "full"}), True, "one file per rank"),
 }
-DEEPSPEED: dict[str, tuple[Any, str]] = {
+_DEEPSPEED: Rows = {
     "zero_optimization": (True, "use ZeRO"),
     "stage": (2, "ZeRO stage"),
     "remote_device": (None, "where the model is built"),
@@ -124,6 +148,8 @@ DEEPSPEED: dict[str, tuple[Any, str]] = {
     "load_full_weights": (False, "load one file of weights"),
     "exclude_frozen_parameters": (False, "frozen weights are not saved"),
 }
+DEEPSPEED = section("", _DEEPSPEED)
+"""Arguments of DeepSpeedStrategy."""
 
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 _OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
@@ -146,18 +172,24 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Class and arguments by the name that `strategy` takes."""
 
-KNOWN: tuple[str, ...] = (
-    *(f"{prefix}{name}" for prefix in ("", "trainer.") for name in TRAINER),
-    *(f"{prefix}strategy.init_args.<argument>" for prefix in ("", "trainer.")),
-    *(f"{prefix}strategy.init_args.{name}.*" for prefix in ("", "trainer.") for name in ("config", "mixed_precision")),
-    *(
-        f"{prefix}strategy.init_args.{name}.*"
-        for prefix in ("", "trainer.")
-        for name in ("auto_wrap_policy", "timeout")
-    ),
-    *(f"{prefix}strategy.init_args.{name}.*" for prefix in ("", "trainer.") for name in ("cpu_offload", "device_mesh")),
-    *(f"{prefix}{name}.*" for prefix in ("", "trainer.") for name in ("logger", "callbacks", "profiler", "plugins")),
-    *(f"{prefix}{name}.*" for prefix in ("", "trainer.") for name in ("max_time", "val_check_interval")),
-    *TOP,
-    *("model.*", "data.*"),
-)
+_BELOW = ("config", "mixed_precision", "auto_wrap_policy", "timeout", "cpu_offload", "device_mesh")
+_WHOLE = ("logger", "callbacks", "profiler", "plugins", "max_time", "val_check_interval")
+_INNER = {
+    f"strategy.init_args.{name}": Key(ANY, None, "", "lossy", TRAINER["strategy"].meaning)
+    for name in ("<argument>", *(f"{name}.*" for name in _BELOW))
+}
+_INNER |= {f"{name}.*": replace(TRAINER[name], meaning="", why=TRAINER[name].meaning) for name in _WHOLE}
+_CODE = "the model and its data come from your code there"
+
+KEYS: dict[str, Key] = {
+    **TRAINER,
+    **section("trainer", TRAINER),
+    **_INNER,
+    **section("trainer", _INNER),
+    **TOP,
+    **section("", {"model.*": (None, ""), "data.*": (None, "")}, "lossy", _CODE),
+}
+"""By dotted key: the Trainer's arguments stand at the top, or below `trainer` as LightningCLI writes them."""
+_ARGUMENTS = section("strategy.init_args", {**FSDP, **MODEL_PARALLEL})
+ROWS = {**KEYS, **_ARGUMENTS, **section("trainer", _ARGUMENTS)}
+"""The same, with the arguments of strategies that the reader asks for."""

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import LOADED, PATHS, Description, Setting
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.fsdp1 import NAMES, write_arguments
-from terrazzo.dialects.fsdp.words import OFFLOAD, SHARDING, TORCH_NAMES, nearest_row, wants_deepspeed
-from terrazzo.dialects.lightning.rows import WORDS, precision_row
+from terrazzo.dialects.fsdp_words import NAMES, OFFLOAD, SHARDING, TORCH_NAMES, nearest_row, wants_deepspeed
+from terrazzo.dialects.lightning.precision import WORDS, precision_row
+from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, placed
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["write"]
@@ -57,8 +56,6 @@ def _own(description: Description, name: str) -> Writing:
         last = setting.keys[-1].rpartition(".")[2] if setting.keys else ""
         if path in _OWN and last == _OWN[path] and setting.origin != "default":
             pen.put(path, setting.keys[-1], setting.value)
-        else:
-            pen.implied(path)
     return pen.finish(name)
 
 
@@ -148,9 +145,7 @@ def _ddp(pen: Pen) -> None:
 
 def _fsdp(pen: Pen, context: Context) -> None:
     """FSDPStrategy passes its arguments on to FullyShardedDataParallel."""
-    inner = Pen(pen.description, "FSDPStrategy", "lightning")
-    write_arguments(inner, context.world)
-    writing = inner.finish()
+    writing = FSDP_STRATEGY.write(replace(pen.description, dialect=""), context)
     arguments = {key: value for key, value in writing.document.items() if key != "mixed_precision"}
     if isinstance(arguments.get("cpu_offload"), dict):
         arguments["cpu_offload"] = True
@@ -169,7 +164,7 @@ def _fsdp(pen: Pen, context: Context) -> None:
 def _adopt(pen: Pen, verdicts: list[Verdict], section: str) -> None:
     """Another writer's words, with its keys below a section."""
     for verdict in verdicts:
-        key = ", ".join(f"{section}.{part}" for part in verdict.target.split(", ") if part)
+        key = placed(verdict, section).target
         if verdict.kind == "refused":
             pen.refuse(verdict.key, verdict.why)
         elif verdict.kind == "lossy":
@@ -255,7 +250,7 @@ def _mixed_precision(pen: Pen, kind: str, row: Mapping[str, Setting[Any]]) -> di
 
 def _deepspeed(pen: Pen, context: Context) -> Writing:
     """DeepSpeedStrategy with a whole configuration; accumulation and clipping are the Trainer's."""
-    inner = DeepSpeed().write(pen.description, context)
+    inner = DEEPSPEED.write(pen.description, context)
     config = deepcopy(inner.document)
     for key in ("gradient_accumulation_steps", "train_batch_size"):
         config.pop(key, None)
@@ -274,8 +269,7 @@ def _deepspeed(pen: Pen, context: Context) -> Writing:
         if verdict.target or verdict.kind == "refused" or verdict.key.startswith(("batch.", "training.clip"))
     }
     for verdict in inner.verdicts:
-        target = ", ".join(f"{_ARGUMENTS}.config.{key}" for key in verdict.target.split(", ") if key)
-        spoken.setdefault(verdict.key, replace(verdict, target=target))
+        spoken.setdefault(verdict.key, placed(verdict, f"{_ARGUMENTS}.config"))
     for verdict in outer.verdicts:
         spoken.setdefault(verdict.key, verdict)
     return Writing(pen.document, tuple(spoken.values()))

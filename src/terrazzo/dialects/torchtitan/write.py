@@ -7,7 +7,7 @@ from typing import Any
 from terrazzo.dialects.description import LOADED, Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, TORCH_NAMES, nearest_row, write_offload
+from terrazzo.dialects.fsdp_words import HYBRID_ROWS, SHARDING, TORCH_NAMES, nearest_row, write_offload
 from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS
 
 __all__ = ["write"]
@@ -19,9 +19,9 @@ _KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
 _NEVER_CLIPS = 1e9
 
 
-def write(description: Description, context: Context, name: str) -> Writing:
+def write(description: Description, context: Context) -> Writing:
     """The document; torchtitan's defaults are left out, save where another dialect's differ."""
-    pen = Pen(description, "torchtitan", name)
+    pen = Pen(description, "torchtitan", "torchtitan")
     _plan(pen, context)
     _units(pen)
     if write_offload(pen, "training.enable_cpu_offload"):
@@ -33,11 +33,11 @@ def write(description: Description, context: Context, name: str) -> Writing:
     _loop(pen)
     _activations(pen)
     _saving(pen)
-    return pen.finish(name)
+    return pen.finish("torchtitan")
 
 
 def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None, default: Any = None) -> None:
-    pen.option(path, key, KEYS[key][0] if default is None and words is None else default, words)
+    pen.option(path, key, KEYS[key].default if default is None and words is None else default, words)
 
 
 # -- plan ----------------------------------------------------------------------------------------------------------
@@ -288,7 +288,6 @@ def _decay_type(pen: Pen) -> None:
 
 def _own_schedule(pen: Pen, name: str) -> None:
     kind = "lr_scheduler.decay_type"
-    pen.implied(("schedule.name", "schedule.decay_steps", "schedule.options"))
     if kind in pen.setting("schedule.name").keys and pen.setting("schedule.name").origin == "file":
         pen.put("schedule.name", kind, name)
 
@@ -341,8 +340,6 @@ def _own_activations(pen: Pen, mode: str) -> None:
     if keys in ((key,), (f"{key}.type",)) and not pen.kept(keys[0]):
         word = {"none": None, "full": "FullAC", "selective": "SelectiveAC"}[mode]
         pen.put(path, keys[0], word)
-    else:
-        pen.implied(path)
 
 
 # -- saving --------------------------------------------------------------------------------------------------------
@@ -383,7 +380,7 @@ def _keep_last(pen: Pen) -> None:
     key, keep = "checkpoint.keep_latest_k", pen.value("saving.keep_last", 0)
     if keep == 1 and not pen.own:
         pen.put("saving.keep_last", key, 2, "torchtitan keeps at least two", "lossy")
-    elif pen.wanted("saving.keep_last", KEYS[key][0], key):
+    elif pen.wanted("saving.keep_last", KEYS[key].default, key):
         pen.put("saving.keep_last", key, keep)
     else:
         pen.implied("saving.keep_last")

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate.rows import precision_row
+from terrazzo.dialects.accelerate_precision import precision_row
 from terrazzo.dialects.description import Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
-from terrazzo.dialects.reader import keep_nulls, matches, refuse_rest
 from terrazzo.dialects.trainer.findings import MATCHED, findings
-from terrazzo.dialects.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS, HARMLESS, KNOWN, REFUSED, REMOVED
-from terrazzo.dialects.trainer.loop import read_loop
-from terrazzo.dialects.trainer.parallel import read_parallel, stack_of
+from terrazzo.dialects.trainer.keys import ALIASES, FIELDS, KEYS, REMOVED
+from terrazzo.dialects.trainer.read_loop import read_loop
+from terrazzo.dialects.trainer.read_parallel import read_parallel, stack_of
 from terrazzo.dialects.trainer.source import Source, canonical_key
 from terrazzo.dialects.trainer.write import write
 
@@ -51,7 +50,7 @@ class TrainingArguments(Dialect):
     name = "trainer"
     title = "Hugging Face TrainingArguments"
     suffix = ".json"
-    known_keys = KNOWN
+    keys = KEYS
 
     def recognises(self, document: Document) -> bool:
         """By fields that no other dialect has at the top."""
@@ -60,14 +59,11 @@ class TrainingArguments(Dialect):
         return any(key in document for key in _TELLING) and 2 * len(fields) > len(document)
 
     def meaning(self, key: str) -> str:
-        name = canonical_key(key)
-        section, _, rest = name.partition(".")
-        table = {"fsdp_config": FSDP_KEYS, "distributed_config": DISTRIBUTED}.get(section, {}) if rest else FIELDS
-        return str(table[rest or section][1]) if (rest or section) in table else ""
+        return super().meaning(canonical_key(key))
 
     def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
         source = Source(document, context)
-        keep_nulls(source, KNOWN)
+        source.keep_nulls()
         stack = stack_of(source)
         given = {**read_loop(source), **read_parallel(source, stack)}
         given |= _precision(source, stack, given)
@@ -75,7 +71,7 @@ class TrainingArguments(Dialect):
             given = _with_deepspeed(given, source.nested.given)
             given = {path: _with_field(source, setting) for path, setting in given.items()}
             _clipping(source, given["training.clip"].value)
-        _keep_others(source)
+        _explain_others(source)
         return source.close(self.name, given)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
@@ -86,7 +82,7 @@ class TrainingArguments(Dialect):
 
 
 def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
-    halves = [source.boolean(name, False) for name in ("bf16", "fp16")]
+    halves = [source.take(name) for name in ("bf16", "fp16")]
     if all(half.value for half in halves):
         source.refuse("fp16", "TrainingArguments raise when both bf16 and fp16 are on: keep one")
     half: Setting[Any] = Setting(None, *_which(halves))
@@ -95,7 +91,7 @@ def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) ->
             half = Setting(name, switch.origin, switch.key)
             break
     if stack == "native":
-        mixed = source.boolean("distributed_config.fsdp_mixed_precision", False)
+        mixed = source.take("distributed_config.fsdp_mixed_precision")
         half = Setting("bf16" if mixed.value else None, mixed.origin, mixed.key)
     if stack == "deepspeed":
         return {}
@@ -141,14 +137,13 @@ def _clipping(source: Source, does: float | None) -> None:
         source.refuse("max_grad_norm", why)
 
 
-def _keep_others(source: Source) -> None:
-    """Known fields with no neutral meaning, and those that are gone."""
+def _explain_others(source: Source) -> None:
+    """Fields that nobody looks at: those that are gone, those of a DistributedConfig, and the Trainer's own."""
     for key in source.unread():
-        name, top = canonical_key(key), key.partition(".")[0]
+        top = key.partition(".")[0]
         if top in REMOVED:
             source.refuse(key, f"transformers 5 has no such argument and raises a TypeError: {REMOVED[top]}")
-        elif any(matches(name, pattern) for pattern in KNOWN) and not name.startswith("fsdp_config"):
-            default = top in FIELDS and source.get(key) == FIELDS[top][0]
-            why = REFUSED.get(top, FIELDS.get(top, ("", "only the Trainer has it"))[1])
-            source.keep(key, why, refused=top in REFUSED and not default, harmless=default or top in HARMLESS)
-    refuse_rest(source, KNOWN)
+        elif top == "distributed_config" and key in KEYS:
+            source.keep(key, "only the Trainer has it")
+        else:
+            source.keep_row(key)

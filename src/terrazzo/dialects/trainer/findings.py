@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.dialect import Context, Document, Finding, Reading
-from terrazzo.dialects.nested import keyed, read_nested
+from terrazzo.dialects.nested import DEEPSPEED, keyed, read_nested
 from terrazzo.dialects.reader import flatten
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.source import canonical_key
@@ -38,8 +37,8 @@ def findings(document: Document, reading: Reading, context: Context) -> Iterable
     if isinstance(document.get("deepspeed"), Mapping):
         yield from _mismatches(document["deepspeed"], document)
         within = replace(context, trainer={"output_dir": None, **document})
-        nested = read_nested(DeepSpeed(), document["deepspeed"], within, "deepspeed")
-        inner = DeepSpeed().findings(nested.document, nested.inner, within)
+        nested = read_nested(DEEPSPEED, document["deepspeed"], within, "deepspeed")
+        inner = DEEPSPEED.findings(nested.document, nested.inner, within)
         filled = {key for key, value in flatten(nested.document).items() if value == "auto"}
         yield from keyed([finding for finding in inner if finding.key not in filled], "deepspeed")
     saves = flat.get("save_strategy", "steps") != "no" and not flat.get("save_only_model")
@@ -76,7 +75,7 @@ def _mismatches(inner: Mapping[str, Any], document: Document) -> Iterable[Findin
     """Values of the DeepSpeed document that transformers holds against the fields, and raises if they differ."""
     flat = flatten(inner)
     for key, field in MATCHED.items():
-        said, wanted = flat.get(key), document.get(field, FIELDS[field][0])
+        said, wanted = flat.get(key), document.get(field, FIELDS[field].default)
         if said is not None and said != "auto" and said != wanted and isinstance(said, int | float):
             text = f"it is {said}, but {field} is {wanted}: transformers raises. Say auto, or the same in both."
             yield Finding(f"deepspeed.{key}, {field}", "error", text)

@@ -1,47 +1,129 @@
-"""The fields of Hugging Face's TrainingArguments (transformers 5.23) with their defaults and meanings."""
+"""The fields of Hugging Face's TrainingArguments (transformers 5.23), and what became of those of earlier versions."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-__all__ = ["ALIASES", "DISTRIBUTED", "FIELDS", "FSDP_KEYS", "FSDP_VERSION_1", "HARMLESS", "KNOWN", "REFUSED", "REMOVED"]
+from terrazzo.dialects.keys import ANY, NAMES, SWITCH, TEXT, Key, Rows, number, section, whole, words
 
-FIELDS: dict[str, tuple[Any, str]] = {
-    "output_dir": (None, "folder of checkpoints"),
-    "per_device_train_batch_size": (8, "sequences per forward pass on one rank"),
-    "num_train_epochs": (3.0, "length of the run in passes over the data"),
-    "max_steps": (-1, "length of the run in optimizer steps; -1: by num_train_epochs"),
-    "learning_rate": (5e-05, "peak learning rate"),
-    "lr_scheduler_type": ("linear", "learning rate over the run"),
-    "lr_scheduler_kwargs": (None, "further arguments of the schedule"),
-    "warmup_steps": (0, "steps of warm-up; below 1: a share of the run"),
-    "optim": ("adamw_torch_fused", "optimizer"),
+__all__ = [
+    "ALIASES",
+    "DISTRIBUTED",
+    "FIELDS",
+    "FSDP_KEYS",
+    "FSDP_VERSION_1",
+    "KEYS",
+    "OPTIMIZERS",
+    "OWN_SCHEDULES",
+    "REMOVED",
+]
+
+OPTIMIZERS = {
+    "adamw_torch_fused": "AdamW",
+    "adamw_torch": "AdamW",
+    "adamw_torch_xla": "AdamW",
+    "adamw_torch_npu_fused": "AdamW",
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+}
+"""torch.optim's class by the Trainer's word."""
+_OTHERS = (
+    *("adafactor", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "adamw_bnb_8bit"),
+    *("adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit"),
+    *("paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb"),
+    *("rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor"),
+    *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo"),
+    *("grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw"),
+    *("apollo_adamw_layerwise", "stable_adamw"),
+)
+OWN_SCHEDULES = ("cosine_with_restarts", "inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy")
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+    "polynomial": "polynomial",
+    **{name: name for name in OWN_SCHEDULES},
+}
+_OPTIM = words({**OPTIMIZERS, **{name: name for name in _OTHERS}}, fold=False)
+_SAVE = words({name: name for name in ("no", "steps", "epoch", "best")})
+_VERSION = words({1: 1, 2: 2, "1": 1, "2": 2})
+_STATE = words({"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"})
+_POLICY = words({name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")})
+_PREFETCH = words({"no_prefetch": 0, "backward_pre": 1, "backward_post": 0})
+
+_FIELDS: Rows = {
+    "output_dir": Key(TEXT, None, "folder of checkpoints"),
+    "per_device_train_batch_size": Key(whole(1), 8, "sequences per forward pass on one rank"),
+    "num_train_epochs": Key(number(), 3.0, "length of the run in passes over the data"),
+    "max_steps": Key(whole(1), -1, "length of the run in optimizer steps; -1: by num_train_epochs"),
+    "learning_rate": Key(number(), 5e-05, "peak learning rate"),
+    "lr_scheduler_type": Key(words(SCHEDULES), "linear", "learning rate over the run"),
+    "lr_scheduler_kwargs": Key(ANY, None, "further arguments of the schedule"),
+    "warmup_steps": Key(number(), 0, "steps of warm-up; below 1: a share of the run"),
+    "optim": Key(_OPTIM, "adamw_torch_fused", "optimizer"),
     "optim_args": (None, "further arguments of the optimizer"),
-    "weight_decay": (0.0, "weight decay; norms and biases are not decayed"),
-    "adam_beta1": (0.9, "Adam: decay of the first moment"),
-    "adam_beta2": (0.999, "Adam: decay of the second moment"),
-    "adam_epsilon": (1e-08, "Adam: term added to the denominator"),
-    "optim_target_modules": (None, "modules that the optimizer projects"),
-    "gradient_accumulation_steps": (1, "micro-batches per optimizer step"),
+    "weight_decay": Key(number(), 0.0, "weight decay; norms and biases are not decayed"),
+    "adam_beta1": Key(number(high=1), 0.9, "Adam: decay of the first moment"),
+    "adam_beta2": Key(number(high=1), 0.999, "Adam: decay of the second moment"),
+    "adam_epsilon": Key(number(), 1e-08, "Adam: term added to the denominator"),
+    "optim_target_modules": Key(
+        ANY,
+        None,
+        "modules that the optimizer projects",
+        "refused",
+        "only some modules are projected: choose a plain optimizer",
+    ),
+    "gradient_accumulation_steps": Key(whole(1), 1, "micro-batches per optimizer step"),
     "average_tokens_across_devices": (True, "the loss is a mean over the tokens of all ranks"),
-    "max_grad_norm": (1.0, "largest global gradient norm; 0: no clipping"),
-    "label_smoothing_factor": (0.0, "label smoothing"),
-    "bf16": (False, "bf16 mixed precision"),
-    "fp16": (False, "fp16 mixed precision with loss scaling"),
-    "bf16_full_eval": (False, "evaluate in bf16"),
-    "fp16_full_eval": (False, "evaluate in fp16"),
+    "max_grad_norm": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
+    "label_smoothing_factor": Key(
+        ANY, 0.0, "label smoothing", "refused", "the loss is another one: smooth the labels in your own loss"
+    ),
+    "bf16": Key(SWITCH, False, "bf16 mixed precision"),
+    "fp16": Key(SWITCH, False, "fp16 mixed precision with loss scaling"),
     "tf32": (None, "TF32 products"),
-    "activation_checkpointing": (None, "recompute blocks in backward"),
+    "activation_checkpointing": Key(SWITCH, None, "recompute blocks in backward"),
     "activation_checkpointing_kwargs": (None, "how they are recomputed"),
-    "torch_compile": (False, "torch.compile"),
-    "torch_compile_backend": (None, "compiler; turns torch_compile on"),
-    "torch_compile_mode": (None, "mode of the compiler; turns torch_compile on"),
+    "torch_compile": Key(SWITCH, False, "torch.compile"),
     "use_liger_kernel": (False, "Liger's kernels"),
     "liger_kernel_config": (None, "which of Liger's kernels"),
-    "use_cache": (False, "key-value cache in training"),
-    "neftune_noise_alpha": (None, "noise on embeddings"),
-    "torch_empty_cache_steps": (None, "steps between empties of the allocator's cache"),
+    "neftune_noise_alpha": Key(
+        ANY, None, "noise on embeddings", "refused", "noise is added to embeddings: add it in your own model"
+    ),
     "auto_find_batch_size": (False, "halve the micro-batch until it fits"),
+    "save_only_model": (False, "checkpoints without optimizer state"),
+    "save_strategy": Key(_SAVE, "steps", "when a checkpoint is written: no, steps, epoch, best"),
+    "save_steps": Key(number(), 500, "steps between checkpoints; below 1: a share of the run"),
+    "save_total_limit": Key(whole(1), None, "checkpoints kept; none: all"),
+    "ignore_data_skip": (False, "resume with the first batch again"),
+    "full_determinism": (False, "deterministic operators"),
+    "seed": Key(whole(), 42, "seed of the run"),
+    "data_seed": (None, "seed of the data order"),
+    "use_cpu": Key(SWITCH, False, "train on the CPU"),
+    "accelerator_config": (None, "arguments of Accelerate's Accelerator"),
+    "parallelism_config": (None, "degrees of parallelism"),
+    "dataloader_drop_last": (False, "drop the last batch if it is short"),
+    "dataloader_in_order": (True, "batches come in order"),
+    "remove_unused_columns": (True, "drop columns that the model does not take"),
+    "label_names": (None, "names of the labels"),
+    "train_sampling_strategy": ("random", "order of the data"),
+    "length_column_name": ("length", "column of lengths"),
+    "fsdp": Key(ANY, None, "turn FSDP on"),
+    "fsdp_config": Key(ANY, None, "how FSDP runs"),
+    "deepspeed": Key(ANY, None, "DeepSpeed's configuration"),
+    "resume_from_checkpoint": (None, "for scripts: checkpoint to resume from"),
+}
+_HARMLESS: Rows = {
+    "bf16_full_eval": (False, "evaluate in bf16"),
+    "fp16_full_eval": (False, "evaluate in fp16"),
+    "torch_compile_backend": (None, "compiler; turns torch_compile on"),
+    "torch_compile_mode": (None, "mode of the compiler; turns torch_compile on"),
+    "use_cache": (False, "key-value cache in training"),
+    "torch_empty_cache_steps": (None, "steps between empties of the allocator's cache"),
     "logging_strategy": ("steps", "when a line is logged"),
     "logging_steps": (500, "steps between lines"),
     "logging_first_step": (False, "log the first step"),
@@ -68,11 +150,7 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "eval_accumulation_steps": (None, "evaluation: steps before results go to host memory"),
     "include_for_metrics": ([], "what metrics see"),
     "batch_eval_metrics": (False, "metrics batch by batch"),
-    "save_only_model": (False, "checkpoints without optimizer state"),
-    "save_strategy": ("steps", "when a checkpoint is written: no, steps, epoch, best"),
-    "save_steps": (500, "steps between checkpoints; below 1: a share of the run"),
     "save_on_each_node": (False, "write on every node"),
-    "save_total_limit": (None, "checkpoints kept; none: all"),
     "enable_jit_checkpoint": (False, "write a checkpoint when the job is preempted"),
     "push_to_hub": (False, "upload"),
     "hub_token": (None, "upload"),
@@ -84,43 +162,27 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "load_best_model_at_end": (False, "end with the best checkpoint"),
     "metric_for_best_model": (None, "which metric tells the best"),
     "greater_is_better": (None, "whether more is better"),
-    "ignore_data_skip": (False, "resume with the first batch again"),
     "restore_callback_states_from_checkpoint": (False, "resume callbacks"),
-    "full_determinism": (False, "deterministic operators"),
-    "seed": (42, "seed of the run"),
-    "data_seed": (None, "seed of the data order"),
-    "use_cpu": (False, "train on the CPU"),
-    "accelerator_config": (None, "arguments of Accelerate's Accelerator"),
-    "parallelism_config": (None, "degrees of parallelism"),
-    "dataloader_drop_last": (False, "drop the last batch if it is short"),
     "dataloader_num_workers": (0, "processes that load data"),
     "dataloader_pin_memory": (True, "batches in pinned memory"),
     "dataloader_persistent_workers": (False, "keep the processes that load data"),
     "dataloader_prefetch_factor": (None, "batches loaded ahead"),
     "dataloader_multiprocessing_context": (None, "how processes are started"),
-    "dataloader_in_order": (True, "batches come in order"),
-    "remove_unused_columns": (True, "drop columns that the model does not take"),
-    "label_names": (None, "names of the labels"),
-    "train_sampling_strategy": ("random", "order of the data"),
-    "length_column_name": ("length", "column of lengths"),
     "ddp_find_unused_parameters": (None, "DDP: look for parameters without gradients"),
     "ddp_bucket_cap_mb": (None, "DDP: size of a bucket"),
     "ddp_broadcast_buffers": (None, "DDP: send buffers"),
     "ddp_static_graph": (None, "DDP: the graph does not change"),
     "ddp_backend": (None, "backend of the process group"),
     "ddp_timeout": (1800, "longest wait for another rank"),
-    "fsdp": (None, "turn FSDP on"),
-    "fsdp_config": (None, "how FSDP runs"),
-    "deepspeed": (None, "DeepSpeed's configuration"),
     "debug": ("", "debugging"),
     "skip_memory_metrics": (True, "no memory report"),
     "do_train": (False, "for scripts"),
     "do_eval": (False, "for scripts"),
     "do_predict": (False, "for scripts"),
-    "resume_from_checkpoint": (None, "for scripts: checkpoint to resume from"),
     "local_rank": (-1, "rank on the node"),
 }
-"""Default and meaning of every field."""
+FIELDS = {**section("", _FIELDS, "lossy"), **section("", _HARMLESS, "harmless")}
+"""All fields. Without the harmless ones the same weights come out."""
 
 ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",
@@ -128,75 +190,77 @@ ALIASES = {
 }
 """Fields under an older name that still works."""
 
-FSDP_KEYS: dict[str, tuple[Any, str]] = {
-    "version": (2, "1: FullyShardedDataParallel, 2: fully_shard"),
-    "reshard_after_forward": (True, "whether weights are freed after forward; version 1: the sharding strategy"),
-    "cpu_offload": (False, "weights, gradients and optimizer in host memory"),
-    "activation_checkpointing": (False, "recompute blocks in backward"),
-    "cpu_ram_efficient_loading": (False, "rank 0 loads the weights and sends them"),
-    "state_dict_type": ("FULL_STATE_DICT", "FULL_STATE_DICT or SHARDED_STATE_DICT"),
-    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
-    "transformer_layer_cls_to_wrap": (None, "class names of the units"),
-    "min_num_params": (0, "SIZE_BASED_WRAP: smallest number of elements"),
-    "xla": (False, "torch_xla's FSDP, for TPUs"),
-    "xla_fsdp_v2": (False, "torch_xla's SPMD"),
-    "xla_fsdp_settings": (None, "arguments of torch_xla's FSDP"),
-    "xla_fsdp_grad_ckpt": (False, "recompute blocks on TPUs"),
-    "forward_prefetch": (False, "version 1: forward gathers one unit ahead"),
-    "backward_prefetch": ("NO_PREFETCH", "version 1: when backward gathers the next unit"),
-    "use_orig_params": (True, "version 1: parameters keep their names and shapes"),
-    "sync_module_states": (True, "version 1: rank 0's weights are sent to all"),
-    "limit_all_gathers": (None, "version 1: the host waits when too many gathers are under way"),
+FSDP_KEYS = {
+    "version": Key(_VERSION, 2, "1: FullyShardedDataParallel, 2: fully_shard"),
+    "reshard_after_forward": Key(
+        SWITCH, True, "whether weights are freed after forward; version 1: the sharding strategy"
+    ),
+    "cpu_offload": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
+    "activation_checkpointing": Key(SWITCH, False, "recompute blocks in backward", null=True),
+    "cpu_ram_efficient_loading": Key(SWITCH, False, "rank 0 loads the weights and sends them"),
+    "state_dict_type": Key(_STATE, "FULL_STATE_DICT", "FULL_STATE_DICT or SHARDED_STATE_DICT"),
+    "auto_wrap_policy": Key(_POLICY, "TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
+    "transformer_layer_cls_to_wrap": Key(NAMES, None, "class names of the units"),
+    "min_num_params": Key(whole(), 0, "SIZE_BASED_WRAP: smallest number of elements"),
+    "xla": Key(ANY, False, "torch_xla's FSDP, for TPUs"),
+    "xla_fsdp_v2": Key(ANY, False, "torch_xla's SPMD"),
+    "xla_fsdp_settings": Key(ANY, None, "arguments of torch_xla's FSDP"),
+    "xla_fsdp_grad_ckpt": Key(ANY, False, "recompute blocks on TPUs"),
+    "forward_prefetch": Key(SWITCH, False, "version 1: forward gathers one unit ahead"),
+    "backward_prefetch": Key(_PREFETCH, "NO_PREFETCH", "version 1: when backward gathers the next unit"),
+    "use_orig_params": Key(ANY, True, "version 1: parameters keep their names and shapes"),
+    "sync_module_states": Key(SWITCH, True, "version 1: rank 0's weights are sent to all"),
+    "limit_all_gathers": Key(ANY, None, "version 1: the host waits when too many gathers are under way"),
 }
 """Keys of `fsdp_config`, all of which may also start with `fsdp_`."""
 FSDP_VERSION_1 = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
 """Those that are read with version 1 alone, and passed over in silence with version 2."""
 
-DISTRIBUTED: dict[str, tuple[Any, str]] = {
-    "tp_size": (None, "tensor parallel degree"),
-    "tp_plan": (None, "which modules are split, and how"),
-    "enable_sequence_parallel": (False, "without effect"),
-    "enable_expert_parallel": (False, "older word for ep_size"),
-    "fsdp_size": (None, "ranks that the weights are split over"),
-    "dp_replicate_size": (None, "replicas"),
-    "fsdp_plan": (None, "which modules are units, and whether they are freed"),
-    "fsdp_cpu_offload": (False, "weights, gradients and optimizer in host memory"),
-    "fsdp_mixed_precision": (False, "compute in bf16, reduce in fp32"),
-    "pp_size": (None, "pipeline parallel degree, for inference"),
-    "ep_size": (None, "expert parallel degree"),
-    "ep_plan": (None, "how experts are split"),
-    "ep_implementation": ("auto", "how tokens reach the experts"),
+DISTRIBUTED = {
+    "tp_size": Key(whole(1), None, "tensor parallel degree"),
+    "tp_plan": Key(ANY, None, "which modules are split, and how"),
+    "enable_sequence_parallel": Key(ANY, False, "without effect"),
+    "enable_expert_parallel": Key(ANY, False, "older word for ep_size"),
+    "fsdp_size": Key(whole(1), None, "ranks that the weights are split over"),
+    "dp_replicate_size": Key(whole(1), None, "replicas"),
+    "fsdp_plan": Key(ANY, None, "which modules are units, and whether they are freed"),
+    "fsdp_cpu_offload": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
+    "fsdp_mixed_precision": Key(SWITCH, False, "compute in bf16, reduce in fp32"),
+    "pp_size": Key(whole(1), None, "pipeline parallel degree, for inference"),
+    "ep_size": Key(whole(1), None, "expert parallel degree"),
+    "ep_plan": Key(ANY, None, "how experts are split"),
+    "ep_implementation": Key(ANY, "auto", "how tokens reach the experts"),
 }
 """Fields of transformers' own DistributedConfig, an argument of `from_pretrained`."""
 
-_PARALLELISM = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "cp_backend", "sp_backend")
-KNOWN: tuple[str, ...] = (
-    *FIELDS,
-    *ALIASES,
-    *(f"fsdp_config.{prefix}{name}" for prefix in ("", "fsdp_") for name in FSDP_KEYS),
-    *("fsdp_config.xla_fsdp_settings.*", "fsdp_config.fsdp_xla_fsdp_settings.*"),
-    *(f"parallelism_config.{name}" for name in _PARALLELISM),
-    *(f"parallelism_config.{name}_handler.*" for name in ("tp", "cp", "sp")),
-    *(f"distributed_config.{name}" for name in DISTRIBUTED),
-    *("accelerator_config.*", "deepspeed.*", "lr_scheduler_kwargs.*", "activation_checkpointing_kwargs.*"),
-    *("gradient_checkpointing_kwargs.*", "liger_kernel_config.*", "trackio_static_space_id.*"),
-)
-
-_HARMLESS = (
-    *("logging", "log_", "eval_", "hub_", "trackio", "ddp_", "do_", "dataloader_num", "dataloader_pin"),
-    *("dataloader_persistent", "dataloader_prefetch", "dataloader_multi", "per_device_eval", "prediction_loss"),
-    *("include_", "batch_eval", "report_to", "run_name", "project", "disable_tqdm", "push_to_hub", "skip_memory"),
-    *("debug", "local_rank", "bf16_full_eval", "fp16_full_eval", "torch_empty", "use_cache", "save_on_each_node"),
-    *("metric_for_best", "greater_is", "load_best", "restore_callback", "torch_compile_", "enable_jit"),
-)
-HARMLESS = tuple(name for name in FIELDS if name.startswith(_HARMLESS))
-"""Fields without which the same weights come out."""
-REFUSED = {
-    "label_smoothing_factor": "the loss is another one: smooth the labels in your own loss",
-    "neftune_noise_alpha": "noise is added to embeddings: add it in your own model",
-    "optim_target_modules": "only some modules are projected: choose a plain optimizer",
+_PARALLELISM: Rows = {
+    **{f"{axis}_size": Key(whole(1), 1, "", null=True) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")},
+    **{f"{axis}_backend": (None, "") for axis in ("cp", "sp")},
+    **{f"{axis}_handler.*": (None, "") for axis in ("tp", "cp", "sp")},
 }
-"""Fields without which other weights come out."""
+_BELOW: tuple[str, ...] = (
+    "accelerator_config",
+    "deepspeed",
+    "lr_scheduler_kwargs",
+    "activation_checkpointing_kwargs",
+    "liger_kernel_config",
+)
+_BELOW += ("trackio_static_space_id",)
+
+KEYS: dict[str, Key] = {
+    **FIELDS,
+    **{old: FIELDS[new] for old, new in ALIASES.items()},
+    **section("fsdp_config", {f"{prefix}{name}": row for prefix in ("", "fsdp_") for name, row in FSDP_KEYS.items()}),
+    **dict.fromkeys(("fsdp_config.xla_fsdp_settings.*", "fsdp_config.fsdp_xla_fsdp_settings.*"), Key(ANY, None, "")),
+    **section("parallelism_config", _PARALLELISM),
+    **section("distributed_config", DISTRIBUTED),
+    **{
+        f"{name}.*": replace(FIELDS[name], keep=FIELDS[name].keep or "lossy", why=FIELDS[name].meaning, meaning="")
+        for name in _BELOW
+    },
+    "gradient_checkpointing_kwargs.*": Key(ANY, None, ""),
+}
+"""By dotted key; `.*` stands for anything below."""
 
 REMOVED = {
     "evaluation_strategy": "it is eval_strategy",

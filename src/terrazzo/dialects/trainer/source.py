@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Extra, Setting
 from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.nested import Nested, load_named, merge, read_nested
+from terrazzo.dialects.nested import DEEPSPEED, Nested, load_named, merge, read_nested
 from terrazzo.dialects.reader import Reader, flatten
-from terrazzo.dialects.trainer.keys import ALIASES, KNOWN
+from terrazzo.dialects.trainer.keys import ALIASES, KEYS
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["Source", "canonical_key"]
@@ -46,15 +45,15 @@ class Source(Reader):
 
     Attributes:
         context: what the document does not say.
-        spelled: the document's key by the name that is used now, where it is another.
+        written: the document's key by the name that is used now, where it is another.
         nested: the DeepSpeed document inside, if there is one.
     """
 
     def __init__(self, document: Document, context: Context) -> None:
         outer = {key: value for key, value in document.items() if key != "deepspeed"}
-        super().__init__({**outer, **_opened(outer, context)}, "TrainingArguments", _OPAQUE)
+        super().__init__({**outer, **_opened(outer, context)}, "TrainingArguments", _OPAQUE, KEYS)
         self.context = context
-        self.spelled: dict[str, str] = {}
+        self.written: dict[str, str] = {}
         self.shadowed: list[Verdict] = []
         self.nested: Nested | None = None
         self._rename()
@@ -74,7 +73,7 @@ class Source(Reader):
             winner = self._winner(name, keys)
             flat[name] = self.flat[winner]
             if winner != name:
-                self.spelled[name] = winner
+                self.written[name] = winner
             self.shadowed += [self._shadow(key, winner) for key in keys if key != winner]
         self.flat = flat
 
@@ -90,7 +89,7 @@ class Source(Reader):
 
     def _named_file(self, value: str) -> None:
         """All of a file's keys are reported under the key that names it."""
-        self.spelled |= {key: "fsdp_config" for key in self.flat if key.startswith("fsdp_config")}
+        self.written |= {key: "fsdp_config" for key in self.flat if key.startswith("fsdp_config")}
         self.shadowed = [verdict for verdict in self.shadowed if not verdict.key.startswith("fsdp_config")]
         _, fault = load_named(value, self.context)
         if fault:
@@ -100,7 +99,7 @@ class Source(Reader):
         value = document["deepspeed"]
         context = replace(self.context, trainer={"output_dir": None, **dict(document), **dict(self.context.trainer)})
         if isinstance(value, Mapping) and value:
-            self.nested = read_nested(DeepSpeed(), value, context, "deepspeed")
+            self.nested = read_nested(DEEPSPEED, value, context, "deepspeed")
             return
         self.flat["deepspeed"] = value
         if not value:
@@ -110,14 +109,14 @@ class Source(Reader):
         if fault:
             self.refuse("deepspeed", fault)
         else:
-            self.nested = read_nested(DeepSpeed(), inner, context, "deepspeed", file=value)
+            self.nested = read_nested(DEEPSPEED, inner, context, "deepspeed", file=value)
             self.say("deepspeed", "applied")
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, dialect: str, given: Mapping[str, Setting[Any]]) -> Reading:
         """The reading, under the document's own keys."""
-        reading = self.finish(dialect, given, KNOWN, unknown="raises a TypeError")
+        reading = self.finish(dialect, given, unknown="raises a TypeError")
         spelled = {path: replace(setting, key=self._as_written(setting)) for path, setting in given.items()}
         by_key = {verdict.key: verdict for verdict in merge([self._respelled(each) for each in reading.verdicts])}
         by_key |= {verdict.key: verdict for verdict in self.shadowed}
@@ -142,10 +141,10 @@ class Source(Reader):
         )
 
     def _as_written(self, setting: Setting[Any]) -> str:
-        return ", ".join(dict.fromkeys(self.spelled.get(key, key) for key in setting.keys))
+        return ", ".join(dict.fromkeys(self.written.get(key, key) for key in setting.keys))
 
     def _respelled(self, verdict: Any) -> Any:
-        spelled = self.spelled.get(verdict.key)
+        spelled = self.written.get(verdict.key)
         if spelled is None:
             return verdict
         if spelled == "fsdp_config":

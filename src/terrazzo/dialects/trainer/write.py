@@ -10,11 +10,11 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import wants_deepspeed
+from terrazzo.dialects.fsdp_words import wants_deepspeed
+from terrazzo.dialects.nested import DEEPSPEED, placed
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.write_loop import write_loop
 from terrazzo.dialects.trainer.write_parallel import write_ddp, write_fsdp, write_precision
@@ -31,7 +31,6 @@ def write(description: Description, context: Context, name: str) -> Writing:
     write_loop(pen)
     pen.implied("mesh.world")
     if own:
-        pen.implied([path for path in _SETTINGS_OF_SECTIONS if pen.is_set(path)])
         return pen.finish(name)
     if wants_deepspeed(description):
         return _with_deepspeed(pen, context)
@@ -55,7 +54,7 @@ def _outer(description: Description) -> tuple[Any, ...]:
 
 
 def _with_deepspeed(pen: Pen, context: Context) -> Writing:
-    inner = DeepSpeed().write(pen.description, context)
+    inner = DEEPSPEED.write(pen.description, context)
     _switches(pen, inner.document)
     outer = pen.finish()
     spoken = {
@@ -70,8 +69,7 @@ def _with_deepspeed(pen: Pen, context: Context) -> Writing:
         spoken |= {verdict.key: verdict for verdict in outer.verdicts if verdict.key.startswith("schedule.")}
     for verdict in inner.verdicts:
         if verdict.key not in spoken:
-            target = ", ".join(f"deepspeed.{key}" for key in verdict.target.split(", ") if key)
-            spoken[verdict.key] = replace(verdict, target=target)
+            spoken[verdict.key] = placed(verdict, "deepspeed")
     for verdict in outer.verdicts:
         spoken.setdefault(verdict.key, verdict)
     return Writing(document, tuple(spoken.values()))
@@ -97,22 +95,3 @@ def _automatic(inner: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
     always = ("gradient_clipping", "train_micro_batch_size_per_gpu")
     inner |= dict.fromkeys((*always, *(["train_batch_size"] if "train_batch_size" in inner else [])), "auto")
     return inner
-
-
-_SETTINGS_OF_SECTIONS = tuple(
-    f"{section}.{name}"
-    for section, names in {
-        "sharding": "weight between grad optim",
-        "mesh": "dp_replicate dp_shard tp cp sp ep pp",
-        "units": "policy classes min_numel ignored",
-        "precision": "weight compute reduce accumulate master moments buffers output saved autocast loss_scaling"
-        " static_loss_scale",
-        "offload": "weight grad optim path pin buffers step threads direct block_bytes depth digest",
-        "prefetch": "forward backward",
-        "loading": "low_memory broadcast",
-        "activation_checkpointing": "mode every ops offload",
-        "saving": "state export background",
-    }.items()
-    for name in names.split()
-)
-"""Settings whose keys come back as they were."""

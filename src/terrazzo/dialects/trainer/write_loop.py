@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.trainer.keys import FIELDS
-from terrazzo.dialects.trainer.loop import OPTIMIZERS, OWN_SCHEDULES
+from terrazzo.dialects.trainer.keys import FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
 __all__ = ["write_loop"]
 
@@ -40,8 +39,7 @@ def write_loop(pen: Pen) -> None:
     else:
         _field(pen, "saving.every", "save_steps")
         _field(pen, "training.device", "use_cpu", pen.value("training.device") == "cpu")
-        rest = ("optimizer.name", "schedule.name", "schedule.final_fraction", "schedule.decay_steps")
-        pen.implied((*rest, "schedule.options", "training.compile", "batch.global_batch", "batch.sequence_length"))
+        pen.implied(("batch.global_batch", "batch.sequence_length"))
 
 
 def _field(pen: Pen, path: str, key: str, value: Any = None) -> None:
@@ -53,7 +51,7 @@ def _field(pen: Pen, path: str, key: str, value: Any = None) -> None:
     if pen.own:
         wanted = key in setting.keys and setting.origin != "default"
     else:  # what the source says is said, too, where the Trainer's default is the same today
-        wanted = said is not None and (bool(setting.keys) or said != FIELDS[key][0])
+        wanted = said is not None and (bool(setting.keys) or said != FIELDS[key].default)
     if wanted:
         pen.put(path, key, list(said) if isinstance(said, tuple) else said)
     else:
@@ -77,7 +75,7 @@ def _betas(pen: Pen) -> None:
         return
     pen.implied("optimizer.betas")
     for key, value in zip(("adam_beta1", "adam_beta2"), setting.value, strict=True):
-        if key in setting.keys if pen.own else setting.keys or value != FIELDS[key][0]:
+        if key in setting.keys if pen.own else setting.keys or value != FIELDS[key].default:
             pen.put("optimizer.betas", key, value)
 
 
@@ -127,7 +125,7 @@ def _schedule(pen: Pen) -> None:
         pen.write(options, {"min_lr_rate": final})
     elif name == "linear":
         pen.put(paths, kind, "polynomial")
-        pen.write(options, {"power": 1.0, "lr_end": pen.value("optimizer.lr", FIELDS["learning_rate"][0]) * final})
+        pen.write(options, {"power": 1.0, "lr_end": pen.value("optimizer.lr", FIELDS["learning_rate"].default) * final})
     elif name == "wsd":
         _stable(pen, final)
     elif name in OWN_SCHEDULES:

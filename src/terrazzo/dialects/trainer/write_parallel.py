@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.accelerate.rows import AUTOCAST, precision_row
+from terrazzo.dialects.accelerate_precision import AUTOCAST, precision_row
 from terrazzo.dialects.description import LOADED, PATHS, Setting
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import HYBRID_ROWS, OFFLOAD, SHARDING, nearest_row, shard_ranks, write_offload
+from terrazzo.dialects.fsdp_words import HYBRID_ROWS, OFFLOAD, SHARDING, nearest_row, shard_ranks, write_offload
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.check import check
-from terrazzo.dialects.deepspeed.table import TABLE
+from terrazzo.dialects.deepspeed.keys import TABLE
 from terrazzo.dialects.description import Description, Setting, settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.files import Loaded, load

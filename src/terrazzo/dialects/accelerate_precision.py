@@ -12,7 +12,7 @@ from typing import Any
 
 from terrazzo.dialects.description import LOADED, Setting
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp.policy import loaded
+from terrazzo.dialects.fsdp_policy import loaded
 from terrazzo.engine import LossScaling
 
 __all__ = ["AUTOCAST", "precision_row"]

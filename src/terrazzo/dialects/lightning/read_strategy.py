@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Extra, Setting
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp.fsdp1 import FSDP1
-from terrazzo.dialects.fsdp.words import offload, row_settings
-from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, MODEL_PARALLEL, SHARED
-from terrazzo.dialects.nested import load_named, merge, read_nested
+from terrazzo.dialects.fsdp_words import offload, row_settings
+from terrazzo.dialects.lightning.keys import DEEPSPEED as DEEPSPEED_KEYS
+from terrazzo.dialects.lightning.keys import FSDP, MODEL_PARALLEL, SHARED
+from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
 from terrazzo.dialects.reader import Reader
 from terrazzo.dialects.verdict import Verdict
 
@@ -103,7 +102,7 @@ def _fsdp(strategy: Strategy, reader: Reader, context: Context) -> Found:
     own = (*FSDP, *SHARED)
     inner = {name: value for name, value in strategy.arguments.items() if name not in own}
     section = f"{strategy.where}.init_args"
-    nested = read_nested(FSDP1(), inner, context, section)
+    nested = read_nested(FSDP_STRATEGY, inner, context, section)
     given = {path: _at_strategy(setting, strategy, section) for path, setting in nested.given.items()}
     if "sharding_strategy" not in strategy.arguments:  # the name of the strategy asks for full sharding
         for path in ("sharding.weight", "sharding.between", "sharding.grad", "sharding.optim"):
@@ -125,7 +124,7 @@ def _at_strategy(setting: Setting[Any], strategy: Strategy, section: str) -> Set
 
 
 def _state(reader: Reader, section: str) -> dict[str, Setting[Any]]:
-    state = reader.choice(f"{section}.state_dict_type", {"full": "full", "sharded": "sharded"}, "full")
+    state = reader.take(f"{section}.state_dict_type")
     written = "full" if state.value == "full" else "none"
     return {"saving.state": state, "saving.export": Setting(written, state.origin, state.key)}
 
@@ -135,7 +134,7 @@ def _recomputed(reader: Reader, section: str) -> dict[str, Setting[Any]]:
     for name in ("activation_checkpointing_policy", "activation_checkpointing"):
         key = f"{section}.{name}"
         if reader.get(key):
-            classes = reader.names(key)
+            classes = reader.take(key)
             reader.keep(key, "which blocks are recomputed", harmless=True)
             if name == "activation_checkpointing":
                 reader.say(key, "renamed", "deprecated: today's word is activation_checkpointing_policy")
@@ -160,8 +159,8 @@ def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, An
                 known, "auto" if key in reader.flat else "default", key if key in reader.flat else ""
             )
         else:
-            found[f"mesh.{axis}"] = reader.integer(key, None, low=1)
-    whole = reader.choice(f"{section}.save_distributed_checkpoint", {True: "sharded", False: "full"}, "sharded")
+            found[f"mesh.{axis}"] = reader.take(key)
+    whole = reader.take(f"{section}.save_distributed_checkpoint")
     _keep_shared(reader, strategy)
     return Found({**found, "saving.state": whole}, [], [])
 
@@ -173,7 +172,7 @@ def deepspeed_document(
     arguments: Mapping[str, Any], trainer: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """What DeepSpeedStrategy hands to DeepSpeed, and the arguments behind each key of it."""
-    values = {name: arguments.get(name, default) for name, (default, _) in DEEPSPEED.items()}
+    values = {name: arguments.get(name, row.default) for name, row in DEEPSPEED_KEYS.items()}
     document: dict[str, Any] = {
         "activation_checkpointing": {name: values[name] for name in _ACTIVATIONS_ALL},
         "aio": {name: values[name] for name in _AIO},
@@ -236,7 +235,7 @@ def _deepspeed(strategy: Strategy, context: Context, trainer: Mapping[str, Any])
     if config is not None:
         return _configured(strategy, config, context, trainer)
     document, source = deepspeed_document(strategy.arguments, trainer)
-    nested = read_nested(DeepSpeed(), document, context, "inner")
+    nested = read_nested(DEEPSPEED, document, context, "inner")
 
     def arguments(setting: Setting[Any]) -> list[str]:
         keys: list[str] = []
@@ -279,7 +278,7 @@ def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[s
             found.append(Verdict(key, value, "applied", "", "Lightning's own: it does not change what is trained"))
         elif name in _FP16 and not trainer["precision"].startswith("16-"):
             found.append(Verdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
-        elif name in DEEPSPEED and name not in used:
+        elif name in DEEPSPEED_KEYS and name not in used:
             found.append(Verdict(key, value, "refused", "", "it is read with offload only: turn that on, or remove it"))
     return found
 
@@ -292,8 +291,8 @@ def _configured(strategy: Strategy, config: Any, context: Context, trainer: Mapp
     if fault:
         return Found({}, [Verdict(where, config, "refused", "", fault)], [])
     said = set(document)
-    complete(document, {name: default for name, (default, _) in DEEPSPEED.items()} | dict(strategy.arguments), trainer)
-    nested = read_nested(DeepSpeed(), document, context, where, file=named)
+    complete(document, {name: row.default for name, row in DEEPSPEED_KEYS.items()} | dict(strategy.arguments), trainer)
+    nested = read_nested(DEEPSPEED, document, context, where, file=named)
     added = {f"{where}.{name}" for name in set(document) - said}
     verdicts = [verdict for verdict in nested.verdicts if not _is_of(verdict.key, added)]
     given = {path: _from_trainer(setting, where, added) for path, setting in _without_loop(nested.given, said).items()}
@@ -336,6 +335,6 @@ def _ignored(strategy: Strategy) -> list[Verdict]:
 DDP_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
 ARGUMENTS = {
     "FSDPStrategy": (*FSDP, *SHARED),
-    "DeepSpeedStrategy": (*DEEPSPEED, *SHARED),
+    "DeepSpeedStrategy": (*DEEPSPEED_KEYS, *SHARED),
     "ModelParallelStrategy": (*MODEL_PARALLEL, *SHARED),
 }

@@ -9,15 +9,18 @@ from typing import Any
 
 from terrazzo.dialects.description import PATHS, Description, Origin, Setting, inactive, row_name
 from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.keys import words
 from terrazzo.dialects.meaning import NVME_ONLY
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.engine import Plan
 
 __all__ = [
     "ALONE_WORDS",
+    "DTYPE",
     "DTYPES",
     "HYBRID",
     "HYBRID_ROWS",
+    "NAMES",
     "NEAREST",
     "NUMBERED",
     "OFFLOAD",
@@ -30,6 +33,7 @@ __all__ = [
     "canonical",
     "dtype",
     "leave_to_loop",
+    "mesh_sizes",
     "nearest_row",
     "offload",
     "origin_of",
@@ -60,6 +64,9 @@ DTYPES = {
 }
 """Neutral dtype by any of the words in use."""
 
+DTYPE = words(DTYPES)
+"""The type of a key that takes one of them."""
+
 STRATEGIES = {
     "full_shard": "zero3",
     "shard_grad_op": "shard_grad_op",
@@ -69,6 +76,14 @@ STRATEGIES = {
     "hybrid_shard_zero2": "hybrid_shard_zero2",
 }
 """Row of the table by the name of FSDP1's `ShardingStrategy`."""
+NAMES = {
+    "zero3": "FULL_SHARD",
+    "shard_grad_op": "SHARD_GRAD_OP",
+    "zero0": "NO_SHARD",
+    "hybrid_shard": "HYBRID_SHARD",
+    "hybrid_shard_zero2": "_HYBRID_SHARD_ZERO2",
+}
+"""Torch's name of a row."""
 NUMBERED = dict(enumerate(dict.fromkeys(STRATEGIES.values()), 1))
 """Row by the strategy's number."""
 HYBRID = {"zero3": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
@@ -141,7 +156,7 @@ def uniform(kind: str, *states: str) -> dict[str, Setting[Any]]:
 
 def dtype(reader: Reader, key: str) -> Setting[Any]:
     """A dtype by any of its names; None where none is given."""
-    found = reader.choice(key, DTYPES, null=True)
+    found = reader.take(key)
     return canonical(reader, key, found, TORCH_NAMES.get(found.value))
 
 
@@ -188,6 +203,22 @@ def wrap_policy(reader: Reader, key: str) -> dict[str, Setting[Any]]:
         elif classes.value:
             return {"units.policy": derived("classes", classes, origin="file"), "units.classes": classes}
     return {"units.policy": Setting("none", "default")}
+
+
+def mesh_sizes(reader: Reader, key: str) -> tuple[int | None, ...] | None:
+    """Sizes of a mesh given as a number, a list, or names with sizes; None where there is none or it is no mesh."""
+    raw = reader.any(key).value
+    if raw is None:
+        return None
+    sizes = list(raw.values()) if isinstance(raw, Mapping) else raw if isinstance(raw, list | tuple) else [raw]
+    if not sizes or not all(size is None or _is_size(size) for size in sizes):
+        reader.refuse(key, f"it is {raw!r}, expected the sizes of the axes, such as [2, 4]: replicas, then shards")
+        return None
+    return tuple(sizes)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 # -- writing -------------------------------------------------------------------------------------------------------

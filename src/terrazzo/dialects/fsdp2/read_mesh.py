@@ -1,4 +1,4 @@
-"""Which row of the table `fully_shard` runs: its mesh and `reshard_after_forward`, read and written.
+"""Which row of the table `fully_shard` runs: its mesh and `reshard_after_forward`.
 
 One axis splits every state over it; of two, the first replicates and the second splits; a second axis of one rank is
 plain replication, as in DDP. A number for `reshard_after_forward` keeps the weights split over so many ranks between
@@ -13,11 +13,11 @@ from typing import Any
 
 from terrazzo.dialects.description import Setting
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import HYBRID_ROWS, SHARDING, nearest_row, row_settings, shard_ranks
+from terrazzo.dialects.fsdp_words import mesh_sizes, row_settings
 from terrazzo.dialects.reader import Reader, derived
 
-__all__ = ["DP_DIMS", "MODEL_AXES", "mesh_sizes", "read_mesh", "write_sharding"]
+__all__ = ["DP_DIMS", "MODEL_AXES", "product", "read_mesh"]
+
 
 DP_DIMS = ("dp_mesh_dims.shard", "dp_mesh_dims.replicate")
 MODEL_AXES = ("pp", "cp", "sp", "ep", "tp")
@@ -26,8 +26,6 @@ MODEL_AXES = ("pp", "cp", "sp", "ep", "tp")
 The order counts: context parallel ranks join the shards, and a tensor that FSDP cuts after tensor parallelism did is
 stored in strides (DTensor's `_StridedShard`) that only the same order of axes reads back as one.
 """
-AXES = ("mesh.dp_replicate", "mesh.dp_shard")
-_ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "hpz", "zero0")
 _KEPT = {False: ("zero3", "hybrid_shard"), True: ("shard_grad_op", "hybrid_shard_zero2")}
 """Row on one axis and on two, by whether weights are kept after forward."""
 
@@ -44,22 +42,6 @@ class _Mesh:
     @property
     def keys(self) -> Setting[Any]:
         return Setting(None, "file", "mesh") if self.given else Setting(None, "default")
-
-
-def mesh_sizes(reader: Reader, key: str) -> tuple[int | None, ...] | None:
-    """Sizes of a mesh given as a number, a list, or names with sizes; None where there is none or it is no mesh."""
-    raw = reader.any(key).value
-    if raw is None:
-        return None
-    sizes = list(raw.values()) if isinstance(raw, Mapping) else raw if isinstance(raw, list | tuple) else [raw]
-    if not sizes or not all(size is None or _is_size(size) for size in sizes):
-        reader.refuse(key, f"it is {raw!r}, expected the sizes of the axes, such as [2, 4]: replicas, then shards")
-        return None
-    return tuple(sizes)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -92,7 +74,7 @@ def _mesh(reader: Reader) -> _Mesh:
 
 
 def _names(reader: Reader, key: str) -> tuple[str, ...]:
-    names: tuple[str, ...] = reader.names(key, null=True).value
+    names: tuple[str, ...] = reader.take(key).value
     if key in reader.flat:
         reader.keep(key, "data axes have names of their own there", harmless=True)
     return names
@@ -116,11 +98,12 @@ def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...
         reader.refuse("mesh", f"{fault}: its axes are {', '.join(sizes)}")
         return _Mesh()
     others = {axis: sizes[axis] for axis in MODEL_AXES if axis in sizes}
-    shards = _product(sizes[name] for name in shard if name not in MODEL_AXES)
-    return _Mesh(_product(sizes[name] for name in replicate), shards, others, given=True)
+    shards = product(sizes[name] for name in shard if name not in MODEL_AXES)
+    return _Mesh(product(sizes[name] for name in replicate), shards, others, given=True)
 
 
-def _product(sizes: Any) -> int | None:
+def product(sizes: Any) -> int | None:
+    """Of sizes; None where one is left open."""
     whole = 1
     for size in sizes:
         if size is None:
@@ -134,7 +117,7 @@ def _row(reader: Reader, mesh: _Mesh) -> dict[str, Setting[Any]]:
     raw = reader.get(key)
     if isinstance(raw, int) and not isinstance(raw, bool):
         return _partial(reader, mesh, raw)
-    reshard = reader.boolean(key, True, null=True)
+    reshard = reader.take(key)
     if raw is None:
         reader.say(key, "defaulted", "none: freed after forward, except for the root, which backward needs first")
     if mesh.given and mesh.shards == 1 and raw is not None:
@@ -177,78 +160,3 @@ def _partial(reader: Reader, mesh: _Mesh, size: int) -> dict[str, Setting[Any]]:
         "mesh.dp_shard": number,
         "mesh.dp_replicate": derived(replicas, number, mesh.keys),
     }
-
-
-# -- writing -------------------------------------------------------------------------------------------------------
-
-
-def write_sharding(pen: Pen, context: Context) -> None:
-    """Write the row and the axes."""
-    pen.implied("mesh.world")
-    row, why = nearest_row(pen.description, _ROWS)
-    if row == "hpz" and pen.value("mesh.dp_shard") is None:
-        row, why = "zero3", "how many ranks keep a second copy is not known (mesh.dp_shard): none is kept"
-    if row is None:
-        if why:
-            pen.refuse(SHARDING, f"{why}: choose a row that fully_shard has, such as zero3")
-        return
-    _write_reshard(pen, row, why)
-    _write_mesh(pen, row, context)
-
-
-def _write_reshard(pen: Pen, row: str, why: str) -> None:
-    key = "reshard_after_forward"
-    value: Any = {"hpz": pen.value("mesh.dp_shard"), "shard_grad_op": False, "hybrid_shard_zero2": False}.get(row, True)
-    if row == "zero0":
-        note = "one rank per shard group: weights, gradients and optimizer state whole on every rank, as in DDP"
-        pen.implied(SHARDING, note, "mesh")
-    elif pen.own and not pen.wanted("sharding.between", "D", key):
-        pen.implied(SHARDING)
-    else:
-        pen.put(SHARDING, key, value, why, "lossy" if why else "applied")
-
-
-def _write_mesh(pen: Pen, row: str, context: Context) -> None:
-    if pen.own and (pen.kept("mesh") or not any("mesh" in pen.setting(path).keys for path in AXES)):
-        pen.implied((*AXES, *(f"mesh.{axis}" for axis in MODEL_AXES)))
-        return
-    others = {axis: pen.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}
-    others = {axis: size for axis, size in others.items() if size != 1}
-    sizes = _data_axes(pen, row, context)
-    if others:
-        _write_named(pen, sizes, others)
-    elif len(sizes) == 1 and sizes[0] is None:
-        pen.implied(AXES, "all ranks are one axis")
-    else:
-        open_ended = None in sizes
-        why = "null stands for a number of ranks that is not known here: fill it in" if open_ended else ""
-        named = dict(zip(("dp_replicate", "dp_shard"), sizes, strict=False)) if len(sizes) == 2 else list(sizes)
-        pen.put(AXES, "mesh", list(sizes) if pen.own else named, why, "lossy" if open_ended else "applied")
-        if open_ended and row != "zero0":
-            pen.lossy(SHARDING, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
-
-
-def _data_axes(pen: Pen, row: str, context: Context) -> tuple[int | None, ...]:
-    """Sizes of the data axes: shards, or replicas and shards."""
-    replicas, shards = pen.value("mesh.dp_replicate"), pen.value("mesh.dp_shard")
-    if row in HYBRID_ROWS:
-        return (replicas, shard_ranks(pen, context.world))
-    known = pen.is_set("mesh.dp_replicate")
-    whole = _product((replicas if known else 1, shards))
-    if row == "zero0":
-        ranks = None if pen.own else pen.value("mesh.world") or context.world
-        return (whole or ranks, 1)
-    return (whole,)
-
-
-def _write_named(pen: Pen, sizes: tuple[int | None, ...], others: Mapping[str, int]) -> None:
-    names = ("dp_shard",) if len(sizes) == 1 else ("dp_replicate", "dp_shard")
-    outer = {axis: size for axis, size in others.items() if axis == "pp"}
-    inner = {axis: size for axis, size in others.items() if axis != "pp"}
-    pen.put(AXES, "mesh", {**outer, **dict(zip(names, sizes, strict=True)), **inner})
-    for axis in others:
-        pen.implied(f"mesh.{axis}", "an axis of the mesh; modules are split over it by your code", "mesh")
-    shard = ["dp_shard", "cp"] if "cp" in others else "dp_shard"
-    pen.write("dp_mesh_dims.shard", shard)
-    if len(sizes) == 2:
-        pen.write("dp_mesh_dims.replicate", "dp_replicate")

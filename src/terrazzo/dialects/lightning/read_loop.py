@@ -21,26 +21,24 @@ def read_loop(reader: Reader, prefix: str) -> _Settings:
     if reader.get(steps, -1) == -1:
         reader.keep(steps, "the run is as long as max_epochs says", harmless=True)
     else:
-        total = reader.integer(steps, None, low=1)
+        total = reader.take(steps)
     seed = reader.get("seed_everything")
     if isinstance(seed, bool):
         reader.keep("seed_everything", "Lightning draws a seed", harmless=True)
     return {
-        "batch.accumulation": reader.integer(f"{prefix}accumulate_grad_batches", 1, low=1),
+        "batch.accumulation": reader.take(f"{prefix}accumulate_grad_batches"),
         "training.clip": _clip(reader, prefix),
         **given_only({"schedule.total_steps": total}),
-        **given_only(
-            {"training.seed": reader.integer("seed_everything", None) if not isinstance(seed, bool) else total}
-        ),
-        **given_only({"saving.folder": reader.text(f"{prefix}default_root_dir", None, null=True)}),
+        **given_only({"training.seed": reader.take("seed_everything") if not isinstance(seed, bool) else total}),
+        **given_only({"saving.folder": reader.take(f"{prefix}default_root_dir")}),
         **_ranks(reader, prefix),
         **_optimizer(reader),
     }
 
 
 def _clip(reader: Reader, prefix: str) -> Setting[Any]:
-    value = reader.number(f"{prefix}gradient_clip_val", None, null=True)
-    way = reader.choice(f"{prefix}gradient_clip_algorithm", {"norm": "norm", "value": "value"}, "norm", null=True)
+    value = reader.take(f"{prefix}gradient_clip_val")
+    way = reader.take(f"{prefix}gradient_clip_algorithm")
     if way.value == "value" and value.value:
         for key in (value.key, way.key):
             reader.keep(key, "each gradient is clipped by itself: clip by norm, or in your own loop", refused=True)
@@ -61,7 +59,7 @@ def _ranks(reader: Reader, prefix: str) -> _Settings:
         nodes = 1
     if count and not isinstance(devices, bool):
         found["mesh.world"] = Setting(count * nodes, "file", ", ".join(keys))
-    accelerator = reader.text(f"{prefix}accelerator", "auto")
+    accelerator = reader.take(f"{prefix}accelerator")
     if accelerator.value in ("cpu", "gpu", "cuda"):
         device = "cpu" if accelerator.value == "cpu" else "cuda"
         found["training.device"] = Setting(device, accelerator.origin, accelerator.key)
@@ -71,7 +69,7 @@ def _ranks(reader: Reader, prefix: str) -> _Settings:
 def _optimizer(reader: Reader) -> _Settings:
     """LightningCLI's `optimizer`. The class is named, never imported."""
     key = "optimizer.class_path"
-    path = reader.text(key, None)
+    path = reader.take(key)
     if path.value is None:
         return {}
     name = path.value.rpartition(".")[2]

@@ -10,38 +10,8 @@ from terrazzo.dialects.reader import derived, given_only
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.source import Source
 
-__all__ = ["OPTIMIZERS", "OWN_SCHEDULES", "read_loop"]
+__all__ = ["read_loop"]
 
-OPTIMIZERS = {
-    "adamw_torch_fused": "AdamW",
-    "adamw_torch": "AdamW",
-    "adamw_torch_xla": "AdamW",
-    "adamw_torch_npu_fused": "AdamW",
-    "sgd": "SGD",
-    "adagrad": "Adagrad",
-    "rmsprop": "RMSprop",
-}
-"""torch.optim's class by the Trainer's word."""
-_OTHERS = (
-    *("adafactor", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "adamw_bnb_8bit"),
-    *("adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit"),
-    *("paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb"),
-    *("rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor"),
-    *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo"),
-    *("grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw"),
-    *("apollo_adamw_layerwise", "stable_adamw"),
-)
-OWN_SCHEDULES = ("cosine_with_restarts", "inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy")
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "warmup_stable_decay": "wsd",
-    "polynomial": "polynomial",
-    **{name: name for name in OWN_SCHEDULES},
-}
 _POLYNOMIAL_END = 1e-7
 _Settings = dict[str, Setting[Any]]
 
@@ -51,36 +21,31 @@ def read_loop(source: Source) -> _Settings:
     return {**_batch(source), **_optimizer(source), **_schedule(source), **_training(source), **_saving(source)}
 
 
-def _default(name: str) -> Any:
-    return FIELDS[name][0]
-
-
 def _batch(source: Source) -> _Settings:
     return {
-        "batch.micro_batch": source.integer("per_device_train_batch_size", 8, low=1),
-        "batch.accumulation": source.integer("gradient_accumulation_steps", 1, low=1),
+        "batch.micro_batch": source.take("per_device_train_batch_size"),
+        "batch.accumulation": source.take("gradient_accumulation_steps"),
     }
 
 
 def _optimizer(source: Source) -> _Settings:
-    words = {**OPTIMIZERS, **{name: name for name in _OTHERS}}
-    name = source.choice("optim", words, "AdamW", fold=False)
+    name = source.take("optim")
     found = {
         "optimizer.name": name,
-        "optimizer.lr": source.number("learning_rate", _default("learning_rate")),
-        "optimizer.weight_decay": source.number("weight_decay", _default("weight_decay")),
+        "optimizer.lr": source.take("learning_rate"),
+        "optimizer.weight_decay": source.take("weight_decay"),
     }
     if name.value in ("SGD", "Adagrad", "RMSprop"):
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
             if key in source.flat:
                 source.refuse(key, f"it is Adam's; {name.value} does not read it: remove it")
         return found
-    first, second = (source.number(f"adam_beta{each}", _default(f"adam_beta{each}"), high=1) for each in (1, 2))
+    first, second = (source.take(f"adam_beta{each}") for each in (1, 2))
     origin: Origin = "file" if "file" in (first.origin, second.origin) else "default"
     return {
         **found,
         "optimizer.betas": derived((first.value, second.value), first, second, origin=origin),
-        "optimizer.eps": source.number("adam_epsilon", _default("adam_epsilon")),
+        "optimizer.eps": source.take("adam_epsilon"),
     }
 
 
@@ -89,7 +54,7 @@ def _optimizer(source: Source) -> _Settings:
 
 def _schedule(source: Source) -> _Settings:
     word = str(source.get("lr_scheduler_type") or "linear").lower()
-    name = source.choice("lr_scheduler_type", _SCHEDULES, "linear")
+    name = source.take("lr_scheduler_type")
     options = source.get("lr_scheduler_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
     found: _Settings = {"schedule.name": name, **_length(source), **_warmup(source, word)}
@@ -108,8 +73,8 @@ def _shape(source: Source, word: str, options: Mapping[str, Any]) -> _Settings:
         given = isinstance(value, int | float) and not isinstance(value, bool)
         return Setting(value, "file", "lr_scheduler_kwargs") if given else Setting(default, "default")
 
-    peak = source.get("learning_rate", _default("learning_rate"))
-    peak = peak if isinstance(peak, int | float) and peak > 0 else _default("learning_rate")
+    peak = source.get("learning_rate", FIELDS["learning_rate"].default)
+    peak = peak if isinstance(peak, int | float) and peak > 0 else FIELDS["learning_rate"].default
     final = "schedule.final_fraction"
     if word == "cosine_with_min_lr":
         lowest = number("min_lr", 0.0)
@@ -132,7 +97,7 @@ def _shape(source: Source, word: str, options: Mapping[str, Any]) -> _Settings:
 
 
 def _warmup(source: Source, word: str) -> _Settings:
-    warmup = source.number("warmup_steps", 0)
+    warmup = source.take("warmup_steps")
     if word == "constant":
         if warmup.value:
             why = "the schedule constant has no warm-up and ignores it: say lr_scheduler_type: constant_with_warmup"
@@ -151,10 +116,10 @@ def _length(source: Source) -> _Settings:
         source.keep("max_steps", "the run is as long as num_train_epochs says", harmless=True)
         total = Setting(None, "default")
     else:
-        total = source.integer("max_steps", None, low=1)
+        total = source.take("max_steps")
     if "num_train_epochs" in source.flat:
         why = "the length of the run is counted in passes over the data: set the number of steps"
-        source.number("num_train_epochs", 3.0)
+        source.take("num_train_epochs")
         source.keep("num_train_epochs", why if by_epochs else "max_steps decides", harmless=not by_epochs)
     return given_only({"schedule.total_steps": total})
 
@@ -163,25 +128,25 @@ def _length(source: Source) -> _Settings:
 
 
 def _training(source: Source) -> _Settings:
-    clip = source.number("max_grad_norm", 1.0)
+    clip = source.take("max_grad_norm")
     by = [key for key in ("torch_compile_backend", "torch_compile_mode") if source.get(key)]
-    compiled = source.boolean("torch_compile", False)
+    compiled = source.take("torch_compile")
     if by and not compiled.value:
         compiled = Setting(True, "file", ", ".join(by))
     found = {
         "training.clip": Setting(clip.value or None, clip.origin, clip.key),
         "training.compile": compiled,
-        "training.seed": source.integer("seed", _default("seed")),
+        "training.seed": source.take("seed"),
         **_checkpointing(source),
     }
-    cpu = source.boolean("use_cpu", False)
+    cpu = source.take("use_cpu")
     return {**found, "training.device": Setting("cpu", "file", cpu.key)} if cpu.value else found
 
 
 def _checkpointing(source: Source) -> _Settings:
-    found = [source.boolean("activation_checkpointing", None, null=True)]
+    found = [source.take("activation_checkpointing")]
     if source.get("fsdp"):
-        found.append(source.boolean("fsdp_config.activation_checkpointing", None, null=True))
+        found.append(source.take("fsdp_config.activation_checkpointing"))
     on = any(setting.value for setting in found)
     said = [setting for setting in found if setting.origin == "file"]
     origin: Origin = "file" if said else "default"
@@ -189,13 +154,12 @@ def _checkpointing(source: Source) -> _Settings:
 
 
 def _saving(source: Source) -> _Settings:
-    strategies = {"no": "no", "steps": "steps", "epoch": "epoch", "best": "best"}
-    strategy = source.choice("save_strategy", strategies, "steps")
-    steps = source.number("save_steps", _default("save_steps"))
-    limit = source.integer("save_total_limit", None, low=1, null=True)
+    strategy = source.take("save_strategy")
+    steps = source.take("save_steps")
+    limit = source.take("save_total_limit")
     found = {
         "saving.keep_last": limit,
-        **given_only({"saving.folder": source.text("output_dir", None, null=True)}),
+        **given_only({"saving.folder": source.take("output_dir")}),
         "saving.background": Setting(False, "default"),
     }
     if strategy.value == "steps" and steps.value >= 1:

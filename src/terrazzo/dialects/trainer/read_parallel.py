@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.description import Setting
-from terrazzo.dialects.fsdp.words import HYBRID, NUMBERED, STRATEGIES, offload, row_settings
+from terrazzo.dialects.fsdp_words import HYBRID, NUMBERED, STRATEGIES, offload, row_settings
 from terrazzo.dialects.reader import derived
 from terrazzo.dialects.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
 from terrazzo.dialects.trainer.source import Source
@@ -14,8 +14,6 @@ from terrazzo.errors import did_you_mean
 __all__ = ["read_parallel", "stack_of", "version_of"]
 
 _Settings = dict[str, Setting[Any]]
-_POLICIES = {name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")}
-_STATES = {"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"}
 _BY_NUMBER = {str(number): row for number, row in NUMBERED.items()}
 _MISNAMED = {
     "offload_params": "cpu_offload",
@@ -56,15 +54,8 @@ def read_parallel(source: Source, stack: str) -> _Settings:
 def _parallelism(source: Source) -> _Settings:
     """Accelerate's ParallelismConfig, as a mapping."""
     found: _Settings = {}
-    for axis, name in (
-        ("dp_replicate", "dp_replicate"),
-        ("dp_shard", "dp_shard"),
-        ("tp", "tp"),
-        ("cp", "cp"),
-        ("sp", "sp"),
-    ):
-        size = source.integer(f"parallelism_config.{name}_size", 1, low=1, null=True)
-        found[f"mesh.{axis}"] = size
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
+        found[f"mesh.{axis}"] = source.take(f"parallelism_config.{axis}_size")
     if "parallelism_config" not in source or found["mesh.dp_shard"].origin == "default":
         found["mesh.dp_shard"] = Setting(None, "default")
     for name in ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"):
@@ -95,7 +86,7 @@ def _without_fsdp(source: Source, stack: str) -> None:
 
 
 def _fsdp(source: Source, stack: str, mesh: _Settings) -> _Settings:
-    version = source.choice("fsdp_config.version", {1: 1, 2: 2, "1": 1, "2": 2}, 2)
+    version = source.take("fsdp_config.version")
     words = _legacy(source)
     row = _row_of(source, version.value, words)
     replicas = mesh["mesh.dp_replicate"]
@@ -176,9 +167,9 @@ def _passed_over(source: Source, asked: Setting[Any]) -> Setting[Any]:
 
 def _fsdp_units(source: Source, version: int) -> _Settings:
     section = "fsdp_config"
-    policy = source.choice(f"{section}.auto_wrap_policy", _POLICIES, "TRANSFORMER_BASED_WRAP")
-    classes = source.names(f"{section}.transformer_layer_cls_to_wrap")
-    size = source.integer(f"{section}.min_num_params", 0)
+    policy = source.take(f"{section}.auto_wrap_policy")
+    classes = source.take(f"{section}.transformer_layer_cls_to_wrap")
+    size = source.take(f"{section}.min_num_params")
     if policy.value != "TRANSFORMER_BASED_WRAP" and classes.value:
         source.refuse(classes.key, f"auto_wrap_policy is {policy.value}, which ignores it: say TRANSFORMER_BASED_WRAP")
     if policy.value != "SIZE_BASED_WRAP" and size.value:
@@ -194,14 +185,14 @@ def _fsdp_units(source: Source, version: int) -> _Settings:
 
 
 def _offload(source: Source, words: dict[str, Any]) -> _Settings:
-    moved = source.boolean("fsdp_config.cpu_offload", False)
+    moved = source.take("fsdp_config.cpu_offload")
     if moved.origin == "default" and words.get("offload"):
         moved = Setting(True, "file", "fsdp")
     return offload(moved)
 
 
 def _state(source: Source) -> _Settings:
-    state = source.choice("fsdp_config.state_dict_type", _STATES, "full")
+    state = source.take("fsdp_config.state_dict_type")
     written = "hf" if state.value == "full" else "none"
     return {"saving.state": state, "saving.export": derived(written, state, origin=state.origin)}
 
@@ -213,19 +204,18 @@ def _prefetch(source: Source, version: int) -> _Settings:
             if key in source.flat:
                 source.refuse(key, "it is read with version 1 only: fully_shard does so by itself. Remove it")
         return {"prefetch.forward": Setting(0, "default"), "prefetch.backward": Setting(1, "default")}
-    words = {"no_prefetch": 0, "backward_pre": 1, "backward_post": 0}
     key = "fsdp_config.backward_prefetch"
-    backward = source.choice(key, words, 0)
+    backward = source.take(key)
     if str(source.get(key)).lower() == "backward_post":
         source.keep(key, "the next unit is gathered after the gradients of this one, not before", harmless=True)
-    ahead = source.boolean("fsdp_config.forward_prefetch", False)
+    ahead = source.take("fsdp_config.forward_prefetch")
     for name in ("use_orig_params", "limit_all_gathers"):
         source.keep(f"fsdp_config.{name}", "FSDP1 only: needless elsewhere", harmless=True)
     return {"prefetch.backward": backward, "prefetch.forward": derived(int(ahead.value), ahead, origin=ahead.origin)}
 
 
 def _loading(source: Source, version: int) -> _Settings:
-    low = source.boolean("fsdp_config.cpu_ram_efficient_loading", False)
+    low = source.take("fsdp_config.cpu_ram_efficient_loading")
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"):
         key = f"fsdp_config.{name}"
         if source.get(key):
@@ -233,11 +223,7 @@ def _loading(source: Source, version: int) -> _Settings:
             source.refuse(key, "torch_xla's sharding is another library: remove it")
         else:
             source.keep(key, "off", harmless=True)
-    sent = (
-        source.boolean("fsdp_config.sync_module_states", True)
-        if version == 1
-        else Setting(low.value, "derived", low.key)
-    )
+    sent = source.take("fsdp_config.sync_module_states") if version == 1 else Setting(low.value, "derived", low.key)
     return {"loading.low_memory": low, "loading.broadcast": sent}
 
 
@@ -256,17 +242,17 @@ def _explain_strangers(source: Source) -> None:
 
 def _native(source: Source) -> _Settings:
     def size(name: str) -> Setting[Any]:
-        found = source.integer(f"distributed_config.{name}", None, low=1, null=True)
+        found = source.take(f"distributed_config.{name}")
         return Setting(found.value or 1, found.origin, found.key)
 
     replicas, shards = size("dp_replicate_size"), size("fsdp_size")
     row = "zero0" if shards.value == 1 else "hybrid_shard" if replicas.value > 1 else "zero3"
-    moved = source.boolean("distributed_config.fsdp_cpu_offload", False)
+    moved = source.take("distributed_config.fsdp_cpu_offload")
     for name in DISTRIBUTED:
         key = f"distributed_config.{name}"
         if key in source.unread() and name not in ("tp_size", "ep_size", "pp_size", "fsdp_mixed_precision"):
             why = "which modules are split, and how, is transformers' own"
-            source.keep(key, why, harmless=source.get(key) == DISTRIBUTED[name][0])
+            source.keep(key, why, harmless=source.get(key) == DISTRIBUTED[name].default)
     whole = shards if row != "zero0" else Setting(replicas.value, replicas.origin, replicas.key)
     return {
         **row_settings(row, shards, *([replicas] if replicas.value > 1 else [])),

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.deepspeed.rows import Row
-from terrazzo.dialects.deepspeed.rows_core import CORE_ROWS, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
-from terrazzo.dialects.deepspeed.rows_tools import TOOL_ROWS
-from terrazzo.dialects.deepspeed.rows_zero import ZERO_ROWS
+from terrazzo.dialects.deepspeed.keys_core import CORE_ROWS, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from terrazzo.dialects.deepspeed.keys_tools import TOOL_ROWS
+from terrazzo.dialects.deepspeed.keys_zero import ZERO_ROWS
+from terrazzo.dialects.deepspeed.versions import REMOVED
+from terrazzo.dialects.keys import ANY, Key
 
-__all__ = ["ALIASES", "NULLABLE", "OPTIMIZER_PARAMS", "PATTERNS", "SCHEDULER_PARAMS", "SECTIONS", "STRICT", "TABLE"]
+__all__ = [
+    "ALIASES",
+    "KEYS",
+    "NULLABLE",
+    "OPTIMIZER_PARAMS",
+    "PATTERNS",
+    "SCHEDULER_PARAMS",
+    "SECTIONS",
+    "STRICT",
+    "TABLE",
+]
 
-TABLE: dict[str, Row] = {**CORE_ROWS, **ZERO_ROWS, **TOOL_ROWS}
+TABLE: dict[str, Key] = {**CORE_ROWS, **ZERO_ROWS, **TOOL_ROWS}
 """By dotted key."""
 
 PATTERNS = frozenset(key for key in TABLE if key.endswith(".*"))
@@ -23,6 +34,15 @@ ALIASES: dict[str, str] = {
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
 }
 """Today's key by another spelling that DeepSpeed takes as well."""
+
+KEYS: dict[str, Key] = {
+    **TABLE,
+    **{alias: TABLE[key] for alias, key in ALIASES.items()},
+    **{key: Key(ANY, None, f"removed: {each.what}") for key, each in REMOVED.items()},
+    **{f"{key}.*": Key(ANY, None, f"removed: {each.what}") for key, each in REMOVED.items()},
+    "optimizer.params.<argument>": Key(ANY, None, ""),
+}
+"""The same under every spelling, with what is gone."""
 
 SECTIONS = frozenset(
     ".".join(parts[:depth])

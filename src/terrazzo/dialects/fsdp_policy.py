@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.dialects.description import LOADED, Setting
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp.words import DTYPES, TORCH_NAMES
+from terrazzo.dialects.fsdp_words import DTYPES, TORCH_NAMES
 from terrazzo.dialects.reader import Reader
 
 __all__ = ["FSDP1_POLICY", "FSDP2_POLICY", "Policy", "keep_casts", "loaded", "otherwise", "write_policy"]
@@ -54,13 +54,13 @@ def otherwise(found: Setting[Any], *fallbacks: Setting[Any] | str) -> Setting[An
     return Setting(next(value for value in values if value is not None), "default", found.key)
 
 
-def keep_casts(reader: Reader, defaults: dict[str, bool]) -> None:
+def keep_casts(reader: Reader, *keys: str) -> None:
     """Switches for casting inputs: harmless at their defaults, which fit a model with one policy."""
-    for key, default in defaults.items():
-        found = reader.boolean(key, default)
+    for key in keys:
+        found = reader.take(key)
         if found.origin == "file":
             why = "inputs are cast wherever weights are, in every other stack"
-            reader.keep(key, why, harmless=found.value == default)
+            reader.keep(key, why, harmless=found.value == reader.keys[key].default)
 
 
 def write_policy(pen: Pen, policy: Policy) -> None:

@@ -1,0 +1,44 @@
+"""FSDP1's arguments, as a dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.fsdp1.findings import findings
+from terrazzo.dialects.fsdp1.keys import KEYS
+from terrazzo.dialects.fsdp1.read import read
+from terrazzo.dialects.fsdp1.write import write
+
+__all__ = ["FSDP1"]
+
+
+class FSDP1(Dialect):
+    """`FullyShardedDataParallel(model, **these)`.
+
+    Args:
+        library: who passes them on, as in messages of the writer.
+    """
+
+    name = "fsdp1"
+    title = "torch FSDP1 arguments"
+    suffix = ".yaml"
+    keys = KEYS
+
+    def __init__(self, library: str = "FSDP1") -> None:
+        self.library = library
+
+    def recognises(self, document: Document) -> bool:
+        """By its own argument names, all of which it must know."""
+        names = {key.partition(".")[0] for key in KEYS}
+        return bool(document) and set(document) <= names and not isinstance(document.get("mixed_precision"), str)
+
+    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+        return read(document, context)
+
+    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+        return write(description, context, self.library)
+
+    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+        return findings(document)

@@ -1,0 +1,37 @@
+"""FSDP2's arguments, as a dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from terrazzo.dialects.description import Description
+from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.fsdp2.findings import findings
+from terrazzo.dialects.fsdp2.keys import KEYS
+from terrazzo.dialects.fsdp2.read import read
+from terrazzo.dialects.fsdp2.write import write
+
+__all__ = ["FSDP2"]
+
+
+class FSDP2(Dialect):
+    """`fully_shard(module, **these)` for every unit and the root."""
+
+    name = "fsdp2"
+    title = "torch FSDP2 (fully_shard) arguments"
+    suffix = ".yaml"
+    keys = KEYS
+
+    def recognises(self, document: Document) -> bool:
+        """By its own argument names, all of which it must know."""
+        names = {key.partition(".")[0] for key in KEYS}
+        return bool(document) and set(document) <= names
+
+    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+        return read(document, context)
+
+    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+        return write(description, context)
+
+    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+        return findings(document)

@@ -1,0 +1,213 @@
+"""Reading torchtitan's `Trainer.Config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.dialects.description import Setting
+from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.fsdp_words import offload, row_settings
+from terrazzo.dialects.reader import Reader, derived, given_only
+from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, OPAQUE, REMOVED
+
+__all__ = ["read"]
+
+
+_ONLY_BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
+
+
+def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
+    """What a config means."""
+    reader = Reader(document, "torchtitan", OPAQUE, KEYS)
+    reader.keep_nulls()
+    given = {
+        **_parallelism(reader),
+        **_precision(reader),
+        **_batch(reader),
+        **_optimizer(reader),
+        **_schedule(reader),
+        **_training(reader),
+        **_saving(reader),
+    }
+    _explain_removed(reader)
+    return reader.finish("torchtitan", given, unknown="raises a TypeError")
+
+
+# -- plan ----------------------------------------------------------------------------------------------------------
+
+
+def _parallelism(reader: Reader) -> dict[str, Setting[Any]]:
+    replicas, shards = reader.take("parallelism.data_parallel_replicate_degree"), _shards(reader)
+    found = {
+        **{path: reader.take(key) for path, key in DEGREES.items()},
+        "units.policy": Setting("auto", "default"),
+        "prefetch.forward": Setting(0, "default"),
+        "prefetch.backward": Setting(1, "default"),
+        "loading.low_memory": Setting(True, "default"),
+    }
+    found |= _row(reader, found, replicas, shards)
+    return {**found, **offload(reader.take("training.enable_cpu_offload"))}
+
+
+def _shards(reader: Reader) -> Setting[Any]:
+    key = "parallelism.data_parallel_shard_degree"
+    if reader.get(key) == -1:
+        reader.say(key, "applied")
+        return Setting(None, "file", key)
+    return reader.take(key)
+
+
+def _row(
+    reader: Reader, mesh: Mapping[str, Setting[Any]], replicas: Setting[Any], shards: Setting[Any]
+) -> dict[str, Setting[Any]]:
+    key = "parallelism.fsdp_reshard_after_forward"
+    policy = reader.take(key)
+    if reader.get(key) == "default":
+        reader.keep(key, "freed after forward, unless the model is pipelined", harmless=True)
+    always = mesh["mesh.pp"].value == 1 if policy.value is None else policy.value
+    if shards.value == 1 and mesh["mesh.cp"].value == 1:
+        if policy.origin == "file":
+            reader.keep(key, "over a single rank nothing is split", harmless=True)
+        whole = {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": derived(replicas.value, replicas, shards)}
+        return {**row_settings("zero0", shards, replicas), **whole}
+    flat, hybrid = ("zero3", "hybrid_shard") if always else ("shard_grad_op", "hybrid_shard_zero2")
+    row = row_settings(flat, policy) if replicas.value == 1 else row_settings(hybrid, policy, replicas)
+    return {**row, "mesh.dp_replicate": replicas, "mesh.dp_shard": shards}
+
+
+# -- precision, batch ----------------------------------------------------------------------------------------------
+
+
+def _precision(reader: Reader) -> dict[str, Setting[Any]]:
+    kept = reader.take("training.dtype")
+    compute, way = reader.take("training.mixed_precision_param"), reader.take("optimizer.implementation")
+    narrow = way.value == "fused_opt_states_bf16"
+    if way.origin == "file":
+        reader.keep(way.key, "how the step is computed", harmless=True)
+    same = derived(kept.value, kept, origin=kept.origin)
+    given = {f"precision.{state}": same for state in ("weight", "master", "accumulate")}
+    return {
+        **given,
+        "precision.compute": compute,
+        "precision.reduce": reader.take("training.mixed_precision_reduce"),
+        "precision.moments": derived("bf16" if narrow else kept.value, kept, way, origin=way.origin),
+        "precision.saved": reader.take("checkpoint.export_dtype"),
+        "precision.autocast": Setting(False, "default"),
+    }
+
+
+def _batch(reader: Reader) -> dict[str, Setting[Any]]:
+    key = "training.global_batch_size"
+    found = {
+        "batch.micro_batch": reader.take("training.local_batch_size"),
+        "batch.sequence_length": reader.take("training.seq_len"),
+    }
+    if reader.get(key, -1) == -1:
+        reader.say(key, "applied", "one micro-batch per rank and step")
+        origin: Any = "file" if key in reader.flat else "default"
+        return {**found, "batch.accumulation": Setting(1, origin, key if key in reader.flat else "")}
+    return {**found, "batch.global_batch": reader.take(key)}
+
+
+# -- optimizer, schedule, loop -------------------------------------------------------------------------------------
+
+
+def _optimizer(reader: Reader) -> dict[str, Setting[Any]]:
+    key = "optimizer.param_groups"
+    groups = reader.get(key)
+    if not groups:
+        return {}
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        reader.refuse(key, "expected a list of {pattern, optimizer_name, optimizer_kwargs}")
+        return {}
+    others = "" if len(groups) == 1 else f"the last of {len(groups)} groups is read; the others are for some parameters"
+    reader.keep(key, others, harmless=not others)
+    name, options = groups[-1].get("optimizer_name"), groups[-1].get("optimizer_kwargs")
+    options = dict(options) if isinstance(options, Mapping) else {}
+    found: dict[str, Any] = {"name": name if isinstance(name, str) else None}
+    found |= {each: options.pop(each) for each in ("lr", "eps", "weight_decay") if _is_number(options.get(each))}
+    betas = options.get("betas")
+    if isinstance(betas, list) and len(betas) == 2 and all(_is_number(beta) for beta in betas):
+        found["betas"] = tuple(options.pop("betas"))
+    return {f"optimizer.{each}": Setting(value, "file", key) for each, value in {**found, "options": options}.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _schedule(reader: Reader) -> dict[str, Setting[Any]]:
+    total = reader.take("training.steps")
+    kind, ratio = reader.take("lr_scheduler.decay_type"), reader.take("lr_scheduler.decay_ratio")
+    found = {
+        "schedule.total_steps": total,
+        "schedule.warmup_steps": reader.take("lr_scheduler.warmup_steps"),
+        "schedule.final_fraction": reader.take("lr_scheduler.min_lr_factor"),
+        "schedule.name": derived(kind.value, kind, origin=kind.origin),
+    }
+    if ratio.value is None:
+        return found
+    reader.keep(ratio.key, "as a share of the run", harmless=True)
+    if kind.origin == "file":
+        reader.keep(kind.key, "the shape of the final decay", harmless=True)
+    if ratio.value == 0:
+        return {**found, "schedule.name": derived("constant", ratio, origin="file")}
+    found["schedule.decay_steps"] = derived(round(total.value * ratio.value), ratio, total)
+    found["schedule.name"] = derived("wsd", ratio, origin="file")
+    if kind.value != "linear":
+        found["schedule.options"] = derived({"decay_type": kind.value}, kind, origin="file")
+    return found
+
+
+def _training(reader: Reader) -> dict[str, Setting[Any]]:
+    return {
+        "training.clip": reader.take("training.max_norm"),
+        "training.compile": reader.take("compile.enable"),
+        **given_only({"training.seed": reader.take("debug.seed")}),
+        **_checkpointing(reader),
+    }
+
+
+def _checkpointing(reader: Reader) -> dict[str, Setting[Any]]:
+    section, path = "activation_checkpoint", "activation_checkpointing.mode"
+    below = [key.partition(".")[2] for key in reader.flat if key.startswith(f"{section}.")]
+    if section in reader.flat and reader.get(section) is None:
+        return {path: Setting("none", "file", section)}
+    key = f"{section}.type" if "type" in below else section
+    if key in reader.flat:
+        mode = reader.take(key)
+        if str(reader.get(key)).lower() == "memorybudgetac":
+            reader.keep(key, "the compiler keeps what fits a share of the memory: nearest is selective")
+        return {path: mode}
+    if not below:
+        return {path: Setting("selective", "default")}
+    budget = any(name in below for name in _ONLY_BUDGET)
+    mode_name = "selective" if budget or "force_recompute_mm_shapes_by_fqns" in below else "full"
+    return {path: Setting(mode_name, "derived", ", ".join(f"{section}.{name}" for name in below))}
+
+
+def _saving(reader: Reader) -> dict[str, Setting[Any]]:
+    enabled = reader.take("checkpoint.enable")
+    found = {
+        "saving.state": Setting("sharded", "default"),
+        "saving.export": reader.take("checkpoint.last_save_in_hf"),
+        **given_only({"saving.folder": reader.take("checkpoint.folder")}),
+        "saving.background": reader.take("checkpoint.async_mode"),
+    }
+    if reader.get("checkpoint.async_mode") == "async_with_pinned_mem":
+        reader.keep("checkpoint.async_mode", "the copy is in pinned memory", harmless=True)
+    keep = reader.take("checkpoint.keep_latest_k")
+    found["saving.keep_last"] = Setting(keep.value or None, keep.origin, keep.key)
+    every = reader.take("checkpoint.interval")
+    if enabled.value:
+        return {**found, "saving.every": derived(every.value, enabled, every, origin="file")}
+    reader.keep("checkpoint.interval", "checkpoint.enable is off: nothing is written", harmless=True)
+    return {**found, "saving.every": Setting(None, enabled.origin, enabled.key)}
+
+
+def _explain_removed(reader: Reader) -> None:
+    for key in reader.unread():
+        for name, why in REMOVED.items():
+            if key == name or key.startswith(f"{name}."):
+                reader.refuse(key, f"torchtitan 0.3 has no such key: {why}")
