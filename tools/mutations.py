@@ -226,14 +226,14 @@ MUTATIONS = [
     # -- dialects
     Mutation(
         "a default of DeepSpeed's is wrong",
-        "dialects/deepspeed/rows_zero.py",
-        '"stage3_param_persistence_threshold": Row("int", 100_000,',
-        '"stage3_param_persistence_threshold": Row("int", 10_000,',
-        "dialects",
+        "dialects/deepspeed/keys_zero.py",
+        '"stage3_param_persistence_threshold": Key(whole(), 100_000,',
+        '"stage3_param_persistence_threshold": Key(whole(), 10_000,',
+        "dialects/test_deepspeed_loader.py dialects/test_contract.py",
     ),
     Mutation(
         "Adam's betas are swapped",
-        "dialects/trainer/loop.py",
+        "dialects/trainer/read_loop.py",
         "derived((first.value, second.value)",
         "derived((second.value, first.value)",
         "dialects/test_trainer.py",
