@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bars import Bar, Chart
 from terrazzo.planner.report.blocks import Block, Column, Line, Table
@@ -126,7 +127,8 @@ def _sent_bytes(setup: Setup) -> float:
     """
     sent: dict[tuple[str, ...], float] = {}
     ranks: dict[tuple[str, ...], int] = {}
-    for move in unit_moves(setup, setup.model.root, root=False):
+    unit = replace(setup.model.root, name="all")  # not the root: the paper gathers all weights again for backward
+    for move in unit_moves(setup, unit, placement_of(setup)):
         if move.group is None or move.when == "reduce":  # of one micro-batch, which is the last
             continue
         key = (move.kind, move.what, move.when, move.group.axis if move.kind == "all_reduce" else "")
