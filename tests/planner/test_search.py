@@ -13,6 +13,9 @@ import pytest
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate, estimate_request, plan
 from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.gate.stack import Stack
+from terrazzo.planner.machine.calibration import Calibration, Software
+from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.schema import StatesReport
 from terrazzo.planner.search.candidates import CHECKPOINTING, DATA_PARALLEL, MICRO_BATCHES
@@ -69,6 +72,13 @@ def request(model: Any = "llama3-8b", gpus: int | str | None = 8, **options: Any
     return Request(model, gpus, **{"gpu": "h100", **options})
 
 
+HOST = Device("host", kind="cpu", per_node=8, memory_bytes=2**36)
+RECORD = Calibration(
+    device="host", processor="one", software=Software.here(), world_size=8, matmul="bf16", flops_per_s=1e12,
+    step_s=1.0, tokens=4096, flops=1e12, steps=3,
+)  # fmt: skip
+
+
 def everything(asked: Request) -> list[Estimate]:
     """All that fits, by trying every combination of strategy, checkpointing and micro-batch."""
     found = []
@@ -114,6 +124,39 @@ def test_what_is_ranked_fits_and_sure_things_come_first_then_the_fastest() -> No
     assert all(answer.memory.fits for answer in found.ranked)
     keys = [(not answer.memory.fits_surely, -rate(answer)) for answer in found.ranked]
     assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("named", ["zero1", "zero3"])
+def test_what_is_ranked_could_have_been_named(named: str) -> None:
+    """Micro-batches grow until too few are left for the interleaved schedule."""
+    options: dict[str, Any] = {"tp": 4, "pp": 4, "virtual_stages": 2, "global_batch": 32}
+    found = search(request("llama3-70b", 64, strategy=named, **options))
+    assert found.ranked
+    for answer in found.ranked:
+        check(answer.setup)
+
+
+def test_a_search_counts_what_was_measured_as_a_named_plan_does() -> None:
+    asked = request("llama3-8b", 8, strategy="zero3", micro_batch=1, checkpointing="full", gpu=HOST)
+    record = RECORD.model_copy(update={"device": HOST.name, "memory_offset_bytes": 10**9})
+    named, plain = estimate(build_setup(asked), record), estimate(build_setup(asked))
+    assert named.memory.device_bytes == plain.memory.device_bytes + 10**9
+    assert [answer.memory for answer in search(asked, record).ranked] == [named.memory]
+
+
+def test_what_is_too_large_for_what_was_measured_is_refused() -> None:
+    asked = request("llama3-8b", 8, strategy="zero3", micro_batch=1, checkpointing="full", gpu=HOST)
+    spare = HOST.memory_bytes - estimate(build_setup(asked)).memory.device_bytes
+    record = RECORD.model_copy(update={"device": HOST.name, "memory_offset_bytes": int(spare) + 2**20})
+    assert search(asked).ranked
+    assert not search(asked, record).ranked
+
+
+def test_a_rule_on_micro_batches_refuses_those_choices_alone() -> None:
+    """Of a global batch of 2 on one rank, either two micro-batches, which torchao does not add up, or one."""
+    asked = request("gpt2", 1, strategy="zero1@cpu", global_batch=2, sequence=512)
+    found = search(asked, stack=Stack("torchao", clip=False))
+    assert {answer.setup.micro_batches for answer in found.ranked} == {1}
 
 
 def test_the_frontier_is_what_nothing_else_beats() -> None:

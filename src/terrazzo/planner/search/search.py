@@ -9,13 +9,12 @@ from itertools import product
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import assemble
+from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
-from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, strategies
 from terrazzo.planner.search.frontier import Frontier, Refusal
@@ -101,11 +100,11 @@ class _Found:
             check(setup)
         except BadInput as error:
             return self._refuse(choice, str(error), untried)
-        if reason := _refused_by_gate(setup, self.stack):
-            return self._refuse(choice, reason, untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
-            reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
+            if reason := _refused_by_gate(leanest, self.stack):  # then it is not what comes nearest
+                return self._refuse(choice, reason, untried)
+            reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             return self._refuse(choice, reason, untried, leanest)
         largest = 0
         for mode in modes:
@@ -123,10 +122,13 @@ class _Found:
             self.considered += 1
             try:
                 setup = build_setup(replace(choice, micro_batch=size))
+                memory = memory_under(setup, self.calibration)
             except BadInput as error:
                 self._refuse(choice, str(error), 0)
                 continue
-            memory = memory_of(setup)
+            if reason := _refused_by_gate(setup, self.stack):
+                self._refuse(choice, reason, 0)
+                continue
             if reason := _too_large(setup, memory):
                 if not largest:
                     self._refuse(choice, reason, 0, setup, memory)
@@ -149,7 +151,7 @@ class _Found:
         """
         self.considered += candidates
         if setup is not None and memory is None:
-            memory = memory_of(setup)
+            memory = memory_under(setup, self.calibration)
         needed_bytes = None if memory is None else memory.device_bytes
         assert isinstance(choice.gpus, int)
         strategy = choice.strategy.name if isinstance(choice.strategy, Plan) else choice.strategy or "zero3"
