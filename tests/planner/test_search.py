@@ -16,10 +16,11 @@ from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration, Software
 from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.report.answer import _sizing_row
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.schema import StatesReport
 from terrazzo.planner.search.candidates import CHECKPOINTING, DATA_PARALLEL, MICRO_BATCHES
-from terrazzo.planner.search.frontier import Frontier, Refusal
+from terrazzo.planner.search.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.search.search import search
 from terrazzo.planner.search.sizing import Sizing, floor_gpus, min_gpus
 from terrazzo.planner.setup.checks import check
@@ -142,6 +143,14 @@ def test_a_search_counts_what_was_measured_as_a_named_plan_does() -> None:
     named, plain = estimate(build_setup(asked), record), estimate(build_setup(asked))
     assert named.memory.device_bytes == plain.memory.device_bytes + 10**9
     assert [answer.memory for answer in search(asked, record).ranked] == [named.memory]
+
+
+def test_a_strategy_is_one_whatever_it_is_called() -> None:
+    """Some micro-batches of it fit and some do not, which is no reason to say that it does not run."""
+    found = search(request("llama3-8b", 8, strategy="fsdp", sequence=8192))
+    assert {answer.setup.plan.name for answer in found.ranked} == {"zero3"}
+    assert not found.refused
+    assert Request("gpt2", 8, strategy="FSDP") == Request("gpt2", 8, strategy="zero3")
 
 
 def test_what_is_too_large_for_what_was_measured_is_refused() -> None:
@@ -351,6 +360,23 @@ def test_a_huge_range_is_searched_in_less_than_two_seconds(options: dict[str, An
     sizing = min_gpus(request("llama3-405b", "1..1000000", **{"sequence": 1_000_000, **options}))
     assert time.perf_counter() - started < 2
     assert (sizing.gpus is None) is ("parallel" not in options)
+
+
+@pytest.mark.parametrize("options", [{"tp": 8}, {"tp": 8, "parallel": True}, {"tp": 8, "strategy": "zero1"}], ids=str)
+def test_numbers_that_the_request_cannot_use_are_passed_over(options: dict[str, Any]) -> None:
+    sizing = min_gpus(request("llama3-8b", None, **options))
+    assert sizing.gpus == 8
+    assert [_sizing_row(step).reason for step in sizing.steps][-1] == ""
+
+
+def test_a_request_that_no_number_of_gpus_can_use_says_why() -> None:
+    with pytest.raises(BadInput, match="2 GPUs are not a multiple of tp 8"):
+        min_gpus(request("llama3-8b", "2..4", tp=8, parallel=True))
+
+
+def test_a_number_on_which_nothing_was_tried_says_so() -> None:
+    step = Frontier(request(), (), (), (), 0)
+    assert _sizing_row(step).reason == NO_MESH
 
 
 def test_beyond_the_numbers_tried_in_turn_the_first_that_runs_is_found_by_halves() -> None:

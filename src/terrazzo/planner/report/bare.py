@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from terrazzo.engine import Plan
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bars import Bar, Chart
@@ -38,8 +39,9 @@ class BareAnswer:
     @cached_property
     def setups(self) -> list[Setup]:
         """One for each stage. Errors: `BadInput` for ranks that the strategy cannot use."""
-        asked = self.request.strategy
-        setups = [build_setup(replace(self.request, strategy=stage)) for stage in ([asked] if asked else STAGES)]
+        asked = self.request.plan
+        plans = [Plan.named(stage) for stage in STAGES] if asked is None else [asked]
+        setups = [build_setup(replace(self.request, strategy=plan)) for plan in plans]
         for setup in setups:
             check(setup)
         return setups

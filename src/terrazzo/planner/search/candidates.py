@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from terrazzo.engine import Plan
@@ -66,11 +66,15 @@ def meshes(request: Request) -> Iterator[Request]:
                         yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep)
 
 
-def strategies(request: Request) -> tuple[str | Plan, ...]:
+def strategies(request: Request) -> tuple[Plan, ...]:
     """The strategies to try on one mesh."""
-    if request.strategy is not None:
-        return (request.strategy,)
-    return BESIDE_MODEL_PARALLEL if model_parallel(request) else DATA_PARALLEL
+    if request.plan is not None:
+        return (request.plan,)
+    return plans(BESIDE_MODEL_PARALLEL if model_parallel(request) else DATA_PARALLEL)
+
+
+def plans(names: Sequence[str]) -> tuple[Plan, ...]:
+    return tuple(map(Plan.named, names))
 
 
 def model_parallel(request: Request) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.estimate import Estimate
@@ -16,7 +15,7 @@ from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.memory.tiers import on_device
-from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, strategies
+from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, plans, strategies
 from terrazzo.planner.search.frontier import Frontier, Refusal
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
@@ -88,7 +87,7 @@ class _Found:
         if not self.request.offload or self.request.strategy is not None:
             return
         if not any(found.memory.fits_surely is not False for found in self.fitting[before:]):
-            for choice, strategy in product(choices, OFFLOADED):
+            for choice, strategy in product(choices, plans(OFFLOADED)):
                 self.try_strategy(replace(choice, strategy=strategy))
 
     def try_strategy(self, choice: Request) -> None:
@@ -154,7 +153,8 @@ class _Found:
             memory = memory_under(setup, self.calibration)
         needed_bytes = None if memory is None else memory.device_bytes
         assert isinstance(choice.gpus, int)
-        strategy = choice.strategy.name if isinstance(choice.strategy, Plan) else choice.strategy or "zero3"
+        assert choice.plan is not None
+        strategy = choice.plan.name
         known = self.refusals.get((strategy, choice.gpus))
         refusal = Refusal(strategy, choice.gpus, reason, max(candidates, 1), needed_bytes, setup, memory)
         if known is not None:

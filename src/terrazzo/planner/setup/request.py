@@ -25,6 +25,7 @@ __all__ = ["Request", "assumptions", "build_cluster", "build_setup", "counts_of"
 Model = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
 
 GPU = "h100-sxm"
+STRATEGY = "zero3"
 SEQUENCE = 4096
 MICRO_BATCHES_PER_STAGE = 8
 """Defaults. With 8 micro-batches per pipeline stage the bubble is below 1/8 of the step."""
@@ -45,7 +46,7 @@ class Request:
         model: preset, path of a config.json or its folder, module, mapping, number of parameters, or shape.
         gpus: devices in all; for `search` and sizing also a range such as `"8..1024"`; None for any number.
         gpu: name of the device, by default `h100-sxm`.
-        strategy: plan, such as `zero3`, `hybrid_shard` or `zero2@cpu`; by default `zero3`.
+        strategy: plan, or the name of one, such as `zero3`, `hybrid_shard` or `zero2@cpu`; by default `zero3`.
         sequence: tokens per sequence, by default the model's positions but at most 4,096.
         micro_batch: sequences per forward pass and data rank, by default 1.
         global_batch: sequences per optimizer step; micro_batches: forward passes per step and data rank. At most one of
@@ -106,6 +107,14 @@ class Request:
         optional = [field.name for field in fields(self) if field.default is None]
         for name, value in checked(vars(self), optional).items():
             object.__setattr__(self, name, value)
+        if isinstance(self.strategy, str):
+            object.__setattr__(self, "strategy", recipes.strategy(self.strategy))
+
+    @property
+    def plan(self) -> Plan | None:
+        """Its strategy, by whatever name that was given."""
+        assert not isinstance(self.strategy, str)
+        return self.strategy
 
 
 def build_setup(request: Request) -> Setup:
@@ -114,7 +123,7 @@ def build_setup(request: Request) -> Setup:
     Errors: `BadInput` for unknown names, and for ranks or batches that do not factor.
     """
     model, cluster = shape_of(request.model), build_cluster(request)
-    plan = _plan(request)
+    plan = request.plan or recipes.strategy(STRATEGY)
     mesh = _mesh(request, cluster, plan)
     precision, matmul = recipes.precision(request.precision)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
@@ -143,12 +152,6 @@ def build_setup(request: Request) -> Setup:
         whole_gradients=model_parallel,
         fused_update=model_parallel,
     )
-
-
-def _plan(request: Request) -> Plan:
-    if isinstance(request.strategy, Plan):
-        return request.strategy
-    return recipes.strategy("zero3" if request.strategy is None else request.strategy)
 
 
 def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
