@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from terrazzo.engine.place import ROWS
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate, estimate_request, plan
 from terrazzo.planner.estimate import Estimate
@@ -19,7 +20,7 @@ from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.report.answer import _sizing_row
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.schema import StatesReport
-from terrazzo.planner.search.candidates import CHECKPOINTING, DATA_PARALLEL, MICRO_BATCHES
+from terrazzo.planner.search.candidates import CHECKPOINTING, MICRO_BATCHES
 from terrazzo.planner.search.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.search.search import search
 from terrazzo.planner.search.sizing import Sizing, floor_gpus, min_gpus
@@ -83,7 +84,7 @@ RECORD = Calibration(
 def everything(asked: Request) -> list[Estimate]:
     """All that fits, by trying every combination of strategy, checkpointing and micro-batch."""
     found = []
-    for name, mode, size in itertools.product(DATA_PARALLEL, CHECKPOINTING, MICRO_BATCHES):
+    for name, mode, size in itertools.product(ROWS, CHECKPOINTING, MICRO_BATCHES):
         try:
             setup = build_setup(replace(asked, strategy=name, checkpointing=mode, micro_batch=size))
             check(setup)
@@ -222,7 +223,7 @@ def test_what_comes_nearest_is_nearest_of_all_that_was_refused(model: str, gpus:
     again = estimate(nearest.setup).memory
     assert again.fits is False
     assert again.overrun == nearest.overrun == min(refusal.overrun for refusal in found.refused)
-    for name, mode in itertools.product(DATA_PARALLEL, CHECKPOINTING):
+    for name, mode in itertools.product(ROWS, CHECKPOINTING):
         try:
             setup = build_setup(replace(request(model, gpus, **options), strategy=name, checkpointing=mode))
             other = estimate(setup).memory.overrun

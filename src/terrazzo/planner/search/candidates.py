@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from terrazzo.engine import Plan
+from terrazzo.engine.place import ROWS
 from terrazzo.planner.setup.request import Request, build_cluster, shape_of
 
 __all__ = [
     "CHECKPOINTING",
-    "DATA_PARALLEL",
     "MICRO_BATCHES",
     "OFFLOADED",
     "meshes",
@@ -19,9 +19,6 @@ __all__ = [
     "strategies",
 ]
 
-DATA_PARALLEL = (
-    "zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz",
-)  # fmt: skip
 BESIDE_MODEL_PARALLEL = ("zero1", "zero3", "hybrid_shard")
 """Under tensor or pipeline parallelism: the distributed optimizer, and full sharding within and without groups."""
 
@@ -70,7 +67,7 @@ def strategies(request: Request) -> tuple[Plan, ...]:
     """The strategies to try on one mesh."""
     if request.plan is not None:
         return (request.plan,)
-    return plans(BESIDE_MODEL_PARALLEL if model_parallel(request) else DATA_PARALLEL)
+    return plans(BESIDE_MODEL_PARALLEL if model_parallel(request) else ROWS)
 
 
 def plans(names: Sequence[str]) -> tuple[Plan, ...]:

@@ -277,25 +277,15 @@ def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
             f"{-(-cluster.count // model_ranks) * model_ranks} GPUs, or axes whose product divides {cluster.count}."
         )
     data_ranks = cluster.count // model_ranks
-    replicas = request.dp_replicate
+    mesh, replicas = Mesh(pp=pp, dp_shard=data_ranks, cp=cp, tp=tp, ep=ep), request.dp_replicate
     if replicas is None:
-        replicas = _replicas(data_ranks, tp * cp, cluster.device) if _needs_groups(plan) else 1
+        return mesh.in_hosts(cluster.device.per_node) if plan.groups else mesh
     if data_ranks % replicas:
         raise BadInput(
             f"{data_ranks} data ranks cannot form {replicas} equal groups (dp_replicate): {data_ranks} / {replicas} = "
             f"{data_ranks / replicas:.4g}. Use a divisor of {data_ranks}."
         )
-    return Mesh(pp=pp, dp_replicate=replicas, dp_shard=data_ranks // replicas, cp=cp, tp=tp, ep=ep)
-
-
-def _needs_groups(plan: Plan) -> bool:
-    return any("R" in place.axes or "S" in place.axes for place in plan.places().values())
-
-
-def _replicas(data_ranks: int, ranks_beside: int, device: Device) -> int:
-    """One shard group per host: the fewest groups whose `dp_shard` ranks, with tp and cp beside, stay on a host."""
-    largest = max(1, device.per_node // ranks_beside)
-    return data_ranks // math.gcd(data_ranks, largest)
+    return replace(mesh, dp_replicate=replicas, dp_shard=data_ranks // replicas)
 
 
 def _sequence(request: Request, model: ModelShape) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from terrazzo.engine import Offload, Plan, Precision
@@ -37,6 +38,12 @@ class Mesh:
     def data_ranks(self) -> int:
         """Ranks that are given different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    def in_hosts(self, per_node: int) -> Mesh:
+        """The same data ranks in the fewest shard groups that, with tp and cp beside, stay on a host each."""
+        ranks, largest = self.data_ranks, max(1, per_node // (self.tp * self.cp))
+        shard = math.gcd(ranks, largest)
+        return replace(self, dp_replicate=ranks // shard, dp_shard=shard)
 
     def sizes(self) -> dict[str, int]:
         """Of the data axes, innermost first, as the engine's plans name them; those of one rank are left out."""
