@@ -166,10 +166,6 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     return peak_of(units, settings)
 
 
-SQUARE_ROOTS = ("adamw", "adam", "nadam", "radam", "rmsprop", "adagrad")
-"""Optimizers of torch whose update takes the root of a moment into memory of its own."""
-
-
 def _update_bytes(setup: Setup, stage: int) -> float:
     """What the optimizer step needs for itself on the device.
 
@@ -177,7 +173,7 @@ def _update_bytes(setup: Setup, stage: int) -> float:
     other, with a quotient beside the root.
     """
     recipe, precision = setup.optimizer, setup.precision
-    if setup.fused_update or recipe.name not in SQUARE_ROOTS or recipe.moment_bytes is not None:
+    if setup.fused_update or not recipe.takes_root or recipe.moment_bytes is not None:
         return 0.0
     rows = placed_units(setup, stage)
     numels = [(unit_states(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]

@@ -18,6 +18,7 @@ from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup import recipes
 from terrazzo.planner.setup.arguments import checked
 from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.optimizers import optimizer
 from terrazzo.planner.setup.setup import Attention, Loss, Mesh, Pipeline, Ranking, Setup
 
 __all__ = ["Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
@@ -53,7 +54,7 @@ class Request:
             them; by default one micro-batch, or 8 per pipeline stage.
         loss: `full`, `fused` or `chunked`, by default `full`, and `fused` under tensor or pipeline parallelism.
         checkpointing: of activations: `none` (default), `selective`, `full`, `every_N`.
-        precision, optimizer: names in `recipes`, by default `bf16` and `adamw`.
+        precision, optimizer: names in `recipes` and `optimizers`, by default `bf16` and `adamw`.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
@@ -138,7 +139,7 @@ def build_setup(request: Request) -> Setup:
         micro_batches=_micro_batches(request, mesh, micro_batch),
         precision=precision,
         matmul=matmul,
-        optimizer=recipes.optimizer(request.optimizer),
+        optimizer=optimizer(request.optimizer),
         checkpointing=mode,
         every=every,
         compile=request.compile,

@@ -9,8 +9,9 @@ from typing import Literal
 from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 
-__all__ = ["Mesh", "OptimizerRecipe", "Setup"]
+__all__ = ["Mesh", "Setup"]
 
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "math"]
@@ -52,22 +53,6 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class OptimizerRecipe:
-    """What an optimizer keeps per trainable element, beside the master weight.
-
-    Attributes:
-        moments: tensors as large as the weights: 2 for Adam, 1 for momentum, Lion, RMSprop, 0 for plain SGD.
-        moment_bytes: per element of each, None for what the precision says; about 1 with 8-bit states.
-        fixed_bytes: per run of parameters that share settings: the step count.
-    """
-
-    name: str = "adamw"
-    moments: int = 2
-    moment_bytes: float | None = None
-    fixed_bytes: int = 4
-
-
-@dataclass(frozen=True)
 class Setup:
     """A model on a cluster under one plan.
 
@@ -100,7 +85,7 @@ class Setup:
     micro_batches: int = 1
     precision: Precision = field(default_factory=Precision)
     matmul: str = "fp32"
-    optimizer: OptimizerRecipe = OptimizerRecipe()
+    optimizer: OptimizerRecipe = OPTIMIZERS["adamw"]
     checkpointing: Checkpointing = "none"
     every: int = 1
     compile: bool = False
