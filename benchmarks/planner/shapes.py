@@ -47,7 +47,7 @@ def transformer(sizes: Sizes) -> ModelShape:
     root += _norm("final_norm", sizes)
     if not sizes.tied:
         root.append(TensorShape("head", (sizes.vocab, sizes.hidden), "head", "vocab"))
-    units = (UnitShape("root", tuple(root)), UnitShape("block", tuple(_block(sizes)), sizes.layers, block))
+    units = (UnitShape("", tuple(root)), UnitShape("block", tuple(_block(sizes)), sizes.layers, block))
     return ModelShape(sizes.name, units, vocab=sizes.vocab, tied=sizes.tied)
 
 

@@ -17,12 +17,13 @@ from terrazzo.config import Config, load_config
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
-from terrazzo.planner.search.emit import OPTIMIZERS, TrainFiles, train_config
-from terrazzo.planner.setup.recipes import OPTIMIZERS as RECIPES
+from terrazzo.planner.search.emit import TrainFiles, train_config
+from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.train.build import build_plan, build_precision, check_settings, prepare_model
 from terrazzo.train.model import Decoder, DecoderConfig
 from terrazzo.train.offload import check_folders, swap_folders
+from terrazzo.train.planning import optimizer_recipe
 
 TINY = {
     "model_type": "llama",
@@ -110,10 +111,13 @@ def test_what_the_trainer_would_do_otherwise_is_not_emitted(options: dict[str, A
         emitted(tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_emitted_as_one_that_the_engine_takes_or_refused(name: str, tmp_path: Path) -> None:
-    if name in OPTIMIZERS:
-        check_settings(emitted(tmp_path, optimizer=name)[0].optimizer)
+    if OPTIMIZERS[name].torch_class and OPTIMIZERS[name].elementwise:
+        config, named = emitted(tmp_path, optimizer=name)[0], OPTIMIZERS[name]
+        check_settings(config.optimizer)
+        trained = optimizer_recipe(config)
+        assert (trained.moments, trained.fixed_bytes) == (named.moments, named.fixed_bytes)
     else:
         with pytest.raises(BadInput, match=name):
             emitted(tmp_path, optimizer=name)

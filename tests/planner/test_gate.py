@@ -225,6 +225,20 @@ def test_a_finding_is_whole_sentences_with_a_source(rule: Any) -> None:
         assert "{" not in text and "None" not in text
 
 
+@pytest.mark.parametrize(
+    ("rule", "framework", "plan", "options"),
+    [
+        ("expert parallelism with hpZ", "deepspeed", "hpz@cpu", {"model": MOE, "ep": 2}),
+        ("shard groups without MiCS", "deepspeed", Plan("S", "S", "S", "S"), {"dp_replicate": 2}),
+        ("every micro-batch all-reduced", "deepspeed", Plan("-", "-", "D", "D", "mine"), {"micro_batches": 2}),
+        ("optimizer sharded over replicas", "fsdp2", Plan("S", "S", "S", "dp_shard,R"), {"dp_replicate": 2}),
+    ],
+    ids=str,
+)
+def test_a_rule_knows_a_plan_by_its_places(rule: str, framework: str, plan: Any, options: dict[str, Any]) -> None:
+    assert rule in rules_found(framework, {"strategy": plan, **options})
+
+
 def test_every_rule_is_in_the_reference() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/known-combinations.md").read_text(encoding="utf-8")
 

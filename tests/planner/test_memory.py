@@ -20,8 +20,9 @@ from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.walk import StepSettings, StepUnit, peak_of
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.request import Request, build_setup
-from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
+from terrazzo.planner.setup.setup import Mesh, Setup
 from tests.planner.subjects import gpt, llama
 
 A100 = Device("A100", memory_bytes=84_987_740_160)

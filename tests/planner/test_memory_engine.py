@@ -18,6 +18,7 @@ from terrazzo.planner.memory.peak import stage_peak
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms, unit_states
 from terrazzo.planner.memory.tiers import tier_terms
+from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Mesh, Setup
 from terrazzo.train.model import Decoder, DecoderConfig
@@ -68,7 +69,7 @@ def shape_of(model: nn.Module) -> ModelShape:
         else:
             rows.append((tensors, 1))
     block = BlockShape(64, 4, 2, 16, 176)
-    units = [UnitShape(str(index), *row, block if index else None) for index, row in enumerate(rows)]
+    units = [UnitShape(str(index or ""), *row, block if index else None) for index, row in enumerate(rows)]
     return ModelShape("decoder", tuple(units))
 
 
@@ -110,6 +111,25 @@ def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
         for layers, prefetch in ((1, 1), (3, 2)) if precision != "bf16" else ((3, 0), (20, 1)):
             check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch)
         check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1)
+
+
+class Stack(nn.Module):
+    """Blocks of which nobody knows what they compute."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(16))
+        self.head = nn.Linear(256, 64) if head else nn.Identity()
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_unit_whose_block_is_not_known_is_no_root(head: bool) -> None:
+    with fake_group(8), torch.device("meta"):
+        model = Stack(head)
+        bill = estimate(model, in_two_groups(model), "zero3", precision="fp32")
+    setup = Setup(model_shape(model), Cluster(Device("gpu"), 8), Plan.named("zero3"), Mesh(dp_shard=8))
+    assert not any(unit.block for unit in setup.model.units)
+    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
 TIERS: dict[str, dict[str, str]] = {

@@ -136,6 +136,12 @@ def test_impossible_strategies_are_left_out_and_offload_is_added() -> None:
     assert names[-1] == "zero3@cpu"
 
 
+def test_another_name_of_a_plan_draws_no_second_bar() -> None:
+    chosen = estimate(build_setup(Request("llama3-8b", gpus=8, gpu="h100-sxm", strategy="ddp")))
+    names = [found.setup.plan.name for found in alternatives(chosen, estimate)]
+    assert names == ["ddp", "zero1", "zero2", "zero3", "shard_grad_op"]
+
+
 # -- on a terminal -------------------------------------------------------------------------------------------------
 
 

@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 
+from terrazzo.engine.place import ROWS
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate, estimate_request, plan
 from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.gate.stack import Stack
+from terrazzo.planner.machine.calibration import Calibration, Software
+from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.report.answer import _sizing_row
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.schema import StatesReport
-from terrazzo.planner.search.candidates import CHECKPOINTING, DATA_PARALLEL, MICRO_BATCHES
-from terrazzo.planner.search.frontier import Frontier, Refusal
+from terrazzo.planner.search.candidates import CHECKPOINTING, MICRO_BATCHES
+from terrazzo.planner.search.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.search.search import search
 from terrazzo.planner.search.sizing import Sizing, floor_gpus, min_gpus
 from terrazzo.planner.setup.checks import check
@@ -69,10 +74,17 @@ def request(model: Any = "llama3-8b", gpus: int | str | None = 8, **options: Any
     return Request(model, gpus, **{"gpu": "h100", **options})
 
 
+HOST = Device("host", kind="cpu", per_node=8, memory_bytes=2**36)
+RECORD = Calibration(
+    device="host", processor="one", software=Software.here(), world_size=8, matmul="bf16", flops_per_s=1e12,
+    step_s=1.0, tokens=4096, flops=1e12, steps=3,
+)  # fmt: skip
+
+
 def everything(asked: Request) -> list[Estimate]:
     """All that fits, by trying every combination of strategy, checkpointing and micro-batch."""
     found = []
-    for name, mode, size in itertools.product(DATA_PARALLEL, CHECKPOINTING, MICRO_BATCHES):
+    for name, mode, size in itertools.product(ROWS, CHECKPOINTING, MICRO_BATCHES):
         try:
             setup = build_setup(replace(asked, strategy=name, checkpointing=mode, micro_batch=size))
             check(setup)
@@ -114,6 +126,47 @@ def test_what_is_ranked_fits_and_sure_things_come_first_then_the_fastest() -> No
     assert all(answer.memory.fits for answer in found.ranked)
     keys = [(not answer.memory.fits_surely, -rate(answer)) for answer in found.ranked]
     assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("named", ["zero1", "zero3"])
+def test_what_is_ranked_could_have_been_named(named: str) -> None:
+    """Micro-batches grow until too few are left for the interleaved schedule."""
+    options: dict[str, Any] = {"tp": 4, "pp": 4, "virtual_stages": 2, "global_batch": 32}
+    found = search(request("llama3-70b", 64, strategy=named, **options))
+    assert found.ranked
+    for answer in found.ranked:
+        check(answer.setup)
+
+
+def test_a_search_counts_what_was_measured_as_a_named_plan_does() -> None:
+    asked = request("llama3-8b", 8, strategy="zero3", micro_batch=1, checkpointing="full", gpu=HOST)
+    record = RECORD.model_copy(update={"device": HOST.name, "memory_offset_bytes": 10**9})
+    named, plain = estimate(build_setup(asked), record), estimate(build_setup(asked))
+    assert named.memory.device_bytes == plain.memory.device_bytes + 10**9
+    assert [answer.memory for answer in search(asked, record).ranked] == [named.memory]
+
+
+def test_a_strategy_is_one_whatever_it_is_called() -> None:
+    """Some micro-batches of it fit and some do not, which is no reason to say that it does not run."""
+    found = search(request("llama3-8b", 8, strategy="fsdp", sequence=8192))
+    assert {answer.setup.plan.name for answer in found.ranked} == {"zero3"}
+    assert not found.refused
+    assert Request("gpt2", 8, strategy="FSDP") == Request("gpt2", 8, strategy="zero3")
+
+
+def test_what_is_too_large_for_what_was_measured_is_refused() -> None:
+    asked = request("llama3-8b", 8, strategy="zero3", micro_batch=1, checkpointing="full", gpu=HOST)
+    spare = HOST.memory_bytes - estimate(build_setup(asked)).memory.device_bytes
+    record = RECORD.model_copy(update={"device": HOST.name, "memory_offset_bytes": int(spare) + 2**20})
+    assert search(asked).ranked
+    assert not search(asked, record).ranked
+
+
+def test_a_rule_on_micro_batches_refuses_those_choices_alone() -> None:
+    """Of a global batch of 2 on one rank, either two micro-batches, which torchao does not add up, or one."""
+    asked = request("gpt2", 1, strategy="zero1@cpu", global_batch=2, sequence=512)
+    found = search(asked, stack=Stack("torchao", clip=False))
+    assert {answer.setup.micro_batches for answer in found.ranked} == {1}
 
 
 def test_the_frontier_is_what_nothing_else_beats() -> None:
@@ -170,7 +223,7 @@ def test_what_comes_nearest_is_nearest_of_all_that_was_refused(model: str, gpus:
     again = estimate(nearest.setup).memory
     assert again.fits is False
     assert again.overrun == nearest.overrun == min(refusal.overrun for refusal in found.refused)
-    for name, mode in itertools.product(DATA_PARALLEL, CHECKPOINTING):
+    for name, mode in itertools.product(ROWS, CHECKPOINTING):
         try:
             setup = build_setup(replace(request(model, gpus, **options), strategy=name, checkpointing=mode))
             other = estimate(setup).memory.overrun
@@ -308,6 +361,23 @@ def test_a_huge_range_is_searched_in_less_than_two_seconds(options: dict[str, An
     sizing = min_gpus(request("llama3-405b", "1..1000000", **{"sequence": 1_000_000, **options}))
     assert time.perf_counter() - started < 2
     assert (sizing.gpus is None) is ("parallel" not in options)
+
+
+@pytest.mark.parametrize("options", [{"tp": 8}, {"tp": 8, "parallel": True}, {"tp": 8, "strategy": "zero1"}], ids=str)
+def test_numbers_that_the_request_cannot_use_are_passed_over(options: dict[str, Any]) -> None:
+    sizing = min_gpus(request("llama3-8b", None, **options))
+    assert sizing.gpus == 8
+    assert [_sizing_row(step).reason for step in sizing.steps][-1] == ""
+
+
+def test_a_request_that_no_number_of_gpus_can_use_says_why() -> None:
+    with pytest.raises(BadInput, match="2 GPUs are not a multiple of tp 8"):
+        min_gpus(request("llama3-8b", "2..4", tp=8, parallel=True))
+
+
+def test_a_number_on_which_nothing_was_tried_says_so() -> None:
+    step = Frontier(request(), (), (), (), 0)
+    assert _sizing_row(step).reason == NO_MESH
 
 
 def test_beyond_the_numbers_tried_in_turn_the_first_that_runs_is_found_by_halves() -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["DATA_AXES", "OFFLOADS", "ON_DEVICE", "PLANS", "TIERS", "Place", "Plan", "Tiers"]
+__all__ = ["DATA_AXES", "OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "TIERS", "Place", "Plan", "Tiers"]
 
 DATA_AXES = ("dp_shard", "cp", "dp_replicate")
 """Mesh axes along which ranks see different data, innermost first: the order in which `D` cuts a state."""
@@ -162,6 +162,11 @@ _ELSEWHERE = {
 """What other libraries call them: too loosely to be taken, and close in letters to something else."""
 _NEED_TWO_AXES = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
 
+ROWS = tuple(_TABLE)
+"""Names of the rows of the table."""
+
+_ROW_OF = {tuple(Place.parse(text).among(DATA_AXES) for text in row): name for name, row in _TABLE.items()}
+
 PLANS = (*_TABLE, *_ALIASES)
 """Names that `Plan.named` knows, each of which may be followed by `@`, one of `OFFLOADS`, and a share of the units."""
 
@@ -240,6 +245,16 @@ class Plan:
     def base(self) -> str:
         """The name without its offload."""
         return self.name.partition("@")[0]
+
+    @property
+    def row(self) -> str | None:
+        """The row of the table that splits the states as this plan does, whatever its name and tiers; None: no row."""
+        return _ROW_OF.get(tuple(place.among(DATA_AXES) for place in self.places().values()))
+
+    @property
+    def groups(self) -> bool:
+        """Whether it tells the ranks of a shard group from replicas."""
+        return any(axis in ("S", "R", "dp_replicate") for place in self.places().values() for axis in place.axes)
 
     @property
     def needs_replicas(self) -> bool:

@@ -12,7 +12,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.step import time_of
 from terrazzo.planner.traffic.volumes import traffic_of
 
-__all__ = ["assemble", "estimate"]
+__all__ = ["assemble", "estimate", "memory_under"]
 
 
 def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
@@ -20,10 +20,14 @@ def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
 
     Errors: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
     """
+    return assemble(setup, memory_under(setup, calibration), calibration)
+
+
+def memory_under(setup: Setup, calibration: Calibration | None) -> Memory:
+    """Memory of one setup, with what was measured. Errors: `BadInput` for a setup that cannot be."""
     check(setup)
     memory = memory_of(setup)
-    memory = memory if calibration is None else measured_memory(memory, calibration, setup)
-    return assemble(setup, memory, calibration)
+    return memory if calibration is None else measured_memory(memory, calibration, setup)
 
 
 def assemble(setup: Setup, memory: Memory, calibration: Calibration | None) -> Estimate:

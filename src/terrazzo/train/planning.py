@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 import torch
@@ -14,7 +13,7 @@ from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
-from terrazzo.planner.setup.setup import OptimizerRecipe
+from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.train import data
 from terrazzo.train.build import (
     batch_arithmetic,
@@ -29,24 +28,7 @@ from terrazzo.train.launch import resolve_device
 from terrazzo.train.lora import with_adapters
 from terrazzo.train.model import DecoderConfig
 
-__all__ = ["STATES", "ranks_here", "setup_of"]
-
-STATES: Mapping[str, tuple[int, int]] = {
-    "SGD": (0, 0),
-    "Adam": (2, 4),
-    "AdamW": (2, 4),
-    "Adagrad": (1, 4),
-    "Adadelta": (2, 4),
-    "Adamax": (2, 4),
-    "NAdam": (2, 8),
-    "RAdam": (2, 4),
-    "RMSprop": (1, 4),
-    "Rprop": (2, 4),
-    "ASGD": (1, 12),
-}
-"""Class → tensors like the parameter, and bytes of scalar ones, that it keeps for each parameter (torch/optim/*.py).
-
-`amsgrad`, `momentum` and `centered` each keep one tensor more."""
+__all__ = ["ranks_here", "setup_of"]
 
 
 def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) -> Setup:
@@ -138,19 +120,21 @@ def optimizer_recipe(config: Config) -> OptimizerRecipe:
     """What the chosen torch.optim class keeps for each element.
 
     From a table: a class's first step, which would tell as well, imports torch's compiler, and that takes a second.
+    `amsgrad`, `momentum` and `centered` each keep one tensor more.
 
     Errors: `BadInput` for a class that torch.optim does not have, or that is not in the table.
     """
     optimizer, options = config.optimizer, config.optimizer.options
     optimizer_class(optimizer)
-    if optimizer.name not in STATES:
+    known = {recipe.torch_class: recipe for recipe in OPTIMIZERS.values() if recipe.elementwise and not recipe.options}
+    if optimizer.name not in known:
         raise BadInput(
             f"optimizer.name is {optimizer.name!r}, of whose states the planner does not know. It knows "
-            f"{', '.join(STATES)}."
+            f"{', '.join(name for name in known if name)}."
         )
-    moments, fixed_bytes = STATES[optimizer.name]
+    recipe = known[optimizer.name]
     more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
-    return OptimizerRecipe(optimizer.name.lower(), moments=moments + more, fixed_bytes=fixed_bytes)
+    return replace(recipe, moments=recipe.moments + more)
 
 
 def _mesh(config: Config, world_size: int) -> Mesh:

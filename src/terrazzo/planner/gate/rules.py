@@ -11,9 +11,7 @@ from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["RULES"]
 
-FLAT_SHARDS = ("adafactor", "muon")
 OTHERS = tuple(name for name in FRAMEWORKS if name != "terrazzo")
-NOT_IN_TORCH = ("lion", "adamw-8bit", "adamw-4bit")
 
 
 def _ranks(setup: Setup) -> int:
@@ -313,7 +311,7 @@ ENGINE = (
         "optimizer that sees whole matrices",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: setup.optimizer.name in FLAT_SHARDS,
+        lambda setup, _: not setup.optimizer.elementwise,
         "{optimizer} does not update each element from its own values alone, so it would be wrong on flat shards.",
         "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
         "terrazzo.engine.optim.stock.check_optimizer",
@@ -322,7 +320,7 @@ ENGINE = (
         "optimizer that torch does not have",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.optimizer.name in NOT_IN_TORCH,
+        lambda setup, _: setup.optimizer.torch_class is None,
         "`terrazzo train` takes optimizers of torch.optim, which has no {optimizer}.",
         "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
         "terrazzo.train.build.optimizer_class",

@@ -15,17 +15,13 @@ __all__ = ["PlannedBucket", "buckets"]
 
 
 @lru_cache(maxsize=8192)
-def buckets(unit: UnitShape, placement: Placement, keep: bool) -> tuple[PlannedBucket, ...]:
-    """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them.
-
-    Args:
-        keep: hold its full weights from forward to backward: the root.
-    """
+def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
+    """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them."""
     groups: dict[tuple[bool, bool], list[TensorShape]] = {}
     for tensor in unit.tensors:
         dealt_out = placement.ep > 1 and tensor.role == "expert"
         groups.setdefault((not tensor.trainable, dealt_out), []).append(tensor)
-    return tuple(PlannedBucket(groups[key], placement, keep) for key in sorted(groups))
+    return tuple(PlannedBucket(groups[key], placement, unit.is_root) for key in sorted(groups))
 
 
 class PlannedBucket(BucketSpec):

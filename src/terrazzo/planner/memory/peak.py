@@ -136,10 +136,10 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         states_only: without activations, logits, finished gradients and the update: the engine's `transient_bytes`.
     """
     placement = placement_of(setup)
-    parts = [(unit_states(u, own), u.block, n) for u, n, own in placed_units(setup, stage)]
+    parts = [(unit_states(unit, own), unit, count) for unit, count, own in placed_units(setup, stage)]
     local = setup.accumulate_locally or not placement.plan.grad.axes
     plain = StepSettings(
-        has_root=parts[0][1] is None,
+        has_root=parts[0][1].is_root,
         prefetch=setup.prefetch,
         micro_batches=max(setup.micro_batches, 2 if local and setup.whole_gradients else 1),
         local=local,
@@ -151,9 +151,9 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         return peak_of(units, plain)
     is_last = stage == setup.mesh.pp - 1
     units = []
-    for states, block, count in parts:
-        found = block_activations(setup, block) if block else BlockActivations(0.0, 0.0, 0.0, 0.0)
-        gradient = states.largest_grad if block or is_last else 0
+    for states, unit, count in parts:
+        found = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
+        gradient = 0 if unit.is_root and not is_last else states.largest_grad
         units.append(StepUnit(states, count, found.stays, found.working + gradient))
     head = head_activations(setup)
     settings = replace(
@@ -166,10 +166,6 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     return peak_of(units, settings)
 
 
-SQUARE_ROOTS = ("adamw", "adam", "nadam", "radam", "rmsprop", "adagrad")
-"""Optimizers of torch whose update takes the root of a moment into memory of its own."""
-
-
 def _update_bytes(setup: Setup, stage: int) -> float:
     """What the optimizer step needs for itself on the device.
 
@@ -177,7 +173,7 @@ def _update_bytes(setup: Setup, stage: int) -> float:
     other, with a quotient beside the root.
     """
     recipe, precision = setup.optimizer, setup.precision
-    if setup.fused_update or recipe.name not in SQUARE_ROOTS or recipe.moment_bytes is not None:
+    if setup.fused_update or not recipe.takes_root or recipe.moment_bytes is not None:
         return 0.0
     rows = placed_units(setup, stage)
     numels = [(unit_states(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]

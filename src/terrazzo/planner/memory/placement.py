@@ -14,7 +14,8 @@ from terrazzo.engine.links.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.model.shapes import UnitShape
-from terrazzo.planner.setup.setup import Mesh, OptimizerRecipe, Setup
+from terrazzo.planner.setup.optimizers import OptimizerRecipe
+from terrazzo.planner.setup.setup import Mesh, Setup
 
 __all__ = ["PlacedUnit", "Placement", "placed_units", "placement_of"]
 

@@ -105,7 +105,7 @@ def paper_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:
     tiers = [Tiers(*(place.tier_of(index, len(shapes)) for place in places)) for index in range(len(shapes))]
     found = {one: placement_of(setup, one) for one in tiers}
     near = {one: replace(placement, host=placement.host and host) for one, placement in found.items()}
-    return [buckets(unit, near[one], index == 0) for index, (unit, one) in enumerate(zip(shapes, tiers, strict=True))]
+    return [buckets(unit, near[one]) for unit, one in zip(shapes, tiers, strict=True)]
 
 
 def updated_numels(units: Sequence[Sequence[PlannedBucket]]) -> list[int]:

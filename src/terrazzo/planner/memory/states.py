@@ -78,7 +78,7 @@ class UnitStates:
 @lru_cache(maxsize=8192)
 def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
     """The bytes of one such unit. The root's weights stay from forward to backward."""
-    found = buckets(unit, placement, not unit.block)
+    found = buckets(unit, placement)
     trained = [bucket for bucket in found if bucket.trainable]
     precision, owned = placement.precision, sum(bucket.numel(bucket.optim_axes) for bucket in trained)
     largest = max((bucket.share(tensor) for bucket in trained for tensor in bucket.tensors), default=0)
@@ -133,7 +133,7 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
         return _bare_terms(setup, tier)
     values = dict.fromkeys(STATE_OF, 0.0)
     for unit, count, placement in placed_units(setup, stage):
-        for bucket in buckets(unit, placement, not unit.block):
+        for bucket in buckets(unit, placement):
             for name, state in STATE_OF.items() if bucket.trainable or not updated else ():
                 if state in bucket.resting and tier in (None, bucket.resting[state][0]):
                     values[name] += count * bucket.resting[state][1]

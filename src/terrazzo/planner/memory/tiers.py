@@ -127,5 +127,5 @@ def _buffers(setup: Setup, stage: int) -> Term:
 def _buckets(setup: Setup, stage: int) -> Iterator[tuple[PlannedBucket, int]]:
     """Every bucket of a stage, and how often it is there."""
     for unit, count, placement in placed_units(setup, stage):
-        for bucket in buckets(unit, placement, not unit.block):
+        for bucket in buckets(unit, placement):
             yield bucket, count

@@ -81,7 +81,10 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """`count` equal units in a row. The root unit holds what belongs to no block, and has no `block`."""
+    """`count` equal units in a row. The root unit, whose name is empty, holds what belongs to no other.
+
+    `block` is what it computes; None of the root, and of units of which that is not known.
+    """
 
     name: str
     tensors: tuple[TensorShape, ...]
@@ -95,6 +98,11 @@ class UnitShape:
     def _hash(self) -> int:
         """Computed once: units are looked up for every estimate."""
         return hash((self.name, self.tensors, self.count, self.block))
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it encloses the others: its weights stay from forward to backward."""
+        return not self.name
 
     @cached_property
     def numel(self) -> int:

@@ -15,7 +15,7 @@ from terrazzo.planner.report.blocks import Block, Column, Line, Table
 from terrazzo.planner.report.convert import frontier_row, report_of
 from terrazzo.planner.report.schema import RefusedRow, Report, SizingReport, SizingRow
 from terrazzo.planner.report.words import GIB
-from terrazzo.planner.search.frontier import ROWS, Frontier
+from terrazzo.planner.search.frontier import NO_MESH, ROWS, Frontier
 from terrazzo.planner.search.sizing import Sizing
 from terrazzo.planner.setup.setup import Setup
 
@@ -87,6 +87,7 @@ def _sizing(sizing: Sizing) -> SizingReport:
 
 def _sizing_row(step: Frontier) -> SizingRow:
     best = step.best
+    nearest = min(step.refused, key=lambda each: each.overrun, default=None)
     return SizingRow(
         gpus=step.request.gpus,
         fits=best is not None,
@@ -95,7 +96,7 @@ def _sizing_row(step: Frontier) -> SizingRow:
         device_gib=best.memory.device_bytes / GIB if best else None,
         upper_gib=best.memory.upper_bytes / GIB if best else None,
         tokens_per_s_per_gpu=best.time.tokens_per_s_per_gpu if best and best.time else None,
-        reason="" if best else min(step.refused, key=lambda each: each.overrun).reason,
+        reason="" if best else NO_MESH if nearest is None else nearest.reason,
     )
 
 

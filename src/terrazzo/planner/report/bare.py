@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from terrazzo.engine import Plan
+from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bars import Bar, Chart
 from terrazzo.planner.report.blocks import Block, Column, Line, Table
@@ -37,8 +39,9 @@ class BareAnswer:
     @cached_property
     def setups(self) -> list[Setup]:
         """One for each stage. Errors: `BadInput` for ranks that the strategy cannot use."""
-        asked = self.request.strategy
-        setups = [build_setup(replace(self.request, strategy=stage)) for stage in ([asked] if asked else STAGES)]
+        asked = self.request.plan
+        plans = [Plan.named(stage) for stage in STAGES] if asked is None else [asked]
+        setups = [build_setup(replace(self.request, strategy=plan)) for plan in plans]
         for setup in setups:
             check(setup)
         return setups
@@ -126,7 +129,8 @@ def _sent_bytes(setup: Setup) -> float:
     """
     sent: dict[tuple[str, ...], float] = {}
     ranks: dict[tuple[str, ...], int] = {}
-    for move in unit_moves(setup, setup.model.root, root=False):
+    unit = replace(setup.model.root, name="all")  # not the root: the paper gathers all weights again for backward
+    for move in unit_moves(setup, unit, placement_of(setup)):
         if move.group is None or move.when == "reduce":  # of one micro-batch, which is the last
             continue
         key = (move.kind, move.what, move.when, move.group.axis if move.kind == "all_reduce" else "")

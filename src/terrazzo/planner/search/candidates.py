@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from terrazzo.engine import Plan
+from terrazzo.engine.place import ROWS
 from terrazzo.planner.setup.request import Request, build_cluster, shape_of
 
 __all__ = [
     "CHECKPOINTING",
-    "DATA_PARALLEL",
     "MICRO_BATCHES",
     "OFFLOADED",
     "meshes",
@@ -19,9 +19,6 @@ __all__ = [
     "strategies",
 ]
 
-DATA_PARALLEL = (
-    "zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz",
-)  # fmt: skip
 BESIDE_MODEL_PARALLEL = ("zero1", "zero3", "hybrid_shard")
 """Under tensor or pipeline parallelism: the distributed optimizer, and full sharding within and without groups."""
 
@@ -66,11 +63,15 @@ def meshes(request: Request) -> Iterator[Request]:
                         yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep)
 
 
-def strategies(request: Request) -> tuple[str | Plan, ...]:
+def strategies(request: Request) -> tuple[Plan, ...]:
     """The strategies to try on one mesh."""
-    if request.strategy is not None:
-        return (request.strategy,)
-    return BESIDE_MODEL_PARALLEL if model_parallel(request) else DATA_PARALLEL
+    if request.plan is not None:
+        return (request.plan,)
+    return plans(BESIDE_MODEL_PARALLEL if model_parallel(request) else ROWS)
+
+
+def plans(names: Sequence[str]) -> tuple[Plan, ...]:
+    return tuple(map(Plan.named, names))
 
 
 def model_parallel(request: Request) -> bool:

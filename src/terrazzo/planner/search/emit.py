@@ -13,17 +13,11 @@ from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.request import Model
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["TrainFiles", "train_config"]
-
-OPTIMIZERS: Mapping[str, dict[str, Any]] = {
-    **{name.lower(): {"name": name} for name in ("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")},
-    "momentum": {"name": "SGD", "options": {"momentum": 0.9}},
-    "sgd": {"name": "SGD"},
-}
-"""The torch.optim class of each optimizer."""
 
 TOKENIZER_FILE = "tokenizer.json"
 SWAP_FOLDER = Path("runs/default/swap")
@@ -62,7 +56,7 @@ def train_config(setup: Setup, model: Model, model_folder: str | Path = "model")
             "micro_batch": setup.micro_batch,
             "sequence_length": setup.sequence,
         },
-        "optimizer": OPTIMIZERS[setup.optimizer.name],
+        "optimizer": _optimizer(setup.optimizer),
         "train": train,
     }
     if "path" in section and (Path(section["path"]) / TOKENIZER_FILE).is_file():
@@ -163,6 +157,11 @@ def _precision(precision: Precision) -> dict[str, Any]:
             return {"name": name}
     base = "fp16" if precision.loss_scaling else "fp32"
     return {"name": base} | {field: SHORT[getattr(precision, field)] for field in DTYPE_FIELDS}
+
+
+def _optimizer(recipe: OptimizerRecipe) -> dict[str, Any]:
+    options = {"options": dict(recipe.options)} if recipe.options else {}
+    return {"name": recipe.torch_class, **options}
 
 
 def _checkpointing(setup: Setup) -> str:

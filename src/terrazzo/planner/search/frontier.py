@@ -17,7 +17,7 @@ from terrazzo.planner.report.words import GIB, checkpointing_text, mesh_text
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["ROWS", "Frontier", "Refusal", "nearest"]
+__all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest"]
 
 NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
 ROWS = 12

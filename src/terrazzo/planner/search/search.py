@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import assemble
+from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.estimate import Estimate
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
-from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.tiers import on_device
-from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, strategies
+from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, plans, strategies
 from terrazzo.planner.search.frontier import Frontier, Refusal
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
@@ -89,7 +87,7 @@ class _Found:
         if not self.request.offload or self.request.strategy is not None:
             return
         if not any(found.memory.fits_surely is not False for found in self.fitting[before:]):
-            for choice, strategy in product(choices, OFFLOADED):
+            for choice, strategy in product(choices, plans(OFFLOADED)):
                 self.try_strategy(replace(choice, strategy=strategy))
 
     def try_strategy(self, choice: Request) -> None:
@@ -101,11 +99,11 @@ class _Found:
             check(setup)
         except BadInput as error:
             return self._refuse(choice, str(error), untried)
-        if reason := _refused_by_gate(setup, self.stack):
-            return self._refuse(choice, reason, untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
-            reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
+            if reason := _refused_by_gate(leanest, self.stack):  # then it is not what comes nearest
+                return self._refuse(choice, reason, untried)
+            reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             return self._refuse(choice, reason, untried, leanest)
         largest = 0
         for mode in modes:
@@ -123,10 +121,13 @@ class _Found:
             self.considered += 1
             try:
                 setup = build_setup(replace(choice, micro_batch=size))
+                memory = memory_under(setup, self.calibration)
             except BadInput as error:
                 self._refuse(choice, str(error), 0)
                 continue
-            memory = memory_of(setup)
+            if reason := _refused_by_gate(setup, self.stack):
+                self._refuse(choice, reason, 0)
+                continue
             if reason := _too_large(setup, memory):
                 if not largest:
                     self._refuse(choice, reason, 0, setup, memory)
@@ -149,10 +150,11 @@ class _Found:
         """
         self.considered += candidates
         if setup is not None and memory is None:
-            memory = memory_of(setup)
+            memory = memory_under(setup, self.calibration)
         needed_bytes = None if memory is None else memory.device_bytes
         assert isinstance(choice.gpus, int)
-        strategy = choice.strategy.name if isinstance(choice.strategy, Plan) else choice.strategy or "zero3"
+        assert choice.plan is not None
+        strategy = choice.plan.name
         known = self.refusals.get((strategy, choice.gpus))
         refusal = Refusal(strategy, choice.gpus, reason, max(candidates, 1), needed_bytes, setup, memory)
         if known is not None:

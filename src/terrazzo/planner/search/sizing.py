@@ -11,7 +11,7 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.gate.stack import Stack
 from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.memory.states import state_terms
-from terrazzo.planner.search.frontier import Frontier
+from terrazzo.planner.search.frontier import Frontier, Refusal
 from terrazzo.planner.search.search import TERRAZZO, search, spread
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 
@@ -74,7 +74,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None, stack: St
     devices it goes by halves, as if what fits on some fitted on more. Every number is tried with the least memory that
     the request allows, and only the answer with all that it leaves open.
 
-    Errors: `BadInput` for an impossible request, and for a device whose memory is not known.
+    Errors: `BadInput` for a request that is impossible on every number, and for a device whose memory is not known.
     """
     cluster = build_cluster(request, 1)
     device = cluster.device
@@ -89,17 +89,33 @@ def min_gpus(request: Request, calibration: Calibration | None = None, stack: St
 
     leanest = replace(request, checkpointing=request.checkpointing or "full", micro_batch=request.micro_batch or 1)
 
+    impossible: list[BadInput] = []
+
     def runs(count: int) -> bool:
-        tried[count] = search(replace(leanest, gpus=count), calibration, stack)
+        try:
+            tried[count] = search(replace(leanest, gpus=count), calibration, stack)
+        except BadInput as error:  # of this number alone, where another is possible
+            impossible.append(error)
+            tried[count] = _none(replace(leanest, gpus=count), str(error))
         return any(found.memory.fits_surely for found in tried[count].ranked)
 
     gpus = _first(counts, runs)
-    if tried:
-        shown = gpus or max(tried)
+    if tried and len(impossible) == len(tried):
+        raise impossible[0]
+    possible = [count for count, step in tried.items() if step.considered]
+    if possible:
+        shown = gpus or max(possible)
         tried[shown] = search(replace(request, gpus=shown), calibration, stack)
     steps = tuple(tried[count] for count in sorted(tried))
     expected = next((count for count in sorted(tried) if tried[count].ranked), None)
     return Sizing(floor, states, steps, gpus, expected)
+
+
+def _none(request: Request, reason: str) -> Frontier:
+    """Of a number of devices on which the request is impossible."""
+    assert isinstance(request.gpus, int)
+    strategy = "every strategy" if request.plan is None else request.plan.name
+    return Frontier(request, (), (), (Refusal(strategy, request.gpus, reason, 0),), 0)
 
 
 def _first(counts: Sequence[int], runs: Callable[[int], bool]) -> int | None:

@@ -65,8 +65,7 @@ def _check_world(setup: Setup) -> None:
 def _check_plan(setup: Setup) -> None:
     plan, mesh = setup.plan, setup.mesh
     both = mesh.dp_replicate > 1 and mesh.dp_shard > 1
-    axes = {axis for place in plan.places().values() for axis in place.axes}
-    if axes & {"S", "R", "dp_replicate"} and not both:
+    if plan.groups and not both:
         raise BadInput(
             f"{plan.name} needs two or more shard groups of two or more GPUs, but {mesh.data_ranks} data ranks form "
             f"{mesh.dp_replicate} group(s) of {mesh.dp_shard} (dp_replicate × dp_shard). Use zero3, which is the same "

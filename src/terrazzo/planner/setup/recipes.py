@@ -1,4 +1,4 @@
-"""The names that a user chooses by: strategies with their offload, precisions, optimizers, activation checkpointing."""
+"""The names that a user chooses by: strategies with their offload, precisions, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import torch
 
 from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.planner.setup.setup import Checkpointing, OptimizerRecipe
+from terrazzo.planner.setup.setup import Checkpointing
 
 __all__ = [
     "CHECKPOINTING",
-    "OPTIMIZERS",
     "RECIPES",
     "STRATEGIES",
     "checkpointing",
-    "optimizer",
     "precision",
     "strategy",
 ]
@@ -39,26 +37,6 @@ weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO pap
 
 PRECISION_SYNONYMS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "amp-bf16": "bf16", "amp-fp16": "fp16"}
 """As torch and other trainers spell them."""
-
-OPTIMIZERS = {
-    "adamw": OptimizerRecipe("adamw", 2),
-    "adam": OptimizerRecipe("adam", 2),
-    "nadam": OptimizerRecipe("nadam", 2),
-    "radam": OptimizerRecipe("radam", 2),
-    "adamax": OptimizerRecipe("adamax", 2),
-    "adagrad": OptimizerRecipe("adagrad", 1),
-    "rmsprop": OptimizerRecipe("rmsprop", 1),
-    "momentum": OptimizerRecipe("momentum", 1, fixed_bytes=0),
-    "sgd": OptimizerRecipe("sgd", 0, fixed_bytes=0),
-    "lion": OptimizerRecipe("lion", 1, fixed_bytes=0),
-    "adafactor": OptimizerRecipe("adafactor", 0),
-    "muon": OptimizerRecipe("muon", 1),
-    "adamw-8bit": OptimizerRecipe("adamw-8bit", 2, 1 + 4 / 256),
-    "adamw-4bit": OptimizerRecipe("adamw-4bit", 2, 0.5 + 4 / 128),
-}
-"""Tensors per element beside the master weight. Adafactor's rows and columns are too small to count; quantised moments
-carry one fp32 scale per block of 256 (8 bits) or 128 (4 bits), as torchao's do (pytorch/ao torchao/optim). Those that
-keep no step count have no `fixed_bytes`."""
 
 _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
@@ -91,15 +69,6 @@ def precision(name: str) -> tuple[Precision, str]:
         synonyms = ", ".join(f"{synonym} = {known}" for synonym, known in PRECISION_SYNONYMS.items())
         raise BadInput(f"There is no precision {name!r}.{near} Precisions are {', '.join(RECIPES)}; {synonyms}.")
     return RECIPES[key]
-
-
-def optimizer(name: str) -> OptimizerRecipe:
-    """What the optimizer of that name keeps. Errors: `BadInput` with the nearest name."""
-    key = name.lower().replace("_", "-")
-    if key not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise BadInput(f"There is no optimizer {name!r}.{did_you_mean(key, OPTIMIZERS)} Optimizers are {known}.")
-    return OPTIMIZERS[key]
 
 
 def checkpointing(name: str) -> tuple[Checkpointing, int]:

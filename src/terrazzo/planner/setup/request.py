@@ -18,6 +18,7 @@ from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup import recipes
 from terrazzo.planner.setup.arguments import checked
 from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.optimizers import optimizer
 from terrazzo.planner.setup.setup import Attention, Loss, Mesh, Pipeline, Ranking, Setup
 
 __all__ = ["Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
@@ -25,6 +26,7 @@ __all__ = ["Request", "assumptions", "build_cluster", "build_setup", "counts_of"
 Model = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
 
 GPU = "h100-sxm"
+STRATEGY = "zero3"
 SEQUENCE = 4096
 MICRO_BATCHES_PER_STAGE = 8
 """Defaults. With 8 micro-batches per pipeline stage the bubble is below 1/8 of the step."""
@@ -45,14 +47,14 @@ class Request:
         model: preset, path of a config.json or its folder, module, mapping, number of parameters, or shape.
         gpus: devices in all; for `search` and sizing also a range such as `"8..1024"`; None for any number.
         gpu: name of the device, by default `h100-sxm`.
-        strategy: plan, such as `zero3`, `hybrid_shard` or `zero2@cpu`; by default `zero3`.
+        strategy: plan, or the name of one, such as `zero3`, `hybrid_shard` or `zero2@cpu`; by default `zero3`.
         sequence: tokens per sequence, by default the model's positions but at most 4,096.
         micro_batch: sequences per forward pass and data rank, by default 1.
         global_batch: sequences per optimizer step; micro_batches: forward passes per step and data rank. At most one of
             them; by default one micro-batch, or 8 per pipeline stage.
         loss: `full`, `fused` or `chunked`, by default `full`, and `fused` under tensor or pipeline parallelism.
         checkpointing: of activations: `none` (default), `selective`, `full`, `every_N`.
-        precision, optimizer: names in `recipes`, by default `bf16` and `adamw`.
+        precision, optimizer: names in `recipes` and `optimizers`, by default `bf16` and `adamw`.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
@@ -106,6 +108,14 @@ class Request:
         optional = [field.name for field in fields(self) if field.default is None]
         for name, value in checked(vars(self), optional).items():
             object.__setattr__(self, name, value)
+        if isinstance(self.strategy, str):
+            object.__setattr__(self, "strategy", recipes.strategy(self.strategy))
+
+    @property
+    def plan(self) -> Plan | None:
+        """Its strategy, by whatever name that was given."""
+        assert not isinstance(self.strategy, str)
+        return self.strategy
 
 
 def build_setup(request: Request) -> Setup:
@@ -114,7 +124,7 @@ def build_setup(request: Request) -> Setup:
     Errors: `BadInput` for unknown names, and for ranks or batches that do not factor.
     """
     model, cluster = shape_of(request.model), build_cluster(request)
-    plan = _plan(request)
+    plan = request.plan or recipes.strategy(STRATEGY)
     mesh = _mesh(request, cluster, plan)
     precision, matmul = recipes.precision(request.precision)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
@@ -129,7 +139,7 @@ def build_setup(request: Request) -> Setup:
         micro_batches=_micro_batches(request, mesh, micro_batch),
         precision=precision,
         matmul=matmul,
-        optimizer=recipes.optimizer(request.optimizer),
+        optimizer=optimizer(request.optimizer),
         checkpointing=mode,
         every=every,
         compile=request.compile,
@@ -143,12 +153,6 @@ def build_setup(request: Request) -> Setup:
         whole_gradients=model_parallel,
         fused_update=model_parallel,
     )
-
-
-def _plan(request: Request) -> Plan:
-    if isinstance(request.strategy, Plan):
-        return request.strategy
-    return recipes.strategy("zero3" if request.strategy is None else request.strategy)
 
 
 def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
@@ -274,25 +278,15 @@ def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
             f"{-(-cluster.count // model_ranks) * model_ranks} GPUs, or axes whose product divides {cluster.count}."
         )
     data_ranks = cluster.count // model_ranks
-    replicas = request.dp_replicate
+    mesh, replicas = Mesh(pp=pp, dp_shard=data_ranks, cp=cp, tp=tp, ep=ep), request.dp_replicate
     if replicas is None:
-        replicas = _replicas(data_ranks, tp * cp, cluster.device) if _needs_groups(plan) else 1
+        return mesh.in_hosts(cluster.device.per_node) if plan.groups else mesh
     if data_ranks % replicas:
         raise BadInput(
             f"{data_ranks} data ranks cannot form {replicas} equal groups (dp_replicate): {data_ranks} / {replicas} = "
             f"{data_ranks / replicas:.4g}. Use a divisor of {data_ranks}."
         )
-    return Mesh(pp=pp, dp_replicate=replicas, dp_shard=data_ranks // replicas, cp=cp, tp=tp, ep=ep)
-
-
-def _needs_groups(plan: Plan) -> bool:
-    return any("R" in place.axes or "S" in place.axes for place in plan.places().values())
-
-
-def _replicas(data_ranks: int, ranks_beside: int, device: Device) -> int:
-    """One shard group per host: the fewest groups whose `dp_shard` ranks, with tp and cp beside, stay on a host."""
-    largest = max(1, device.per_node // ranks_beside)
-    return data_ranks // math.gcd(data_ranks, largest)
+    return replace(mesh, dp_replicate=replicas, dp_shard=data_ranks // replicas)
 
 
 def _sequence(request: Request, model: ModelShape) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 
-__all__ = ["Mesh", "OptimizerRecipe", "Setup"]
+__all__ = ["Mesh", "Setup"]
 
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "math"]
@@ -38,26 +40,16 @@ class Mesh:
         """Ranks that are given different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    def in_hosts(self, per_node: int) -> Mesh:
+        """The same data ranks in the fewest shard groups that, with tp and cp beside, stay on a host each."""
+        ranks, largest = self.data_ranks, max(1, per_node // (self.tp * self.cp))
+        shard = math.gcd(ranks, largest)
+        return replace(self, dp_replicate=ranks // shard, dp_shard=shard)
+
     def sizes(self) -> dict[str, int]:
         """Of the data axes, innermost first, as the engine's plans name them; those of one rank are left out."""
         data = {"dp_shard": self.dp_shard, "cp": self.cp, "dp_replicate": self.dp_replicate}
         return {axis: size for axis, size in data.items() if size > 1}
-
-
-@dataclass(frozen=True)
-class OptimizerRecipe:
-    """What an optimizer keeps per trainable element, beside the master weight.
-
-    Attributes:
-        moments: tensors as large as the weights: 2 for Adam, 1 for momentum, Lion, RMSprop, 0 for plain SGD.
-        moment_bytes: per element of each, None for what the precision says; about 1 with 8-bit states.
-        fixed_bytes: per run of parameters that share settings: the step count.
-    """
-
-    name: str = "adamw"
-    moments: int = 2
-    moment_bytes: float | None = None
-    fixed_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,7 @@ class Setup:
     micro_batches: int = 1
     precision: Precision = field(default_factory=Precision)
     matmul: str = "fp32"
-    optimizer: OptimizerRecipe = OptimizerRecipe()
+    optimizer: OptimizerRecipe = OPTIMIZERS["adamw"]
     checkpointing: Checkpointing = "none"
     every: int = 1
     compile: bool = False

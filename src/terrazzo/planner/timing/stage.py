@@ -87,10 +87,10 @@ class Stage:
         self._setup, self._pace = setup, pace
         self._network = Network(setup.cluster.device, free=not waits)
         self._repeats = repetitions(setup)
-        self._units, root = placed_units(setup, index), setup.model.root
-        self._roots = [row for row in self._units if row[0].name == root.name]
+        self._units = placed_units(setup, index)
+        self._roots = [row for row in self._units if row[0].is_root]
         self._head = head_seconds(setup).at(pace) if index == setup.mesh.pp - 1 else Seconds()
-        self._blocks = [self._cost(*row) for row in self._units if row[0].name != root.name]
+        self._blocks = [self._cost(*row) for row in self._units if not row[0].is_root]
 
     def _cost(self, unit: UnitShape, count: int, placement: Placement) -> _Blocks:
         seconds = block_seconds(self._setup, unit).at(self._pace) if unit.block else Seconds()
@@ -126,18 +126,15 @@ class Stage:
         """Data-parallel communication, and copies of weights and gradients from and to the host, of a step."""
         root = Exposure(0.0, 0.0)
         for unit, _, placement in self._roots:
-            root += root_exposure(self._unit_moves(unit, placement, root=True), self._repeats)
-        rows = [
-            Row(part.count, *part.passes, self._unit_moves(part.unit, part.placement, root=False))
-            for part in self._blocks
-        ]
+            root += root_exposure(self._unit_moves(unit, placement), self._repeats)
+        rows = [Row(part.count, *part.passes, self._unit_moves(part.unit, part.placement)) for part in self._blocks]
         return root + block_exposure(rows, self._repeats, self._setup.prefetch)
 
-    def _unit_moves(self, unit: UnitShape, placement: Placement, root: bool) -> dict[str, float]:
+    def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[str, float]:
         seconds: dict[str, float] = {}
-        for move in unit_moves(self._setup, unit, root):
+        for move in unit_moves(self._setup, unit, placement):
             seconds[move.when] = seconds.get(move.when, 0.0) + self._network.move_s(move)
-        for move in unit_copies(unit, placement, root):
+        for move in unit_copies(unit, placement):
             if move.when != "update":
                 seconds[move.when] = seconds.get(move.when, 0.0) + self._copy_s(move)
         return seconds
@@ -243,9 +240,8 @@ class Stage:
 
     def _update_of(self, unit: UnitShape, placement: Placement, owned: int) -> UnitUpdate:
         """What one unit's update takes away from the device, and its computation that it can hide behind."""
-        root = unit.name == self._setup.model.root.name
         copies = {"pcie": 0.0, "disk": 0.0}
-        for move in unit_copies(unit, placement, root):
+        for move in unit_copies(unit, placement):
             if move.when == "update":
                 copies[move.link] += self._copy_s(move)
         elements = owned * self._ranks_per_host if placement.tiers.optim != "device" else 0

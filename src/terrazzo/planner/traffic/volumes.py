@@ -92,10 +92,9 @@ def _collect(setup: Setup, stage: int) -> Collected:
 
     repeats = repetitions(setup)
     for unit, count, placement in placed_units(setup, stage):
-        root = unit.name == setup.model.root.name
-        for move in unit_moves(setup, unit, root):
+        for move in unit_moves(setup, unit, placement):
             add(move, count * repeats[move.when], f"traffic.{move.kind}")
-        for move in unit_copies(unit, placement, root):
+        for move in unit_copies(unit, placement):
             add(move, count * repeats[move.when], "traffic.offload")
         for move, formula in model_parallel_moves(setup, unit):
             add(move, count * setup.micro_batches, formula)
@@ -120,10 +119,10 @@ def repetitions(setup: Setup) -> dict[str, int]:
 # -- data parallelism ------------------------------------------------------------------------------------------
 
 
-def unit_moves(setup: Setup, unit: UnitShape, root: bool) -> tuple[Move, ...]:
+def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
     """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
     network, found = Network(setup.cluster.device), []
-    for bucket in buckets(unit, placement_of(setup), root):
+    for bucket in buckets(unit, placement):
         messages = 1 if setup.coalesced else len(bucket.tensors)
         for when in WHEN:
             for move in bucket.collectives(when):
@@ -140,7 +139,7 @@ def _group(setup: Setup, axis: str, size: int) -> Group:
     return Group(axis, size, whole.stride * (whole.size // size))
 
 
-def unit_copies(unit: UnitShape, placement: Placement, root: bool) -> tuple[Move, ...]:
+def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
     """What comes and goes between the device, the host's memory and its disks for one unit, by `when` as in `Move`.
 
     The root unit's weights are not fetched twice.
@@ -149,7 +148,7 @@ def unit_copies(unit: UnitShape, placement: Placement, root: bool) -> tuple[Move
         return ()
     return tuple(
         Move(move.kind, move.what, when, move.sent_bytes, None, move.over)
-        for bucket in buckets(unit, placement, root)
+        for bucket in buckets(unit, placement)
         for when in WHEN
         for move in bucket.copies(when, bucket.moments)
         if move.sent_bytes

@@ -1,0 +1,66 @@
+"""Optimizers: what each keeps of an element, and what else of it matters to a plan. One row for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["OPTIMIZERS", "OptimizerRecipe", "optimizer"]
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """What an optimizer keeps per trainable element, beside the master weight.
+
+    Attributes:
+        moments: tensors as large as the weights: 2 for Adam, 1 for momentum, Lion, RMSprop, 0 for plain SGD.
+        moment_bytes: per element of each, None for what the precision says; about 1 with 8-bit states.
+        fixed_bytes: per run of parameters that share settings, for scalar states: the step count.
+        torch_class: the class of torch.optim, None where torch has none; `options`: its arguments.
+        takes_root: whether torch's update takes the root of a moment into memory of its own.
+        elementwise: whether it updates each element from its own values alone, and so may be given flat shards.
+    """
+
+    name: str
+    moments: int
+    moment_bytes: float | None = None
+    fixed_bytes: int = 4
+    torch_class: str | None = None
+    options: tuple[tuple[str, float], ...] = ()
+    takes_root: bool = False
+    elementwise: bool = True
+
+
+_ROWS = (
+    OptimizerRecipe("adamw", 2, torch_class="AdamW", takes_root=True),
+    OptimizerRecipe("adam", 2, torch_class="Adam", takes_root=True),
+    OptimizerRecipe("nadam", 2, torch_class="NAdam", takes_root=True, fixed_bytes=8),
+    OptimizerRecipe("radam", 2, torch_class="RAdam", takes_root=True),
+    OptimizerRecipe("adamax", 2, torch_class="Adamax"),
+    OptimizerRecipe("adagrad", 1, torch_class="Adagrad", takes_root=True),
+    OptimizerRecipe("adadelta", 2, torch_class="Adadelta", takes_root=True),
+    OptimizerRecipe("rmsprop", 1, torch_class="RMSprop", takes_root=True),
+    OptimizerRecipe("rprop", 2, torch_class="Rprop"),
+    OptimizerRecipe("asgd", 1, torch_class="ASGD", fixed_bytes=12),
+    OptimizerRecipe("momentum", 1, torch_class="SGD", options=(("momentum", 0.9),), fixed_bytes=0),
+    OptimizerRecipe("sgd", 0, torch_class="SGD", fixed_bytes=0),
+    OptimizerRecipe("lion", 1, fixed_bytes=0),
+    OptimizerRecipe("adafactor", 0, torch_class="Adafactor", elementwise=False),
+    OptimizerRecipe("muon", 1, torch_class="Muon", elementwise=False),
+    OptimizerRecipe("adamw-8bit", 2, 1 + 4 / 256),
+    OptimizerRecipe("adamw-4bit", 2, 0.5 + 4 / 128),
+)
+"""Of torch's own, what torch/optim/*.py keeps. Adafactor's rows and columns are too small to count; quantised moments
+carry one fp32 scale per block of 256 (8 bits) or 128 (4 bits), as torchao's do (pytorch/ao torchao/optim)."""
+
+OPTIMIZERS = {recipe.name: recipe for recipe in _ROWS}
+
+
+def optimizer(name: str) -> OptimizerRecipe:
+    """What the optimizer of that name keeps. Errors: `BadInput` with the nearest name."""
+    key = name.lower().replace("_", "-")
+    if key not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise BadInput(f"There is no optimizer {name!r}.{did_you_mean(key, OPTIMIZERS)} Optimizers are {known}.")
+    return OPTIMIZERS[key]
