@@ -17,6 +17,7 @@ Open to other packages:
 from terrazzo.checkpoint.read import load, load_weights, open_source
 from terrazzo.checkpoint.replicas import check_replicas
 from terrazzo.checkpoint.saver import Saver
+from terrazzo.checkpoint.saving import save
 from terrazzo.checkpoint.series import (
     Resumed,
     claim,
@@ -29,7 +30,6 @@ from terrazzo.checkpoint.series import (
     step_path,
 )
 from terrazzo.checkpoint.source import Source
-from terrazzo.checkpoint.write import save
 
 __all__ = [
     "Resumed",

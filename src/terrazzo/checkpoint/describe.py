@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.filesize import decimal
 
-from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.native import Checkpoint
 from terrazzo.checkpoint.offline import Difference
-from terrazzo.checkpoint.places import open_store, split
 from terrazzo.checkpoint.read import open_source, own_folder
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
+from terrazzo.checkpoint.stores import open_store, store_and_name
 from terrazzo.errors import BadInput
 
 __all__ = [
     "columns",
     "describe",
     "differences_text",
-    "entries",
     "expand",
     "inspect_text",
+    "listing",
     "listing_text",
     "lost",
     "tensors",
     "tensors_text",
     "total_bytes",
-    "unfinished",
 ]
 
 _LARGEST = 5
@@ -42,7 +39,7 @@ def describe(source: Source) -> dict[str, Any]:
         "path": source.where,
         "format": source.format,
         "step": source.step,
-        **(_of_terrazzo(source) if isinstance(source, Checkpoint) else {}),
+        **source.about(),
         "size_bytes": total_bytes(source),
         "tensors": len(source.tensors),
         "parameters": sum(info.numel for info in source.tensors.values() if WEIGHT in info.states),
@@ -85,23 +82,18 @@ def expand(path: str) -> list[str]:
     """
     if own_folder(path) is not None:
         return [path]
-    if found := _names(path):
+    if found := sorted(open_store(path).candidates(), key=lambda name: (len(name), name)):
         return [f"{path.rstrip('/')}/{each}" for each in found]
-    store, name = split(path)
+    store, name = store_and_name(path)
     if not store.occupied(name):
         raise BadInput(f"There is no checkpoint '{path}'.")
     return [path]
 
 
-def entries(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """A line about each of these checkpoints; `problem` says why one cannot be used. Digests are not checked."""
-    return [_entry(path) for path in paths]
-
-
-def unfinished(folder: str) -> list[str]:
-    """Hidden folders of saves that are under way, or were interrupted."""
-    found = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted(name for name in found if name.startswith(".") and ".partial-" in name and not name.endswith(".lock"))
+def listing(folder: str, paths: Sequence[str]) -> dict[str, Any]:
+    """An entry for each of a folder's checkpoints; `problem` says why one cannot be used. Digests are not checked."""
+    entries = [_entry(path) for path in paths]
+    return {"path": folder, "checkpoints": entries, "unfinished": open_store(folder).unfinished()}
 
 
 def lost(source: Source, to: str) -> list[str]:
@@ -111,23 +103,9 @@ def lost(source: Source, to: str) -> list[str]:
         lines.append("the optimizer's state")
     if to != "terrazzo" and source.extra:
         lines.append(f"extra: {', '.join(source.extra)}")
-    if isinstance(source, Checkpoint) and (to != "terrazzo" or len(source.manifest.ranks) > 1):
+    if source.about() and (to != "terrazzo" or len(source.ranks) > 1):
         lines.append("the states of the ranks' random generators")
     return lines
-
-
-def _names(path: str) -> list[str]:
-    store = open_store(path)
-    if not isinstance(store, LocalStore):
-        return sorted(store.names(), key=_by_number)
-    if not store.root.is_dir():
-        return []
-    found = {entry.name for entry in store.root.iterdir() if entry.name.startswith("step-") and entry.is_dir()}
-    return sorted(found.union(store.names()), key=_by_number)
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    return len(name), name
 
 
 def _entry(path: str) -> dict[str, Any]:
@@ -138,16 +116,10 @@ def _entry(path: str) -> dict[str, Any]:
     except BadInput as error:
         return entry | {"problem": str(error)}
     entry |= {"format": source.format, "step": source.step, "metric": source.extra.get("metric")}
-    if isinstance(source, Checkpoint):
-        own = _of_terrazzo(source)
-        size = sum(file["size_bytes"] for file in own["files"])
-        return entry | {key: own[key] for key in ("run", "written", "topology")} | {"size_bytes": size}
+    if about := source.about():
+        size = sum(file["size_bytes"] for file in about["files"])
+        return entry | {key: about[key] for key in ("run", "written", "topology")} | {"size_bytes": size}
     return entry | {"size_bytes": total_bytes(source)}
-
-
-def _of_terrazzo(source: Checkpoint) -> dict[str, Any]:
-    kept = source.manifest.model_dump(include={"version", "run", "written", "software", "topology"})
-    return kept | {"files": [{"name": file.name, "size_bytes": file.size_bytes} for file in source.manifest.files]}
 
 
 def _totals(source: Source) -> list[dict[str, Any]]:

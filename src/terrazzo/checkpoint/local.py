@@ -41,6 +41,18 @@ class LocalStore(Store):
             return []
         return sorted(name for name in visible if _looks_complete(self.root / name))
 
+    def candidates(self) -> list[str]:
+        entries = self.root.iterdir() if self.root.is_dir() else ()
+        return list(
+            {entry.name for entry in entries if entry.name.startswith("step-") and entry.is_dir()} | {*self.names()}
+        )
+
+    def unfinished(self) -> list[str]:
+        found = os.listdir(self.root) if self.root.is_dir() else []
+        return sorted(
+            name for name in found if name.startswith(".") and ".partial-" in name and not name.endswith(".lock")
+        )
+
     def folder(self, name: str) -> LocalFolder:
         return LocalFolder(self.root / name)
 

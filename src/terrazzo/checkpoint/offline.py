@@ -21,11 +21,11 @@ from terrazzo.checkpoint.exporters import PIECE_BYTES
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import DTYPES, File
 from terrazzo.checkpoint.native import Checkpoint, DigestBlock
-from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.read import open_source, own_folder
 from terrazzo.checkpoint.shard import Entry, arrange, bytes_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
 from terrazzo.checkpoint.store import Folder
+from terrazzo.checkpoint.stores import store_and_name
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 
 __all__ = [
@@ -297,7 +297,7 @@ def _distance(x: Tensor, y: Tensor) -> tuple[float, int]:
 
 def check_new(path: str) -> None:
     """Raises `BadInput` when there is something under the name `path`, or it cannot be a checkpoint's."""
-    store, name = split(path)
+    store, name = store_and_name(path)
     if name.startswith("."):
         raise BadInput(f"A checkpoint cannot be named '{name}': hidden names are those of saves that are not finished.")
     if store.occupied(name):
@@ -313,7 +313,7 @@ def convert(source: Source, path: str, advance: Advance) -> None:
         SaveFailed: it could not be written; nothing is left.
     """
     check_new(path)
-    store, name = split(path)
+    store, name = store_and_name(path)
     entries, nonce = arrange(list(_entries(source))), os.urandom(4).hex()
     job = Job(store.where, name, nonce, 0, 1, entries, alone=None, common=_common(source))
 

@@ -18,12 +18,12 @@ from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import DTYPES
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
-from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.seal import seal_of
 from terrazzo.checkpoint.shard import Entry, arrange, bytes_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.store import Store
+from terrazzo.checkpoint.stores import store_and_name
 from terrazzo.engine import DTYPE_FIELDS, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
 
@@ -55,7 +55,7 @@ def take(
     Raises:
         BadInput: `path` exists, `extra` holds what JSON cannot, or `optimizer` is not what steps the model.
     """
-    store, name = split(path)
+    store, name = store_and_name(path)
     together(lambda: _check(store, name, extra), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
     held = _held(model, with_optimizer=optimizer is not None)

@@ -28,7 +28,6 @@ from terrazzo.checkpoint.exporters.huggingface import (
     describe_folder,
     export_huggingface,
 )
-from terrazzo.checkpoint.native import Checkpoint
 from terrazzo.checkpoint.offline import Advance, Difference
 from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.errors import BadInput, Damaged, printable
@@ -65,7 +64,7 @@ def inspect(
     if found != [path]:
         if tensors:
             raise BadInput(f"'{path}' is a folder of checkpoints: --tensors needs one of them, such as '{found[-1]}'.")
-        listing = {"path": path, "checkpoints": describe.entries(found), "unfinished": describe.unfinished(path)}
+        listing = describe.listing(path, found)
         _print_json(listing) if as_json else _say(describe.listing_text(listing))
         return
     source = open_source(path)
@@ -256,7 +255,7 @@ def _model_of(src: str, source: Source, reference: Path | None) -> ModelDescript
         return describe_folder(reference)
     if (Path(src) / CONFIG_FILE).is_file():
         return describe_folder(Path(src))
-    settings = source.extra.get("config") if isinstance(source, Checkpoint) else None
+    settings = source.extra.get("config") if source.about() else None
     if not isinstance(settings, dict):
         raise BadInput(f"'{src}' does not say what model it is of: {WANTED}")
     from terrazzo.config import config_from_dict  # the trainer, and what it imports

@@ -9,7 +9,7 @@ from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.remote import RemoteStore
 from terrazzo.checkpoint.store import Store
 
-__all__ = ["open_store", "split"]
+__all__ = ["open_store", "store_and_name"]
 
 
 def open_store(where: str | os.PathLike[str]) -> Store:
@@ -19,7 +19,7 @@ def open_store(where: str | os.PathLike[str]) -> Store:
     return LocalStore(Path(where))
 
 
-def split(path: str | os.PathLike[str]) -> tuple[Store, str]:
+def store_and_name(path: str | os.PathLike[str]) -> tuple[Store, str]:
     """The store that a checkpoint is in, and its name there."""
     if "://" in str(path):
         parent, _, name = str(path).rstrip("/").rpartition("/")
