@@ -8,9 +8,10 @@ when it is complete and on disk, and every byte that is read is checked against 
 
 Open to other packages:
 
-    describe, exporters, native, offline   what the command line does with folders
+    audit, compare, convert, describe      what the command line does with folders
+    exporters                              checkpoints as other libraries read them
     exchange                               plain values between ranks, for whoever has to agree
-    read, source                           a checkpoint's weights as a mapping, whose a folder is, names of states
+    read, source, stores                   a checkpoint's weights as a mapping, whose a folder is, names of states
     rng                                    states of random generators
 """
 

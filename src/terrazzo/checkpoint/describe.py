@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from terrazzo.checkpoint.compare import Difference
+from terrazzo.checkpoint.manifest import name_of
 from terrazzo.checkpoint.native import Checkpoint
-from terrazzo.checkpoint.offline import Difference
 from terrazzo.checkpoint.read import open_source, own_folder
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
 from terrazzo.checkpoint.stores import open_store, store_and_name
@@ -60,7 +61,7 @@ def tensors(source: Source) -> list[dict[str, Any]]:
             "shape": list(info.shape),
             "size_bytes": sum(state.numel * state.dtype.itemsize for state in info.states.values()),
             "states": {
-                kind: {"dtype": _name(state.dtype), "numel": state.numel} for kind, state in info.states.items()
+                kind: {"dtype": name_of(state.dtype), "numel": state.numel} for kind, state in info.states.items()
             },
         }
         for name, info in source.tensors.items()
@@ -127,8 +128,8 @@ def _totals(source: Source) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for info in source.tensors.values():
         for kind, state in info.states.items():
-            empty = {"kind": kind, "dtype": _name(state.dtype), "tensors": 0, "numel": 0, "size_bytes": 0}
-            total = found.setdefault((kind, _name(state.dtype)), empty)
+            empty = {"kind": kind, "dtype": name_of(state.dtype), "tensors": 0, "numel": 0, "size_bytes": 0}
+            total = found.setdefault((kind, name_of(state.dtype)), empty)
             total["tensors"] += 1
             total["numel"] += state.numel
             total["size_bytes"] += state.numel * state.dtype.itemsize
@@ -143,10 +144,6 @@ def _optimizer(source: Source, optimizer: OptimizerInfo) -> dict[str, Any]:
         settings = {key: value for key, value in group.items() if key != "params"}
         groups.append({"tensors": len(names), "numel": numel, "settings": settings})
     return {"name": optimizer.name, "groups": groups, "scaler": optimizer.scaler}
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- as text -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo"]
+__all__ = ["BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched"]
 
 WEIGHT, BUFFER = "weight", "buffer"
 """The kinds of state that are not the optimizer's own. `weight` is the master weight where there was one."""
@@ -116,3 +116,23 @@ class Source(ABC):
         info = self.tensors[name]
         values = self.read(name, kind, 0, info.states[kind].numel)
         return values.view(info.shape) if values.numel() == info.numel else values
+
+
+class Watched(Source):
+    """Another source, in all that it says, of which `advance` hears how many more bytes were read."""
+
+    def __init__(self, source: Source, advance: Callable[[int], None]) -> None:
+        vars(self).update(vars(source))
+        self.format, self.names_ties = source.format, source.names_ties
+        self._source, self._advance = source, advance
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        values = self._source.read(name, kind, start, stop)
+        self._advance(values.nbytes)
+        return values
+
+    def about(self) -> dict[str, Any]:
+        return self._source.about()
+
+    def check(self, wanted: Callable[[str], bool], part: int, parts: int) -> None:
+        self._source.check(wanted, part, parts)

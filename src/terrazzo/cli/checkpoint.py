@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -20,16 +20,19 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from terrazzo.checkpoint import Source, claim, complete_checkpoints, describe, offline, open_source
+from terrazzo.checkpoint import Source, claim, complete_checkpoints, describe, open_source
 from terrazzo.checkpoint import prune as remove_old
+from terrazzo.checkpoint.audit import open_audit
+from terrazzo.checkpoint.compare import Difference, compare, compare_settings
+from terrazzo.checkpoint.convert import convert as convert_checkpoint
 from terrazzo.checkpoint.exporters.huggingface import (
     CONFIG_FILE,
     ModelDescription,
     describe_folder,
     export_huggingface,
 )
-from terrazzo.checkpoint.offline import Advance, Difference
-from terrazzo.checkpoint.source import WEIGHT
+from terrazzo.checkpoint.source import WEIGHT, Watched
+from terrazzo.checkpoint.stores import check_new
 from terrazzo.errors import BadInput, Damaged, printable
 
 __all__ = ["checkpoint"]
@@ -120,10 +123,10 @@ def diff(
     Values are compared in the wider dtype. Exit code 0: equal. 1: different.
     """
     sources = open_source(a), open_source(b)
-    settings = [] if kind else offline.compare_settings(*sources)
+    settings = [] if kind else compare_settings(*sources)
     with _progress("comparing", sum(describe.total_bytes(source, kind) for source in sources)) as advance:
-        one, other = (offline.Watched(source, advance) for source in sources)
-        found = list(offline.compare(one, other, kind))
+        one, other = (Watched(source, advance) for source in sources)
+        found = list(compare(one, other, kind))
     equal = not settings and all(each.equal for each in found)
     if as_json:
         states = [_as_json(each) for each in found if show_all or not each.equal]
@@ -179,7 +182,7 @@ def convert(
     source = open_source(src)
     model = _model_of(src, source, reference) if to == Target.HF else None
     with _progress("converting", describe.total_bytes(source, WEIGHT if to == Target.HF else None)) as advance:
-        watched = offline.Watched(source, advance)
+        watched = Watched(source, advance)
         if model is not None:
             export_huggingface(watched, Path(dst), model, **options)
         elif to == Target.DCP:
@@ -187,7 +190,7 @@ def convert(
 
             export_dcp(watched, Path(dst))
         else:
-            offline.convert(source, dst, advance)
+            convert_checkpoint(watched, dst)
     _say(f"written: {dst}")
     _say("\n".join(f"not taken over: {line}" for line in describe.lost(source, to)))
 
@@ -199,7 +202,7 @@ def _verify(path: str, threads: int) -> dict[str, Any]:
     """What `verify` reports of one checkpoint."""
     result: dict[str, Any] = {"path": path, "state": "whole", "problems": [], "size_bytes": 0}
     try:
-        audit = offline.open_audit(path)
+        audit = open_audit(path)
         with _progress(path.rstrip("/").rpartition("/")[2], audit.size_bytes) as advance:
             problems = audit.problems(threads, advance)
         state = "damaged" if problems else "whole"
@@ -228,7 +231,7 @@ def _check_target(to: Target, dst: str, given: Sequence[str]) -> None:
         raise BadInput(f"{given[0]} is for --to hf, and this is --to {to}: leave it out.")
     if "://" in dst and to != Target.TERRAZZO:
         raise BadInput(f"'{dst}' is a URL, and --to {to} writes local folders only: give a path.")
-    offline.check_new(dst)
+    check_new(dst)
 
 
 def _huggingface_options(dtype: str | None, max_shard_size: str | None) -> dict[str, Any]:
@@ -281,7 +284,7 @@ def _print_json(value: Any) -> None:
 
 
 @contextmanager
-def _progress(label: str, total_bytes: int) -> Iterator[Advance]:
+def _progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on a terminal, gone when the block ends; elsewhere nothing."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
