@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -18,7 +17,6 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.text import Text
 
 from terrazzo.checkpoint import Source, claim, complete_checkpoints, describe, open_source
 from terrazzo.checkpoint import prune as remove_old
@@ -33,7 +31,9 @@ from terrazzo.checkpoint.exporters.huggingface import (
 )
 from terrazzo.checkpoint.source import WEIGHT, Watched
 from terrazzo.checkpoint.stores import check_new
-from terrazzo.errors import BadInput, Damaged, printable
+from terrazzo.cli.checkpoint_text import differences_text, inspect_text, listing_text, tensors_text
+from terrazzo.cli.terminal import columns, say, say_json
+from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["checkpoint"]
 
@@ -68,17 +68,18 @@ def inspect(
         if tensors:
             raise BadInput(f"'{path}' is a folder of checkpoints: --tensors needs one of them, such as '{found[-1]}'.")
         listing = describe.listing(path, found)
-        _print_json(listing) if as_json else _say(describe.listing_text(listing))
+        say_json(listing) if as_json else say(listing_text(listing))
         return
     source = open_source(path)
     description = describe.describe(source)
     listed = describe.tensors(source) if tensors else []
     if as_json:
-        _print_json(description | {"all_tensors": listed} if tensors else description)
+        say_json(description | {"all_tensors": listed} if tensors else description)
         return
-    _say(path, "bold")
-    _say(describe.inspect_text(description))
-    _say(describe.tensors_text(listed))
+    say(path, "bold")
+    say(inspect_text(description))
+    if listed:
+        say(tensors_text(listed))
 
 
 @checkpoint.command()
@@ -102,11 +103,11 @@ def verify(
     size_bytes = sum(result["size_bytes"] for result in results)
     states = [state for state in EXIT_CODES if any(result["state"] == state for result in results)]
     if as_json:
-        _print_json({"checkpoints": results, "size_bytes": size_bytes, "seconds": seconds})
+        say_json({"checkpoints": results, "size_bytes": size_bytes, "seconds": seconds})
     else:
         counts = [f"{sum(result['state'] == state for result in results)} {state}" for state in states]
         speed = f"{decimal(size_bytes)} in {seconds:.2f} s, {size_bytes / seconds / 1e9:.2f} GB/s"
-        _say(f"{', '.join(counts)}: {speed}")
+        say(f"{', '.join(counts)}: {speed}")
     raise typer.Exit(EXIT_CODES[states[-1]])
 
 
@@ -130,10 +131,10 @@ def diff(
     equal = not settings and all(each.equal for each in found)
     if as_json:
         states = [_as_json(each) for each in found if show_all or not each.equal]
-        _print_json({"a": a, "b": b, "equal": equal, "compared": len(found), "settings": settings, "states": states})
+        say_json({"a": a, "b": b, "equal": equal, "compared": len(found), "settings": settings, "states": states})
     else:
         heads = [f"{side}  {source.where}: {source.format}" for side, source in zip("AB", sources, strict=True)]
-        _say("\n".join([*heads, *settings, "", describe.differences_text(found, show_all)]))
+        say("\n".join([*heads, *settings, "", differences_text(found, show_all)]))
     raise typer.Exit(0 if equal else 1)
 
 
@@ -160,10 +161,10 @@ def prune(  # structure: signature fixed by the command line
             lock.drop()
     kept = [name for path in before if (name := path.rpartition("/")[2]) not in removed]
     if as_json:
-        _print_json({"folder": folder, "dry_run": dry_run, "removed": removed, "kept": kept})
+        say_json({"folder": folder, "dry_run": dry_run, "removed": removed, "kept": kept})
         return
     gone = "would be removed" if dry_run else "removed"
-    _say(describe.columns(sorted([*([name, gone] for name in removed), *([name, "kept"] for name in kept)]), "<<"))
+    say(columns(sorted([*([name, gone] for name in removed), *([name, "kept"] for name in kept)]), "<<"))
 
 
 @checkpoint.command()
@@ -191,8 +192,9 @@ def convert(
             export_dcp(watched, Path(dst))
         else:
             convert_checkpoint(watched, dst)
-    _say(f"written: {dst}")
-    _say("\n".join(f"not taken over: {line}" for line in describe.lost(source, to)))
+    say(f"written: {dst}")
+    for line in describe.lost(source, to):
+        say(f"not taken over: {line}")
 
 
 # -- verify, diff --------------------------------------------------------------------------------------------------
@@ -213,9 +215,9 @@ def _verify(path: str, threads: int) -> dict[str, Any]:
 
 def _say_verified(result: dict[str, Any]) -> None:
     style = {"whole": "green", "damaged": "red"}.get(result["state"], "yellow")
-    _say(f"{result['state']}: {result['path']}", style)
+    say(f"{result['state']}: {result['path']}", style)
     for problem in result["problems"]:
-        _say(f"  {problem}")
+        say(f"  {problem}")
 
 
 def _as_json(each: Difference) -> dict[str, Any]:
@@ -273,22 +275,12 @@ def _model_of(src: str, source: Source, reference: Path | None) -> ModelDescript
 # -- the terminal --------------------------------------------------------------------------------------------------
 
 
-def _say(text: str, style: str = "") -> None:
-    """Print lines as they are, and nothing that a terminal would obey."""
-    if text:
-        Console(highlight=False, soft_wrap=True).print(Text(printable(text), style))
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
 @contextmanager
 def _progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on a terminal, gone when the block ends; elsewhere nothing."""
     console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    parts = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     label_column, hidden = TextColumn("{task.description}", markup=False), not console.is_terminal
-    with Progress(label_column, *columns, console=console, transient=True, disable=hidden) as bar:
+    with Progress(label_column, *parts, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(label, total=total_bytes)
         yield lambda count_bytes: bar.advance(task, count_bytes)
