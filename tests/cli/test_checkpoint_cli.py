@@ -259,6 +259,13 @@ def test_missing_and_cut_files_hide_nothing_else(saved: Path, tmp_path: Path) ->
     assert "no manifest.sha256" in run("verify", path).stdout
 
 
+def test_a_checkpoint_in_one_file_is_looked_at_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"w": torch.arange(3.0)}, path)
+    assert "1 tensors" in run("inspect", path).stdout
+    assert run("verify", path).stdout.startswith(f"not verified: {path}\n")
+
+
 def test_blocks_that_follow_each_other_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "PIECE_BYTES", 64)
     save_file({"w": torch.arange(1000.0)}, tmp_path / "a.safetensors")

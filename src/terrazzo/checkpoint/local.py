@@ -42,16 +42,14 @@ class LocalStore(Store):
         return sorted(name for name in visible if _looks_complete(self.root / name))
 
     def candidates(self) -> list[str]:
-        entries = self.root.iterdir() if self.root.is_dir() else ()
-        return list(
-            {entry.name for entry in entries if entry.name.startswith("step-") and entry.is_dir()} | {*self.names()}
-        )
+        if not self.root.is_dir():  # a checkpoint of another format, in one file
+            return []
+        named = {entry.name for entry in self.root.iterdir() if entry.name.startswith("step-") and entry.is_dir()}
+        return sorted(named.union(self.names()))
 
     def unfinished(self) -> list[str]:
-        found = os.listdir(self.root) if self.root.is_dir() else []
-        return sorted(
-            name for name in found if name.startswith(".") and ".partial-" in name and not name.endswith(".lock")
-        )
+        hidden = [name for name in os.listdir(self.root) if name.startswith(".")] if self.root.is_dir() else []
+        return sorted(name for name in hidden if ".partial-" in name and not name.endswith(".lock"))
 
     def folder(self, name: str) -> LocalFolder:
         return LocalFolder(self.root / name)
