@@ -87,9 +87,8 @@ def _slowest(ranks: list[list[float]]) -> list[float]:
 def _verify_s(path: Path) -> float:
     source = tz.checkpoint.open_source(path)
     assert isinstance(source, Checkpoint)
-    blocks = [block for blocks in source.blocks().values() for block in blocks]
     begun = time.perf_counter()
-    assert not list(source.problems(blocks))
+    source.check(lambda kind: True, 0, 1)
     return time.perf_counter() - begun
 
 

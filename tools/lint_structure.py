@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("files",),
     ("engine",),
     ("config",),
-    ("checkpoint", "dialects", "planner", "parallel", "telemetry"),
+    ("checkpoint", "dialects", "planner", "telemetry"),
     ("",),
     ("train", "integrations"),
     ("cli",),

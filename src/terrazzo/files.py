@@ -1,20 +1,21 @@
 """Reading small files that a stranger may have made: plain files of a bounded size, JSON of a bounded depth.
 
-And what writers of files share.
+And what writers of files and streams share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from terrazzo.errors import BadInput
 
-__all__ = ["check_model_file", "read_json", "read_plain", "size_inside", "sync_folder"]
+__all__ = ["check_model_file", "read_json", "read_plain", "size_inside", "sync_folder", "to_nowhere"]
 
 MAX_DEPTH = 64
 
@@ -33,11 +34,9 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             data = (file.read(limit_bytes + 1) or b"") if size_bytes <= limit_bytes else b""  # None: nothing there yet
-    except FileNotFoundError:
+    except (FileNotFoundError, BadInput):
         raise
     except (OSError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
         raise BadInput(f"'{path}' cannot be read: {error}.") from None
     if size_bytes > limit_bytes or len(data) > limit_bytes:
         raise BadInput(
@@ -54,9 +53,9 @@ def read_json(path: Path, limit_bytes: int) -> Any:
         text = data.decode("utf-8-sig")
         _check_depth(text, path)
         return json.loads(text)
+    except BadInput:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, BadInput):
-            raise
         raise BadInput(f"'{path}' is not valid JSON ({str(error)[:200]}). Copy or save it again.") from None
 
 
@@ -120,3 +119,11 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def to_nowhere(stream: IO[str]) -> None:
+    """Whatever waits in a stream or is written to it goes nowhere from here on. One without a descriptor is left."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

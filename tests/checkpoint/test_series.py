@@ -89,6 +89,33 @@ def test_an_existing_name_is_refused_and_left_as_it_is(folder: str) -> None:
     assert resumed(folder)[0] == 1
 
 
+@pytest.mark.parametrize("strangers", [["step-00000001/rank-00000.safetensors"], ["part-0.parquet", "failed.note"]])
+def test_what_no_save_left_behind_is_never_removed(folder: str, strangers: list[str]) -> None:
+    """The name of a folder of checkpoints, or of data, is taken: the objects under it stay."""
+    fs, _ = fsspec.url_to_fs(folder)
+    for each in strangers:
+        fs.makedirs(f"{folder}/name/{each}".rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(f"{folder}/name/{each}", b"dear")
+
+    def body(rank: int) -> None:
+        checkpoint.save(f"{folder}/name", *built(), {})
+
+    with pytest.raises(BadInput, match=r"name'.*exists already|name'.*not of a save"):
+        run_in_threads(2, body)
+    assert [fs.cat_file(f"{folder}/name/{each}") for each in strangers] == [b"dear"] * len(strangers)
+
+
+def test_what_an_interrupted_save_left_behind_a_url_makes_room() -> None:
+    memory = fsspec.filesystem("memory")
+    for each in ("rank-00000.safetensors", "rank-00001.note", "manifest.sha256"):
+        memory.pipe_file(f"/terrazzo-test/step-00000007/{each}", b"half")
+    try:
+        save_steps("memory://terrazzo-test", 7)
+        assert resumed("memory://terrazzo-test")[0] == 7
+    finally:
+        memory.rm("/terrazzo-test", recursive=True)
+
+
 def test_a_damaged_newest_is_passed_over_with_its_reason(folder: str) -> None:
     save_steps(folder, 1, 2, 3)
     fs, _ = fsspec.url_to_fs(folder)

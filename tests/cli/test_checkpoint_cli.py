@@ -26,7 +26,8 @@ from typer.testing import CliRunner
 
 import terrazzo as tz
 from terrazzo import checkpoint, cli
-from terrazzo.checkpoint import describe, local, offline
+from terrazzo.checkpoint import audit, compare, convert, describe, local
+from terrazzo.checkpoint import source as sources
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.build import decoder_config
@@ -258,8 +259,15 @@ def test_missing_and_cut_files_hide_nothing_else(saved: Path, tmp_path: Path) ->
     assert "no manifest.sha256" in run("verify", path).stdout
 
 
+def test_a_checkpoint_in_one_file_is_looked_at_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"w": torch.arange(3.0)}, path)
+    assert "1 tensors" in run("inspect", path).stdout
+    assert run("verify", path).stdout.startswith(f"not verified: {path}\n")
+
+
 def test_blocks_that_follow_each_other_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offline, "PIECE_BYTES", 64)
+    monkeypatch.setattr(convert, "PIECE_BYTES", 64)
     save_file({"w": torch.arange(1000.0)}, tmp_path / "a.safetensors")
     path = tmp_path / "b"
     run("convert", tmp_path / "a.safetensors", path, "--to", "terrazzo")
@@ -315,11 +323,11 @@ def test_large_states_are_compared_piece_by_piece(tmp_path: Path, monkeypatch: p
     a[[5, 700]], b[999] = torch.tensor([3.0, 1.0]), 2.0
     save_file({"w": a}, tmp_path / "a.safetensors")
     save_file({"w": b}, tmp_path / "b.safetensors")
-    monkeypatch.setattr(offline, "PIECE_BYTES", 800)
+    monkeypatch.setattr(compare, "PIECE_BYTES", 800)
     asked: list[int] = []
-    real = offline.Watched.read
+    real = sources.Watched.read
     monkeypatch.setattr(
-        offline.Watched, "read", lambda *arguments: asked.append(arguments[4] - arguments[3]) or real(*arguments)
+        sources.Watched, "read", lambda *arguments: asked.append(arguments[4] - arguments[3]) or real(*arguments)
     )
     shown = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json").stdout
     state = json.loads(shown)["states"][0]
@@ -398,7 +406,7 @@ def test_a_folder_in_use_or_without_checkpoints_is_refused(saved: Path, tmp_path
 def test_a_plain_loops_state_is_there_bit_for_bit(
     torch_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offline, "PIECE_BYTES", 100)
+    monkeypatch.setattr(convert, "PIECE_BYTES", 100)
     path, model, optimizer = torch_file
     assert run("convert", path, tmp_path / "a", "--to", "terrazzo").exit_code == 0
     pieces: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
@@ -572,12 +580,12 @@ def test_a_failed_save_is_exit_code_1_and_one_paragraph(
 
 def test_progress_adds_up_to_all_bytes(saved: Path, tmp_path: Path) -> None:
     source, counts = checkpoint.open_source(saved / "step-00000001"), list[int]()
-    offline.convert(source, str(tmp_path / "a"), counts.append)
+    convert.convert(sources.Watched(source, counts.append), str(tmp_path / "a"))
     assert sum(counts) == describe.total_bytes(source)
     counts.clear()
-    audit = offline.open_audit(str(tmp_path / "a"))
-    assert audit.problems(2, counts.append) == []
-    assert sum(counts) == audit.size_bytes == (tmp_path / "a" / "rank-00000.safetensors").stat().st_size
+    opened = audit.open_audit(str(tmp_path / "a"))
+    assert opened.problems(2, counts.append) == []
+    assert sum(counts) == opened.size_bytes == (tmp_path / "a" / "rank-00000.safetensors").stat().st_size
 
 
 @pytest.mark.processes

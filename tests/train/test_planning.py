@@ -23,7 +23,7 @@ from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.planner.setup.setup import Mesh
-from terrazzo.telemetry import available_host_bytes, memory, resident_bytes
+from terrazzo.telemetry import available_host_bytes, resident_bytes
 from terrazzo.train import fit, planning, promise, summary
 from terrazzo.train.build import decoder_config, prepare_model
 from terrazzo.train.fit import check_plan
@@ -262,19 +262,31 @@ def test_what_the_machine_has_left_is_known_here() -> None:
     assert 10 * 2**20 < resident < 64 * GIB
 
 
-def test_a_control_groups_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", ["", "user.slice/job.scope"])
+@pytest.mark.parametrize(
+    ("line", "top", "names", "cache"),
+    [
+        ("0::", "", ("max", "current"), "inactive_file"),
+        ("9:cpu,memory:", "cpu,memory", ("limit_in_bytes", "usage_in_bytes"), "total_inactive_file"),
+    ],
+)
+def test_the_limit_of_the_processs_own_control_group_counts(
+    tmp_path: Path, line: str, top: str, names: tuple[str, str], cache: str, group: str
+) -> None:
     """What it allows, less what is in use, but for pages of files that it would give back."""
-    files = [tmp_path / name for name in ("max", "current", "stat")]
-    monkeypatch.setattr(memory, "_CGROUPS", ((*files, "inactive_file"),))
-    monkeypatch.setattr(memory, "_lines_of", lambda _: {"MemAvailable": 1000, "SwapFree": 24})
-    assert available_host_bytes() == 1024
-    for path, content in zip(files, ("900", "600", "active_file 7\ninactive_file 100\n"), strict=True):
-        path.write_text(content)
-    assert available_host_bytes() == 400
-    files[0].write_text("max")
-    assert available_host_bytes() == 1024
-    monkeypatch.setattr(memory, "_lines_of", lambda _: {})
-    assert available_host_bytes() is None
+    root, process = tmp_path / "sys", tmp_path / "proc/self"
+    process.mkdir(parents=True)
+    (process / "cgroup").write_text(f"3:cpuset:/elsewhere\n{line}/{group}/below\n")
+    assert available_host_bytes(root) is None
+    (process.parent / "meminfo").write_text("MemAvailable:  1000 kB\nSwapFree: 24 kB\n")
+    assert available_host_bytes(root) == 1024 << 10
+    folder = root / "fs/cgroup" / top / group
+    folder.mkdir(parents=True)
+    for name, content in zip((*names, "stat"), ("900", "600", f"active_file 7\n{cache} 100\n"), strict=True):
+        (folder / f"memory.{name}").write_text(content)
+    assert available_host_bytes(root) == 400
+    (folder / f"memory.{names[0]}").write_text("max")
+    assert available_host_bytes(root) == 1024 << 10
 
 
 # -- promises ----------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Run:
 
 
 def _writes(words: list[str]) -> bool:
-    return "terrazzo.checkpoint.writer" in words
+    return "terrazzo.checkpoint.writer_main" in words
 
 
 def _kill(pids: list[int]) -> bool:

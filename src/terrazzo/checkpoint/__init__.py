@@ -8,15 +8,17 @@ when it is complete and on disk, and every byte that is read is checked against 
 
 Open to other packages:
 
-    describe, exporters, native, offline   what the command line does with folders
+    audit, compare, convert, describe      what the command line does with folders
+    exporters                              checkpoints as other libraries read them
     exchange                               plain values between ranks, for whoever has to agree
-    read, source                           a checkpoint's weights as a mapping, whose a folder is, names of states
+    read, source, stores                   a checkpoint's weights as a mapping, whose a folder is, names of states
     rng                                    states of random generators
 """
 
 from terrazzo.checkpoint.read import load, load_weights, open_source
 from terrazzo.checkpoint.replicas import check_replicas
 from terrazzo.checkpoint.saver import Saver
+from terrazzo.checkpoint.saving import save
 from terrazzo.checkpoint.series import (
     Resumed,
     claim,
@@ -29,7 +31,6 @@ from terrazzo.checkpoint.series import (
     step_path,
 )
 from terrazzo.checkpoint.source import Source
-from terrazzo.checkpoint.write import save
 
 __all__ = [
     "Resumed",

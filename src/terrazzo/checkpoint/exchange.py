@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from terrazzo.errors import BadInput, Damaged, Misuse, SaveFailed, TerrazzoError
+from terrazzo import errors
+from terrazzo.errors import TerrazzoError
 
 __all__ = ["agree", "gather_json", "timeout_s", "together"]
 
 T = TypeVar("T")
-_ERRORS: dict[str, type[TerrazzoError]] = {kind.__name__: kind for kind in (BadInput, Damaged, Misuse, SaveFailed)}
+_ERRORS: dict[str, type[TerrazzoError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TerrazzoError)
+}
 
 
 def gather_json(value: Any) -> list[Any]:

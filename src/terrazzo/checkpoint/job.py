@@ -13,10 +13,10 @@ from typing import Any
 
 from terrazzo.checkpoint.manifest import Extent, Manifest, State
 from terrazzo.checkpoint.manifest import Tensor as TensorEntry
-from terrazzo.checkpoint.places import open_store
 from terrazzo.checkpoint.seal import seal_of
 from terrazzo.checkpoint.shard import Entry, file_name, write_file
 from terrazzo.checkpoint.store import Draft
+from terrazzo.checkpoint.stores import open_store
 
 __all__ = ["FAILED", "Job", "record_name"]
 

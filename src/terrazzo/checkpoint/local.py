@@ -41,6 +41,16 @@ class LocalStore(Store):
             return []
         return sorted(name for name in visible if _looks_complete(self.root / name))
 
+    def candidates(self) -> list[str]:
+        if not self.root.is_dir():  # a checkpoint of another format, in one file
+            return []
+        named = {entry.name for entry in self.root.iterdir() if entry.name.startswith("step-") and entry.is_dir()}
+        return sorted(named.union(self.names()))
+
+    def unfinished(self) -> list[str]:
+        hidden = [name for name in os.listdir(self.root) if name.startswith(".")] if self.root.is_dir() else []
+        return sorted(name for name in hidden if ".partial-" in name and not name.endswith(".lock"))
+
     def folder(self, name: str) -> LocalFolder:
         return LocalFolder(self.root / name)
 

@@ -12,10 +12,11 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from inspect import signature
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import (
@@ -48,6 +49,8 @@ __all__ = [
     "Topology",
     "blocks_of",
     "dtype_of",
+    "head",
+    "name_of",
     "parse_manifest",
 ]
 
@@ -183,6 +186,21 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """What torch calls a dtype; `DTYPES` has the names of those that a file can hold."""
+    return str(dtype).removeprefix("torch.")
+
+
+def head(run: str, step: int, **software: str) -> dict[str, Any]:
+    """The fields of a manifest that is written now: `software` had a part in it, besides Terrazzo and torch."""
+    return {
+        "run": run,
+        "step": step,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "software": {"terrazzo": metadata.version("terrazzo"), "torch": torch.__version__, **software},
+    }
+
+
 def blocks_of(count_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
     """The (first, last) bytes of each block of a range of `count_bytes`."""
     for first in range(0, count_bytes, block_bytes):
@@ -214,9 +232,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         first = error.errors()[0]
         at = ".".join(ascii(part).strip("'") for part in first["loc"]) or "the file"
         raise Damaged(f"The checkpoint manifest '{where}' is damaged at {at}: {first['msg']}.") from None
+    except BadInput:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, BadInput):
-            raise
         raise Damaged(f"The checkpoint manifest '{where}' is not strict JSON: {error}.") from None
     if problem := next(_problems(manifest), None):
         raise Damaged(f"The checkpoint manifest '{where}' contradicts itself: {problem}.")
@@ -247,8 +265,7 @@ def _wrong_version(where: str, version: int) -> str:
     return f"The checkpoint '{where}' has format version {version}, and this release reads {VERSION}: use {which}."
 
 
-@dataclass(frozen=True)
-class _Extent:
+class _Claim(NamedTuple):
     """Bytes of a file that a range claims."""
 
     first: int
@@ -268,20 +285,20 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield from (f"{name!a} is in two parameter groups" for name, count in grouped.items() if count > 1)
     if len(manifest.ranks) not in (0, manifest.topology.world_size):
         yield f"it has random generators of {len(manifest.ranks)} ranks, not of {manifest.topology.world_size}"
-    claimed: dict[int, list[_Extent]] = defaultdict(list)
+    claimed: dict[int, list[_Claim]] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
         for kind, state in tensor.states.items():
             what = f"{ascii(name)[1:-1]}, {kind}"
             if kind in ("weight", "buffer") and state.numel != math.prod(tensor.shape):
                 yield f"{what}: {state.numel} elements do not make the shape {tensor.shape}"
             yield from _range_problems(manifest, what, state, claimed)
-    for file, extents in claimed.items():
-        yield from _overlaps(manifest.files[file].name, extents)
+    for file, claims in claimed.items():
+        yield from _overlaps(manifest.files[file].name, claims)
     yield from (f"the alias {alias!r} is of nothing" for alias, name in manifest.aliases.items()
                 if name not in manifest.tensors or alias in manifest.tensors)  # fmt: skip
 
 
-def _range_problems(manifest: Manifest, what: str, state: State, claimed: dict[int, list[_Extent]]) -> Iterator[str]:
+def _range_problems(manifest: Manifest, what: str, state: State, claimed: dict[int, list[_Claim]]) -> Iterator[str]:
     position, itemsize = 0, dtype_of(state.dtype).itemsize
     for part in state.ranges:
         if part.start != position or part.stop <= part.start or part.file >= len(manifest.files):
@@ -293,13 +310,13 @@ def _range_problems(manifest: Manifest, what: str, state: State, claimed: dict[i
             yield f"{what}: the range {part.start}..{part.stop} is not inside {file.name}"
         if len(part.digests) != -(-count_bytes // manifest.block_bytes):
             yield f"{what}: the range {part.start}..{part.stop} has {len(part.digests)} digests"
-        claimed[part.file].append(_Extent(part.offset, part.offset + count_bytes, what))
+        claimed[part.file].append(_Claim(part.offset, part.offset + count_bytes, what))
     if position != state.numel:
         yield f"{what}: ranges hold {position} of {state.numel} elements"
 
 
-def _overlaps(file: str, extents: Iterable[_Extent]) -> Iterator[str]:
-    ordered = sorted(extents, key=lambda extent: extent.first)
+def _overlaps(file: str, claims: Iterable[_Claim]) -> Iterator[str]:
+    ordered = sorted(claims, key=lambda claim: claim.first)
     for before, after in pairwise(ordered):
         if after.first < before.last:
             yield f"{before.what} and {after.what} overlap in {file}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ class Checkpoint(Source):
         }
         self.identity = hashlib.sha256(data).hexdigest()
         self.aliases, self.step, self.extra = dict(manifest.aliases), manifest.step, manifest.extra
+        self.ranks = manifest.ranks
         if (optimizer := manifest.optimizer) is not None:
             groups = [group.model_dump() for group in optimizer.groups]
             self.optimizer = OptimizerInfo(optimizer.name, groups, optimizer.scaler)
@@ -116,14 +118,17 @@ class Checkpoint(Source):
                         found[manifest.files[extent.file].name] += self._blocks(extent, itemsize, f"{name}, {kind}")
         return {file: sorted(blocks, key=lambda block: block.offset) for file, blocks in found.items()}
 
-    def problems(self, blocks: Sequence[DigestBlock]) -> Iterator[str]:
-        """What is wrong with these blocks."""
+    def about(self) -> dict[str, Any]:
+        kept = self.manifest.model_dump(include={"version", "run", "written", "software", "topology"})
+        return kept | {"files": [{"name": file.name, "size_bytes": file.size_bytes} for file in self.manifest.files]}
+
+    def check(self, wanted: Callable[[str], bool], part: int, parts: int) -> None:
+        blocks = _part([block for blocks in self.blocks(wanted).values() for block in blocks], part, parts)
         buffer = memoryview(bytearray(max((block.count_bytes for block in blocks), default=0)))
         for block in blocks:
             if (problem := block.problem(self.folder, buffer)) is not None:
-                yield problem
-            else:
-                self._checked.add(block)
+                raise Damaged(problem)
+            self._checked.add(block)
 
     def _blocks(self, extent: Extent, itemsize: int, what: str) -> Iterator[DigestBlock]:
         file = self.manifest.files[extent.file].name
@@ -154,3 +159,13 @@ class Checkpoint(Source):
             self.folder.read_into(block.file, block.offset, into)
         elif not checked_block(self.folder, block.file, block.offset, into, block.digest):
             raise Damaged(block.changed(self.folder))
+
+
+def _part(blocks: list[DigestBlock], part: int, parts: int) -> list[DigestBlock]:
+    """Consecutive blocks of about a part's share of the bytes: where ranks are as before, its own file's."""
+    total, before, found = sum(block.count_bytes for block in blocks), 0, []
+    for block in blocks:
+        if before * parts // max(total, 1) == part:
+            found.append(block)
+        before += block.count_bytes
+    return found

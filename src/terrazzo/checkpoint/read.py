@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.checkpoint.exchange import gather_json, together
-from terrazzo.checkpoint.fit import fitted_groups, misfits
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.native import Checkpoint, DigestBlock
+from terrazzo.checkpoint.misfits import fitted_groups, misfits
+from terrazzo.checkpoint.native import Checkpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
-from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.shard import file_name
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.store import Folder
+from terrazzo.checkpoint.stores import store_and_name
 from terrazzo.engine import Read, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, Damaged, Misuse, printable
 
@@ -40,7 +40,7 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
     """
     if (folder := own_folder(path)) is not None:
         return Checkpoint(folder)
-    store, name = split(path)
+    store, name = store_and_name(path)
     if not store.occupied(name):
         raise BadInput(f"There is no checkpoint '{path}'.")
     if model is None:
@@ -51,7 +51,7 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
 
 def own_folder(path: str | os.PathLike[str]) -> Folder | None:
     """The folder `path` if it is a Terrazzo checkpoint, or what is left of one."""
-    store, name = split(path)
+    store, name = store_and_name(path)
     folder = store.folder(name)
     return folder if any(map(folder.has, (MANIFEST, SEAL, file_name(0)))) else None
 
@@ -148,9 +148,7 @@ def _check_fit(source: Source, model: torch.nn.Module, with_optimizer: bool, cas
 
 def _generators(source: Source) -> dict[str, Any] | None:
     """The saved states of this rank's random generators, where ranks are as many as they were."""
-    if isinstance(source, Checkpoint) and len(source.manifest.ranks) == dist.get_world_size():
-        return source.manifest.ranks[dist.get_rank()]
-    return None
+    return source.ranks[dist.get_rank()] if len(source.ranks) == dist.get_world_size() else None
 
 
 def _check_generators(source: Source) -> None:
@@ -159,23 +157,8 @@ def _check_generators(source: Source) -> None:
 
 
 def _check_bytes(source: Source, with_optimizer: bool) -> None:
-    """Check this rank's share of the blocks; of all ranks together every byte is read once."""
-    if not isinstance(source, Checkpoint):
-        return
-    by_file = source.blocks(lambda kind: with_optimizer or kind in (WEIGHT, BUFFER))
-    blocks = _share([block for blocks in by_file.values() for block in blocks])
-    if problem := next(source.problems(blocks), None):
-        raise Damaged(problem)
-
-
-def _share(blocks: list[DigestBlock]) -> list[DigestBlock]:
-    """Consecutive blocks of about a rank's share of the bytes: where ranks are as before, its own file's."""
-    total, before, mine = sum(block.count_bytes for block in blocks), 0, []
-    for block in blocks:
-        if before * dist.get_world_size() // max(total, 1) == dist.get_rank():
-            mine.append(block)
-        before += block.count_bytes
-    return mine
+    """Check this rank's share; of all ranks together every byte is read once."""
+    source.check(lambda kind: with_optimizer or kind in (WEIGHT, BUFFER), dist.get_rank(), dist.get_world_size())
 
 
 def _reads(source: Source, model: torch.nn.Module) -> Read:

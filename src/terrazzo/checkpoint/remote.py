@@ -1,22 +1,25 @@
 """Checkpoints behind a URL, through fsspec: object stores have no rename, so the manifest, written last, is the commit.
 
-What has no manifest is not a checkpoint, and is removed by the next save under the same name. There are no locks: two
-runs must not write to the same URL.
+What has no manifest is not a checkpoint; what an interrupted save left under a name, and only that, is removed by the
+next save under the same name. There are no locks: two runs must not write to the same URL.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from typing import Any
 
 from fsspec.core import url_to_fs
 
-from terrazzo.checkpoint.manifest import MANIFEST, SEAL
+from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.checkpoint.store import Draft, Folder, Sink, Store
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["RemoteStore"]
+
+_OF_A_SAVE = re.compile(rf"{FILE_NAME.pattern}|{re.escape(SEAL)}|.+\.note")  # before its manifest is there
 
 
 class RemoteStore(Store):
@@ -89,6 +92,11 @@ class RemoteDraft(Draft):
         self._fs, self._folder = fs, folder
 
     def begin(self) -> None:
+        if (stranger := self._stranger()) is not None:
+            raise BadInput(
+                f"'{self._folder.where}' holds '{stranger}', which is not of a save that was interrupted, and is not"
+                " replaced: remove it, or use another name."
+            )
         if self._fs.exists(self._folder.path):
             self._fs.rm(self._folder.path, recursive=True)
         self._fs.makedirs(self._folder.path, exist_ok=True)
@@ -123,11 +131,26 @@ class RemoteDraft(Draft):
 
     def abandon(self) -> None:
         with contextlib.suppress(Exception):  # of whatever kind the store has
-            if not self._folder.has(MANIFEST):
+            if self._stranger() is None:
                 self._fs.rm(self._folder.path, recursive=True)
 
     def close(self) -> None:
         pass
+
+    def _stranger(self) -> str | None:
+        """Something under the name that no unfinished save writes: a manifest, a folder, a file of anyone else's."""
+        self._fs.invalidate_cache()
+        path = self._folder.path.rstrip("/")
+        try:
+            entries = self._fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return None
+        for entry in entries:
+            name = entry["name"].rstrip("/")
+            itself = name == path and not entry.get("size")  # as some stores list a prefix
+            if not itself and (entry["type"] != "file" or not _OF_A_SAVE.fullmatch(name.rpartition("/")[2])):
+                return str(name.rpartition("/")[2])
+        return None
 
 
 class _RemoteSink:

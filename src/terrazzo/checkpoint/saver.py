@@ -71,8 +71,8 @@ class Saver:
         self._model, self._optimizer, self._run, self._limit = model, optimizer, run, staging_limit_bytes
         self._patience_s = timeout_s() if patience_s is None else patience_s
         self._staging = _Staging()
-        self._writer = _Writer(self._staging.descriptor, self._patience_s)
-        self._stuck: list[_Writer | threading.Thread] = []
+        self._writer = _WriterProcess(self._staging.descriptor, self._patience_s)
+        self._stuck: list[_WriterProcess | threading.Thread] = []
         self._under_way: tuple[Job, Draft] | None = None
         self._ended, self._process = False, os.getpid()
         atexit.register(self._at_exit)
@@ -150,7 +150,7 @@ class Saver:
     def _prepare(self, snapshot: Snapshot) -> None:
         if not self._writer.is_alive():
             self._writer.end(_BRIEF_S)
-            self._writer = _Writer(self._staging.descriptor, self._patience_s)
+            self._writer = _WriterProcess(self._staging.descriptor, self._patience_s)
         entries = snapshot.job.entries
         size_bytes = entries[-1].offset + entries[-1].count_bytes if entries else 0
         if self._limit is not None and size_bytes > self._limit:
@@ -275,12 +275,12 @@ class _Staging:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count_bytes, offset=offset).view(dtype)
 
 
-class _Writer:
+class _WriterProcess:
     """The process that writes, and the thread that hears from it."""
 
     def __init__(self, staging: int, patience_s: float) -> None:
         self._process = subprocess.Popen(
-            tethered("-m", "terrazzo.checkpoint.writer", str(staging), str(patience_s)),
+            tethered("-m", "terrazzo.checkpoint.writer_main", str(staging), str(patience_s)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[staging],
@@ -361,7 +361,7 @@ class _Writer:
 class _Watch:
     """How long a writer has stood still while somebody waited for it; time in which nobody could wait is none."""
 
-    def __init__(self, writer: _Writer, patience_s: float) -> None:
+    def __init__(self, writer: _WriterProcess, patience_s: float) -> None:
         self._writer, self._patience_s = writer, patience_s
         self._round_s = min(1.0, patience_s / 8)
         self._beats, self._silent_s = writer.beats, 0.0

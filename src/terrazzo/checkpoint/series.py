@@ -21,9 +21,9 @@ from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.native import Checkpoint
 from terrazzo.checkpoint.optimizers import Optimizers
-from terrazzo.checkpoint.places import open_store, split
 from terrazzo.checkpoint.read import restore
 from terrazzo.checkpoint.store import Store
+from terrazzo.checkpoint.stores import open_store, store_and_name
 from terrazzo.errors import BadInput, Damaged, Misuse
 
 __all__ = [
@@ -125,7 +125,7 @@ def clear(folder: str | os.PathLike[str]) -> None:
 
 def set_aside(path: str) -> str:
     """Rename a damaged checkpoint, so that its step can be saved again; returns its new name."""
-    store, name = split(path)
+    store, name = store_and_name(path)
     return store.set_aside(name)
 
 
@@ -169,7 +169,7 @@ def load_newest(
             refused[path] = str(error)
         else:
             manifest = opened.manifest
-            generators = len(manifest.ranks) == dist.get_world_size()
+            generators = len(opened.ranks) == dist.get_world_size()
             return Resumed(path, opened.extra, manifest.run, manifest.topology.world_size, generators, refused)
     if refused:
         raise Damaged("No checkpoint is whole. " + " ".join(f"{path}: {why}" for path, why in refused.items()))
@@ -183,7 +183,7 @@ def _names(store: Store) -> list[str]:
 
 def _open_together(path: str) -> Checkpoint:
     """Open what the first rank sees; others wait for it to come into sight, and say when it does not."""
-    store, name = split(path)
+    store, name = store_and_name(path)
     seen = gather_json(store.occupied(name))[0]
     deadline = time.monotonic() + _PATIENCE_S
 

@@ -6,8 +6,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,14 +14,13 @@ from torch import Tensor
 
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import DTYPES
+from terrazzo.checkpoint.manifest import DTYPES, head, name_of
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
-from terrazzo.checkpoint.places import split
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.seal import seal_of
 from terrazzo.checkpoint.shard import Entry, arrange, bytes_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
-from terrazzo.checkpoint.store import Store
+from terrazzo.checkpoint.stores import check_new, store_and_name
 from terrazzo.engine import DTYPE_FIELDS, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
 
@@ -35,7 +32,6 @@ class Snapshot:
     """A job, and what gives the live tensors that hold the bytes of its entries."""
 
     job: Job
-    store: Store
     tensors: dict[str, Callable[[], Tensor]]
 
     def data(self, entry: Entry) -> memoryview:
@@ -55,8 +51,7 @@ def take(
     Raises:
         BadInput: `path` exists, `extra` holds what JSON cannot, or `optimizer` is not what steps the model.
     """
-    store, name = split(path)
-    together(lambda: _check(store, name, extra), BadInput)
+    together(lambda: _check(path, extra), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
     held = _held(model, with_optimizer=optimizer is not None)
     nonce = gather_json(os.urandom(4).hex())[0]
@@ -66,6 +61,7 @@ def take(
         _check_dtypes([entry for entry, _ in held])
         return _common(model, optimizer is not None, extra, run) if is_first else None
 
+    store, name = store_and_name(path)
     job = Job(
         store=store.where,
         name=name,
@@ -76,10 +72,11 @@ def take(
         alone={"rng": capture_rng()},
         common=together(describe, BadInput),
     )
-    return Snapshot(job, store, {entry.key: read for entry, read in held})
+    return Snapshot(job, {entry.key: read for entry, read in held})
 
 
-def _check(store: Store, name: str, extra: dict[str, Any]) -> None:
+def _check(path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
+    check_new(path)
     problem = None
     seal_of(b"")  # a key that cannot be read is found before anything is written
     try:
@@ -88,12 +85,6 @@ def _check(store: Store, name: str, extra: dict[str, Any]) -> None:
             problem = f"extra['step'] is {extra['step']!r}: give a whole number of finished steps."
     except (TypeError, ValueError) as error:
         problem = f"extra holds a value that JSON cannot: {error}. Use numbers, text, lists and dicts."
-    if name.startswith("."):
-        problem = f"A checkpoint cannot be named '{name}': hidden names are those of saves that are not finished."
-    if store.occupied(name):
-        problem = (
-            f"The checkpoint '{store.where}/{name}' exists already and is not replaced: remove it or use another name."
-        )
     if problem is not None:
         raise BadInput(problem)
 
@@ -110,7 +101,7 @@ def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Cal
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
     held = [
         (
-            Entry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, _dtype(piece.dtype)),
+            Entry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, name_of(piece.dtype)),
             piece.read,
         )
         for piece in engine_of(model).pieces(with_optimizer)
@@ -123,12 +114,8 @@ def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Cal
 
 
 def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Entry, Callable[[], Tensor]]:
-    entry = Entry(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), _dtype(tensor.dtype))
+    entry = Entry(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), name_of(tensor.dtype))
     return entry, lambda: tensor.reshape(-1)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any], run: str) -> dict[str, Any]:
@@ -136,15 +123,12 @@ def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any],
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     names = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
     common = {
-        "run": run,
-        "step": extra.get("step", 0),
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "software": {"terrazzo": version("terrazzo"), "torch": torch.__version__},
+        **head(run, extra.get("step", 0)),
         "topology": {
             "world_size": dist.get_world_size(),
             "plan": {"name": engine.plan.name, **{state: str(place) for state, place in engine.plan.places().items()}},
             "mesh": {axis: engine.axes.along(axis).size for axis in engine.axes.names},
-            "precision": {field: _dtype(getattr(engine.precision, field)) for field in DTYPE_FIELDS},
+            "precision": {field: name_of(getattr(engine.precision, field)) for field in DTYPE_FIELDS},
         },
         "tensors": shapes,
         "aliases": {alias: first for first, *others in names for alias in others},

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo"]
+__all__ = ["BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched"]
 
 WEIGHT, BUFFER = "weight", "buffer"
 """The kinds of state that are not the optimizer's own. `weight` is the master weight where there was one."""
@@ -68,12 +68,13 @@ class Source(ABC):
         optimizer: None where the checkpoint holds no optimizer state.
         step: finished optimizer steps; 0 where the format does not say.
         extra: plain JSON values that came with it.
+        ranks: of each rank that saved, the states of its random generators; empty where the format has none.
         notes: what of the checkpoint is not taken over and why, a line each.
         identity: equal for equal contents, where the format tells; ranks compare what they see by it.
     """
 
-    format: ClassVar[str]
-    names_ties: ClassVar[bool] = False
+    format: str
+    names_ties: bool = False
     """Whether `aliases` is complete: two names in `tensors` are then two tensors."""
 
     def __init__(self, where: str) -> None:
@@ -83,6 +84,7 @@ class Source(ABC):
         self.optimizer: OptimizerInfo | None = None
         self.step = 0
         self.extra: dict[str, Any] = {}
+        self.ranks: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.identity = ""
 
@@ -92,6 +94,16 @@ class Source(ABC):
 
         Reads little more than the bytes asked for. Raises `BadInput` naming the file, tensor and byte range where they
         are damaged or missing.
+        """
+
+    def about(self) -> dict[str, Any]:
+        """What only Terrazzo's own checkpoints say of themselves, as plain JSON values; empty of other formats."""
+        return {}
+
+    def check(self, wanted: Callable[[str], bool], part: int, parts: int) -> None:  # noqa: B027
+        """Compare the bytes of the kinds that are `wanted` with their digests, of `parts` equal parts the one `part`.
+
+        Raises `Damaged`. Formats without digests have nothing to compare.
         """
 
     def resolve(self, names: Iterable[str]) -> str | None:
@@ -104,3 +116,23 @@ class Source(ABC):
         info = self.tensors[name]
         values = self.read(name, kind, 0, info.states[kind].numel)
         return values.view(info.shape) if values.numel() == info.numel else values
+
+
+class Watched(Source):
+    """Another source, in all that it says, of which `advance` hears how many more bytes were read."""
+
+    def __init__(self, source: Source, advance: Callable[[int], None]) -> None:
+        vars(self).update(vars(source))
+        self.format, self.names_ties = source.format, source.names_ties
+        self._source, self._advance = source, advance
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        values = self._source.read(name, kind, start, stop)
+        self._advance(values.nbytes)
+        return values
+
+    def about(self) -> dict[str, Any]:
+        return self._source.about()
+
+    def check(self, wanted: Callable[[str], bool], part: int, parts: int) -> None:
+        self._source.check(wanted, part, parts)

@@ -113,6 +113,14 @@ class Store(ABC):
     def names(self) -> list[str]:
         """Of the complete checkpoints in it, whoever wrote them."""
 
+    def candidates(self) -> list[str]:
+        """Of these, and of what has the name of one, damaged as it may be."""
+        return self.names()
+
+    def unfinished(self) -> list[str]:
+        """Hidden folders of saves that are under way, or were interrupted, where the store hides them."""
+        return []
+
     @abstractmethod
     def folder(self, name: str) -> Folder:
         """One checkpoint to read."""

@@ -18,8 +18,8 @@ from terrazzo.cli.bench import bench
 from terrazzo.cli.checkpoint import checkpoint
 from terrazzo.cli.config import config
 from terrazzo.cli.plan import plan
-from terrazzo.cli.reader import ending_unread
 from terrazzo.cli.train import train
+from terrazzo.cli.unread import ending_unread
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, printable
 
@@ -50,7 +50,7 @@ def _root(
     """Options that stand before the verb."""
 
 
-app.command(context_settings={"ignore_unknown_options": False})(train)
+app.command()(train)
 app.command()(plan)
 app.command()(bench)
 app.add_typer(checkpoint, name="checkpoint")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -18,20 +17,23 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.text import Text
 
-from terrazzo.checkpoint import Source, claim, complete_checkpoints, describe, offline, open_source
+from terrazzo.checkpoint import Source, claim, complete_checkpoints, describe, open_source
 from terrazzo.checkpoint import prune as remove_old
+from terrazzo.checkpoint.audit import open_audit
+from terrazzo.checkpoint.compare import Difference, compare, compare_settings
+from terrazzo.checkpoint.convert import convert as convert_checkpoint
 from terrazzo.checkpoint.exporters.huggingface import (
     CONFIG_FILE,
     ModelDescription,
     describe_folder,
     export_huggingface,
 )
-from terrazzo.checkpoint.native import Checkpoint
-from terrazzo.checkpoint.offline import Advance, Difference
-from terrazzo.checkpoint.source import WEIGHT
-from terrazzo.errors import BadInput, Damaged, printable
+from terrazzo.checkpoint.source import WEIGHT, Watched
+from terrazzo.checkpoint.stores import check_new
+from terrazzo.cli.checkpoint_text import differences_text, inspect_text, listing_text, tensors_text
+from terrazzo.cli.terminal import columns, say, say_json
+from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["checkpoint"]
 
@@ -65,18 +67,19 @@ def inspect(
     if found != [path]:
         if tensors:
             raise BadInput(f"'{path}' is a folder of checkpoints: --tensors needs one of them, such as '{found[-1]}'.")
-        listing = {"path": path, "checkpoints": describe.entries(found), "unfinished": describe.unfinished(path)}
-        _print_json(listing) if as_json else _say(describe.listing_text(listing))
+        listing = describe.listing(path, found)
+        say_json(listing) if as_json else say(listing_text(listing))
         return
     source = open_source(path)
     description = describe.describe(source)
     listed = describe.tensors(source) if tensors else []
     if as_json:
-        _print_json(description | {"all_tensors": listed} if tensors else description)
+        say_json(description | {"all_tensors": listed} if tensors else description)
         return
-    _say(path, "bold")
-    _say(describe.inspect_text(description))
-    _say(describe.tensors_text(listed))
+    say(path, "bold")
+    say(inspect_text(description))
+    if listed:
+        say(tensors_text(listed))
 
 
 @checkpoint.command()
@@ -100,11 +103,11 @@ def verify(
     size_bytes = sum(result["size_bytes"] for result in results)
     states = [state for state in EXIT_CODES if any(result["state"] == state for result in results)]
     if as_json:
-        _print_json({"checkpoints": results, "size_bytes": size_bytes, "seconds": seconds})
+        say_json({"checkpoints": results, "size_bytes": size_bytes, "seconds": seconds})
     else:
         counts = [f"{sum(result['state'] == state for result in results)} {state}" for state in states]
         speed = f"{decimal(size_bytes)} in {seconds:.2f} s, {size_bytes / seconds / 1e9:.2f} GB/s"
-        _say(f"{', '.join(counts)}: {speed}")
+        say(f"{', '.join(counts)}: {speed}")
     raise typer.Exit(EXIT_CODES[states[-1]])
 
 
@@ -121,17 +124,17 @@ def diff(
     Values are compared in the wider dtype. Exit code 0: equal. 1: different.
     """
     sources = open_source(a), open_source(b)
-    settings = [] if kind else offline.compare_settings(*sources)
+    settings = [] if kind else compare_settings(*sources)
     with _progress("comparing", sum(describe.total_bytes(source, kind) for source in sources)) as advance:
-        one, other = (offline.Watched(source, advance) for source in sources)
-        found = list(offline.compare(one, other, kind))
+        one, other = (Watched(source, advance) for source in sources)
+        found = list(compare(one, other, kind))
     equal = not settings and all(each.equal for each in found)
     if as_json:
         states = [_as_json(each) for each in found if show_all or not each.equal]
-        _print_json({"a": a, "b": b, "equal": equal, "compared": len(found), "settings": settings, "states": states})
+        say_json({"a": a, "b": b, "equal": equal, "compared": len(found), "settings": settings, "states": states})
     else:
         heads = [f"{side}  {source.where}: {source.format}" for side, source in zip("AB", sources, strict=True)]
-        _say("\n".join([*heads, *settings, "", describe.differences_text(found, show_all)]))
+        say("\n".join([*heads, *settings, "", differences_text(found, show_all)]))
     raise typer.Exit(0 if equal else 1)
 
 
@@ -158,10 +161,10 @@ def prune(  # structure: signature fixed by the command line
             lock.drop()
     kept = [name for path in before if (name := path.rpartition("/")[2]) not in removed]
     if as_json:
-        _print_json({"folder": folder, "dry_run": dry_run, "removed": removed, "kept": kept})
+        say_json({"folder": folder, "dry_run": dry_run, "removed": removed, "kept": kept})
         return
     gone = "would be removed" if dry_run else "removed"
-    _say(describe.columns(sorted([*([name, gone] for name in removed), *([name, "kept"] for name in kept)]), "<<"))
+    say(columns(sorted([*([name, gone] for name in removed), *([name, "kept"] for name in kept)]), "<<"))
 
 
 @checkpoint.command()
@@ -180,7 +183,7 @@ def convert(
     source = open_source(src)
     model = _model_of(src, source, reference) if to == Target.HF else None
     with _progress("converting", describe.total_bytes(source, WEIGHT if to == Target.HF else None)) as advance:
-        watched = offline.Watched(source, advance)
+        watched = Watched(source, advance)
         if model is not None:
             export_huggingface(watched, Path(dst), model, **options)
         elif to == Target.DCP:
@@ -188,9 +191,10 @@ def convert(
 
             export_dcp(watched, Path(dst))
         else:
-            offline.convert(source, dst, advance)
-    _say(f"written: {dst}")
-    _say("\n".join(f"not taken over: {line}" for line in describe.lost(source, to)))
+            convert_checkpoint(watched, dst)
+    say(f"written: {dst}")
+    for line in describe.lost(source, to):
+        say(f"not taken over: {line}")
 
 
 # -- verify, diff --------------------------------------------------------------------------------------------------
@@ -200,7 +204,7 @@ def _verify(path: str, threads: int) -> dict[str, Any]:
     """What `verify` reports of one checkpoint."""
     result: dict[str, Any] = {"path": path, "state": "whole", "problems": [], "size_bytes": 0}
     try:
-        audit = offline.open_audit(path)
+        audit = open_audit(path)
         with _progress(path.rstrip("/").rpartition("/")[2], audit.size_bytes) as advance:
             problems = audit.problems(threads, advance)
         state = "damaged" if problems else "whole"
@@ -211,9 +215,9 @@ def _verify(path: str, threads: int) -> dict[str, Any]:
 
 def _say_verified(result: dict[str, Any]) -> None:
     style = {"whole": "green", "damaged": "red"}.get(result["state"], "yellow")
-    _say(f"{result['state']}: {result['path']}", style)
+    say(f"{result['state']}: {result['path']}", style)
     for problem in result["problems"]:
-        _say(f"  {problem}")
+        say(f"  {problem}")
 
 
 def _as_json(each: Difference) -> dict[str, Any]:
@@ -229,7 +233,7 @@ def _check_target(to: Target, dst: str, given: Sequence[str]) -> None:
         raise BadInput(f"{given[0]} is for --to hf, and this is --to {to}: leave it out.")
     if "://" in dst and to != Target.TERRAZZO:
         raise BadInput(f"'{dst}' is a URL, and --to {to} writes local folders only: give a path.")
-    offline.check_new(dst)
+    check_new(dst)
 
 
 def _huggingface_options(dtype: str | None, max_shard_size: str | None) -> dict[str, Any]:
@@ -256,7 +260,7 @@ def _model_of(src: str, source: Source, reference: Path | None) -> ModelDescript
         return describe_folder(reference)
     if (Path(src) / CONFIG_FILE).is_file():
         return describe_folder(Path(src))
-    settings = source.extra.get("config") if isinstance(source, Checkpoint) else None
+    settings = source.extra.get("config") if source.about() else None
     if not isinstance(settings, dict):
         raise BadInput(f"'{src}' does not say what model it is of: {WANTED}")
     from terrazzo.config import config_from_dict  # the trainer, and what it imports
@@ -271,22 +275,12 @@ def _model_of(src: str, source: Source, reference: Path | None) -> ModelDescript
 # -- the terminal --------------------------------------------------------------------------------------------------
 
 
-def _say(text: str, style: str = "") -> None:
-    """Print lines as they are, and nothing that a terminal would obey."""
-    if text:
-        Console(highlight=False, soft_wrap=True).print(Text(printable(text), style))
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
 @contextmanager
-def _progress(label: str, total_bytes: int) -> Iterator[Advance]:
+def _progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on a terminal, gone when the block ends; elsewhere nothing."""
     console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    parts = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     label_column, hidden = TextColumn("{task.description}", markup=False), not console.is_terminal
-    with Progress(label_column, *columns, console=console, transient=True, disable=hidden) as bar:
+    with Progress(label_column, *parts, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(label, total=total_bytes)
         yield lambda count_bytes: bar.advance(task, count_bytes)

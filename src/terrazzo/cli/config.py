@@ -11,7 +11,7 @@ from terrazzo.errors import BadInput
 
 if TYPE_CHECKING:
     from terrazzo.dialects.convert import Conversion
-    from terrazzo.dialects.dialect import Context
+    from terrazzo.dialects.dialect import Context, Finding
     from terrazzo.dialects.understand import Understood
 
 __all__ = ["config"]
@@ -57,7 +57,7 @@ def explain(  # structure: signature fixed by the command line
     from terrazzo.dialects.explain import explain as page_of
 
     page = page_of(_understand(file, name, _context(world, model, load_dtype, trainer, library)))
-    config_text.say_json(page) if as_json else config_text.say_page(str(file), page, everything=everything)
+    config_text.say_report(page) if as_json else config_text.say_page(str(file), page, everything=everything)
 
 
 @config.command()
@@ -81,7 +81,7 @@ def check(  # structure: signature fixed by the command line
     understood = _understand(file, name, _context(world, model, load_dtype, trainer, library))
     findings = [*findings_of(understood), *_trainers_own(understood)]
     if as_json:
-        config_text.say_json({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
+        config_text.say_report({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
     else:
         config_text.say_findings(str(file), understood.dialect.title, findings)
     raise typer.Exit(1 if any(finding.level == "error" for finding in findings) else 0)
@@ -108,6 +108,7 @@ def convert(  # structure: signature fixed by the command line
     written; --partial writes what is left.
     """
     from terrazzo.cli import config_text
+    from terrazzo.cli.terminal import say
     from terrazzo.dialects.convert import convert as convert_to
     from terrazzo.dialects.registry import dialect
 
@@ -121,11 +122,11 @@ def convert(  # structure: signature fixed by the command line
     if written and out is not None:
         _write(out, text)
     if as_json:
-        config_text.say_json(config_text.as_json(str(file), conversion, understood.context, out if written else None))
+        config_text.say_report(config_text.as_json(str(file), conversion, understood.context, out if written else None))
     else:
         config_text.say_conversion(str(file), conversion, understood.context, stderr=out is None)
         if written:
-            config_text.say(f"written: {out}") if out is not None else print(text, end="")
+            say(f"written: {out}") if out is not None else print(text, end="")
     raise typer.Exit(0 if written else 1)
 
 
@@ -154,7 +155,7 @@ def diff(  # structure: signature fixed by the command line
             "a": {"file": str(a), "dialect": one.dialect.name},
             "b": {"file": str(b), "dialect": other.dialect.name},
         }
-        config_text.say_json({**heads, "equal": not found, "differences": found})
+        config_text.say_report({**heads, "equal": not found, "differences": found})
     else:
         config_text.say_differences((str(a), one.dialect.title), (str(b), other.dialect.title), found)
     raise typer.Exit(1 if found else 0)
@@ -216,7 +217,7 @@ def _sizes(model: str) -> dict[str, Any]:
     }
 
 
-def _trainers_own(understood: Understood) -> list[Any]:
+def _trainers_own(understood: Understood) -> list[Finding]:
     """What `terrazzo train` itself says of a file of its own."""
     if understood.dialect.name != "terrazzo":
         return []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
+from terrazzo.cli import terminal
+from terrazzo.cli.terminal import say, say_json
 from terrazzo.dialects.convert import Conversion
 from terrazzo.dialects.description import shown
 from terrazzo.dialects.dialect import Context, Finding
@@ -20,20 +18,15 @@ from terrazzo.dialects.precision_table import COLUMNS, Cost, costs, precisions
 from terrazzo.dialects.verdict import KINDS, Verdict
 from terrazzo.errors import printable
 
-__all__ = ["as_json", "say", "say_conversion", "say_differences", "say_findings", "say_json", "say_page"]
+__all__ = ["as_json", "say_conversion", "say_differences", "say_findings", "say_page", "say_report"]
 
 STYLES = {"refused": "red", "lossy": "yellow", "error": "red", "warning": "yellow", "defaulted": "cyan"}
 GIB = 2**30
 
 
-def say(text: str, style: str = "", *, stderr: bool = False) -> None:
-    """Print lines as they are, and nothing that a terminal would obey."""
-    Console(highlight=False, soft_wrap=True, stderr=stderr).print(Text(printable(text), style))
-
-
-def say_json(value: Any) -> None:
+def say_report(value: Any) -> None:
     """Print a report as JSON."""
-    print(json.dumps(plain(value), indent=2))
+    say_json(plain(value))
 
 
 # -- explain -------------------------------------------------------------------------------------------------------
@@ -203,10 +196,7 @@ def say_differences(a: tuple[str, str], b: tuple[str, str], found: Sequence[Diff
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as aligned lines."""
-    cells = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
-    return "\n".join(line.rstrip() for line in lines)
+    return terminal.columns(rows, cell=lambda text: printable(text).replace("\n", " "))
 
 
 def _cell(value: Any) -> str:

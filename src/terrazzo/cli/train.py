@@ -29,6 +29,6 @@ def train(
     saved a checkpoint from which the same command continues. When nobody reads its lines any more (`| head`), it goes
     on, and log.folder has them.
     """
-    from terrazzo.train.run import train_command  # imports torch, which --help can do without
+    from terrazzo.train.run import train_command  # the trainer, which other verbs do without
 
     raise typer.Exit(train_command(config, overrides or []))

@@ -19,6 +19,7 @@ packages:
 
     offload.disk            folders for swap files, for advice on them
     partition, place, spec  the units of a model, where their states rest, and what moves, for the planner
+    process.control_groups  what this process may use, for those who count memory
     process.ending          threads, locks and forks of those who have their own
 
 `tools/lint_structure.py` checks both.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
+
+from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
 
 __all__ = ["PeakMemory", "allowed_bytes", "available_host_bytes", "resident_bytes"]
 
@@ -25,9 +28,7 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self._device)
         if (highest := _lines_of(Path("/proc/self/status")).get("VmHWM")) is not None:
             return highest
-        usage = resource.getrusage(
-            resource.RUSAGE_SELF
-        ).ru_maxrss  # that of the process which started this one counts too
+        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # that of who started this process counts too
         return usage if sys.platform == "darwin" else usage * 1024
 
 
@@ -40,19 +41,20 @@ def resident_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def available_host_bytes() -> int | None:
+def available_host_bytes(root: Path = SYS) -> int | None:
     """Memory that processes of this machine can still take, swap included; None where the system does not tell.
 
-    What the kernel calls available, or what the control group leaves if that is less (Linux, cgroup v1 and v2).
+    What the kernel calls available, or what this process's control group, or one above it, leaves if that is less.
+    `root` is where the system's files are; `proc` is beside it.
     """
-    meminfo = _lines_of(Path("/proc/meminfo"))
+    meminfo = _lines_of(root.parent / "proc/meminfo")
     if "MemAvailable" not in meminfo:
         return None
     free = [meminfo["MemAvailable"] + meminfo.get("SwapFree", 0)]
-    for limit, used, statistics, cache in _CGROUPS:
-        allowed, taken = _number(limit), _number(used)
-        if allowed is not None and taken is not None:
-            free.append(allowed - taken + _statistic(statistics, cache))
+    for folder, (limit, used, cache) in product(control_groups("memory", root=root), _GROUP_FILES):
+        allowed, taken = text_of(folder / limit), text_of(folder / used)
+        if allowed.isdigit() and taken.isdigit():  # not absent, nor "max"
+            free.append(int(allowed) - int(taken) + _statistic(folder / "memory.stat", cache))
     return max(0, min(free))
 
 
@@ -67,43 +69,19 @@ def allowed_bytes() -> list[int]:
     return found
 
 
-_CGROUPS = (
-    (
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory.current"),
-        Path("/sys/fs/cgroup/memory.stat"),
-        "inactive_file",
-    ),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.stat"),
-        "total_inactive_file",
-    ),
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit, use, and the file with the part of use that the kernel gives back when it is needed."""
+"""Of versions 2 and 1: limit, use, and in `memory.stat` the part of use that the kernel gives back when needed."""
 
 
 def _lines_of(path: Path) -> dict[str, int]:
     """Bytes by name of a file with lines such as `MemAvailable:  123 kB`."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    words = [line.replace(":", " ").split() for line in lines]
+    words = [line.replace(":", " ").split() for line in text_of(path).splitlines()]
     return {line[0]: int(line[1]) << 10 for line in words if len(line) == 3 and line[2] == "kB"}
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # absent, or "max"
-        return None
-
-
 def _statistic(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
+    lines = text_of(path).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

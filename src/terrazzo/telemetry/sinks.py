@@ -19,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from terrazzo.files import to_nowhere
+
 __all__ = ["Console", "JsonLines", "Sink", "TensorBoard"]
 
 
@@ -122,10 +124,7 @@ class _UnreadConsole(RichConsole):
     def fall_silent(self, why: str) -> None:
         """Print nothing from here on; what waits in the stream goes nowhere."""
         self.quiet = True
-        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.file.fileno())
-            os.close(nowhere)
+        to_nowhere(self.file)
         with contextlib.suppress(OSError):
             print(f"Standard output is closed ({why}): the run goes on, and its log files too.", file=sys.stderr)
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["allowed_cpus", "bind_to", "numa_nodes", "physical_cores", "step_threads"]
+from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
 
-SYS = Path("/sys")
+__all__ = ["allowed_cpus", "bind_to", "numa_nodes", "physical_cores", "step_threads"]
 
 
 def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tuple[int, frozenset[int]]:
@@ -97,7 +97,7 @@ def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
 
 def container_cpus(root: Path = SYS) -> frozenset[int]:
     """CPUs of this process's control group, else of the host: what all local ranks have together."""
-    for folder in _groups(root):
+    for folder in control_groups("cpu", "cpuset", root=root):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):  # of version 2, and of version 1
             if cpus := _listed(folder / name):
                 return cpus
@@ -107,10 +107,10 @@ def container_cpus(root: Path = SYS) -> frozenset[int]:
 def container_quota(root: Path = SYS) -> float:
     """CPUs' worth of time that this process's control group may use; infinite without a limit."""
     quotas = [math.inf]
-    for folder in _groups(root):
-        numbers = _text(folder / "cpu.max").split()  # version 2: "quota period", or "max period"
+    for folder in control_groups("cpu", "cpuset", root=root):
+        numbers = text_of(folder / "cpu.max").split()  # version 2: "quota period", or "max period"
         if not numbers:
-            numbers = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]  # version 1; -1: none
+            numbers = [text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]  # version 1; -1: none
         with suppress(ValueError, ZeroDivisionError):
             quota = int(numbers[0]) / int(numbers[1])
             quotas.append(quota if quota > 0 else math.inf)
@@ -125,7 +125,7 @@ def _near(index: int, root: Path) -> frozenset[int]:
 def _node_of(index: int, root: Path) -> int:
     """The NUMA node of GPU `index`, -1 if not known."""
     with suppress(ValueError):
-        return int(_text(root / "bus/pci/devices" / _pci_address(index) / "numa_node"))
+        return int(text_of(root / "bus/pci/devices" / _pci_address(index) / "numa_node"))
     return -1
 
 
@@ -147,29 +147,11 @@ def _pci_address(index: int) -> str:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """Folders of this process's control groups, from its own upwards."""
-    for line in _text(root.parent / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and not {"cpu", "cpuset"} & set(controllers.split(",")):
-            continue
-        top = root / "fs/cgroup" / controllers
-        folder = top / path.lstrip("/")
-        yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(top))
-
-
 def _listed(path: Path) -> frozenset[int]:
     """CPUs of a file such as "0-3,8": none if there is no such file."""
     cpus: set[int] = set()
-    for part in _text(path).split(","):
+    for part in text_of(path).split(","):
         first, _, last = part.partition("-")
         with suppress(ValueError):
             cpus |= set(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""The process that the engine runs in: its threads, how things end in it, and what its memory costs.
+"""The process that the engine runs in: its threads, how things end in it, its memory, and its control groups.
 
-Read ending, worker, pages, in that order.
+Read ending, worker, pages, control_groups, in that order.
 """

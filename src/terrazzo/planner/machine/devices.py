@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
 import torch
 
+from terrazzo.engine.process.control_groups import control_groups, text_of
 from terrazzo.errors import BadInput
 
 __all__ = ["Cluster", "Device", "cpu_host", "device", "devices", "this_machine"]
@@ -206,10 +206,7 @@ def _host_memory_bytes() -> int:
 
 
 def _group_limits() -> Iterator[int]:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            yield int(text)
+    for folder in control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (text := text_of(folder / name)).isdigit():
+                yield int(text)

@@ -1,4 +1,4 @@
-"""From a path or a URL to the store that is there."""
+"""From a path or a URL to the store that is there, and the name of a checkpoint in it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.remote import RemoteStore
 from terrazzo.checkpoint.store import Store
+from terrazzo.errors import BadInput
 
-__all__ = ["open_store", "split"]
+__all__ = ["check_new", "open_store", "store_and_name"]
 
 
 def open_store(where: str | os.PathLike[str]) -> Store:
@@ -19,10 +20,19 @@ def open_store(where: str | os.PathLike[str]) -> Store:
     return LocalStore(Path(where))
 
 
-def split(path: str | os.PathLike[str]) -> tuple[Store, str]:
+def store_and_name(path: str | os.PathLike[str]) -> tuple[Store, str]:
     """The store that a checkpoint is in, and its name there."""
     if "://" in str(path):
         parent, _, name = str(path).rstrip("/").rpartition("/")
         return open_store(parent), name
     absolute = Path(path).absolute()
     return open_store(absolute.parent), absolute.name
+
+
+def check_new(path: str | os.PathLike[str]) -> None:
+    """Raises `BadInput` when there is something under the name `path`, or it cannot be a checkpoint's."""
+    store, name = store_and_name(path)
+    if name.startswith("."):
+        raise BadInput(f"A checkpoint cannot be named '{name}': hidden names are those of saves that are not finished.")
+    if store.occupied(name):
+        raise BadInput(f"'{path}' exists already and is not replaced: remove it, or use another name.")

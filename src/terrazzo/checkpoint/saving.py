@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from terrazzo.checkpoint.exchange import together
 from terrazzo.checkpoint.optimizers import Optimizers
-from terrazzo.checkpoint.snapshot import Snapshot, take
+from terrazzo.checkpoint.snapshot import take
 from terrazzo.errors import Damaged, SaveFailed
 
-__all__ = ["save", "save_snapshot"]
+__all__ = ["save"]
 
 
 def save(
@@ -39,11 +39,7 @@ def save(
         BadInput: `path` exists, `extra` holds what JSON cannot, or `optimizer` is not what steps the model.
         SaveFailed: a rank could not write its part; nothing is visible under the name `path`.
     """
-    save_snapshot(take(path, model, optimizer, extra, run))
-
-
-def save_snapshot(snapshot: Snapshot) -> None:
-    """Write what `take` described, from the live tensors. Collective."""
+    snapshot = take(path, model, optimizer, extra, run)
     job, is_first = snapshot.job, dist.get_rank() == 0
     draft = job.draft()
     try:

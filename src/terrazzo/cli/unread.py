@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
+
+from terrazzo.files import to_nowhere
 
 __all__ = ["NO_READER", "ending_unread"]
 
@@ -55,8 +55,5 @@ def _leaving(stream: TextIO) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())  # what waits in the stream would be tried again
-            os.close(nowhere)
+        to_nowhere(stream)  # what waits in it would be tried again
         raise SystemExit(NO_READER) from None

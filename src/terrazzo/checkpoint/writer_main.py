@@ -1,4 +1,4 @@
-"""The process that writes checkpoints for a rank: `python -m terrazzo.checkpoint.writer STAGING PATIENCE`.
+"""The process that writes checkpoints for a rank: `python -m terrazzo.checkpoint.writer_main STAGING PATIENCE`.
 
 It reads a job a line, answers a line for each, and ends when there are no more, or with its parent, which ties it.
 """

@@ -1,0 +1,40 @@
+"""What all commands print with: lines, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from terrazzo.errors import printable
+
+__all__ = ["columns", "plain", "say", "say_json"]
+
+
+def say(text: str, style: str = "", *, stderr: bool = False) -> None:
+    """Print lines as they are, and nothing that a terminal would obey."""
+    Console(highlight=False, soft_wrap=True, stderr=stderr).print(Text(printable(text), style))
+
+
+def say_json(value: Any) -> None:
+    """Print plain values as JSON."""
+    print(json.dumps(value, indent=2))
+
+
+def plain(text: object) -> str:
+    """`printable`, and in letters of which no two look alike."""
+    shown = str(text)
+    return shown if shown.isascii() and shown.isprintable() else ascii(shown)[1:-1]
+
+
+def columns(rows: Sequence[Sequence[str]], align: str = "", cell: Callable[[str], str] = plain) -> str:
+    """Rows of cells, each as `cell` shows it, as aligned lines; `align` has `<` or `>` for each column, else `<`."""
+    cells = [[cell(each) for each in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = align or "<" * len(widths)
+    lines = ("  ".join(f"{each:{side}{width}}" for each, side, width in zip(row, sides, widths, strict=True))
+             for row in cells)  # fmt: skip
+    return "\n".join(line.rstrip() for line in lines)
