@@ -254,9 +254,9 @@ def test_a_state_on_two_tiers_goes_to_the_further_one_and_says_so(
 
 
 @pytest.mark.parametrize("tier", ["zzz", "cpu:abc", "cpu:2"])
-def test_a_place_of_no_tier_is_refused_where_it_stands(tier: str) -> None:
+def test_a_place_of_no_tier_is_found_and_stops_no_conversion(tier: str) -> None:
     document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": f"D@{tier}"}, "model": {"name": "gpt2"}}
     reading = read("terrazzo", document)
-    assert {verdict.key: verdict.kind for verdict in reading.verdicts}["plan.optim"] == "refused"
+    assert [finding.level for finding in HUB.findings(document, reading, CONTEXT)] == ["error"]
     for target in NAMES:
         convert_reading(HUB, reading, dialect(target), CONTEXT)

@@ -278,3 +278,7 @@ def test_buffers_keep_the_dtype_that_they_were_loaded_in() -> None:
 def test_an_optimizer_has_its_own_defaults(kind: str, lr: float, betas: Any, eps: float | None) -> None:
     found = read({**SIZE, "optimizer": {"type": kind}})
     assert values(found, "optimizer", "lr", "betas", "eps", "weight_decay") == [lr, betas, eps, 0.0]
+
+
+def test_reduce_scatter_is_said_to_replace_the_all_reduce() -> None:
+    assert "not all-reduced" in DIALECT.meaning("zero_optimization.reduce_scatter")

@@ -8,6 +8,7 @@ from typing import Any
 
 from terrazzo.dialects.description import Description, Extra, inactive, settings
 from terrazzo.engine import PLANS, Place, Plan
+from terrazzo.errors import BadInput
 
 __all__ = ["NVME_ONLY", "TWO_AXES", "agree", "data_ranks", "degrees", "extras_by_key", "idle", "same", "tier_and_share"]
 
@@ -70,9 +71,13 @@ def tier_and_share(text: str) -> tuple[str, float | None, bool]:
 
     Returns:
         The furthest tier with a share, which has room for what the others would hold; the share that is off the
-        device, None for all; and whether it is spread over two such tiers. Errors: `BadInput`.
+        device, None for all; and whether it is spread over two such tiers. What is no tier comes back as it is: it
+        is for the source's findings to say.
     """
-    shares = Place(tier=text).shares
+    try:
+        shares = Place(tier=text).shares
+    except BadInput:
+        return text, None, False
     off = [share for tier, share in shares.items() if tier != "device"]
     return list(shares)[-1], None if "device" not in shares else sum(off), len(off) > 1
 

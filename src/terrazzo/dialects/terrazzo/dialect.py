@@ -133,17 +133,7 @@ def _places(reader: Reader) -> dict[str, Setting[Any]]:
         for key in [*keys.values(), "plan.name"]:
             reader.refuse(key, f"the plan is given by places and {fault}: give a name, or all four places")
         return _placed(Plan.named("zero3").places(), dict.fromkeys(STATES, ""), "default")
-    return _placed({state: _place(reader, keys[state], setting.value) for state, setting in given.items()}, keys)
-
-
-def _place(reader: Reader, key: str, text: str) -> Place:
-    place = Place.parse(text)
-    try:
-        _ = place.shares
-    except BadInput as error:
-        reader.refuse(key, str(error))
-        return Place(place.axes)
-    return place
+    return _placed({state: Place.parse(setting.value) for state, setting in given.items()}, keys)
 
 
 def _row(reader: Reader) -> dict[str, Setting[Any]]:
