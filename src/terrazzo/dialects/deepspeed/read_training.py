@@ -12,7 +12,7 @@ from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.dialects.description import Setting
-from terrazzo.dialects.reader import derived
+from terrazzo.dialects.reader import derived, split
 from terrazzo.errors import did_you_mean
 
 __all__ = ["BUILT_IN", "read_batch", "read_optimizer", "read_training"]
@@ -162,7 +162,7 @@ def _options(source: Source, name: str, built_in: bool) -> Setting[Any]:
     options: dict[str, Any] = {}
     keys: list[str] = []
     for key in [key for key in source.unread() if key.startswith(f"{_PARAMS}.")]:
-        argument = key.removeprefix(f"{_PARAMS}.")
+        argument = split(key)[-1]
         row = OPTIMIZER_PARAMS.get(argument)
         if argument == "max_grad_norm":
             source.refuse(key, "DeepSpeed refuses it there: use gradient_clipping at the top")
