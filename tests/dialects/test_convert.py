@@ -22,6 +22,7 @@ from terrazzo.dialects.keys import matches
 from terrazzo.dialects.meaning import data_ranks, degrees, same
 from terrazzo.dialects.precision_table import costs, precisions
 from terrazzo.dialects.reader import Reader, derived, flatten, join, split
+from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.understand import Understood, read_document, understand
 from terrazzo.dialects.verdict import Verdict, worst
@@ -601,3 +602,14 @@ def test_a_verdict_for_each_key_and_no_other() -> None:
         "train": "refused",  # and null is none, to the trainer
         "x": "refused",
     }
+
+
+@pytest.mark.parametrize("name", ["a, b", "a.b", "a, b.c", ", "])
+def test_a_name_with_commas_or_dots_of_its_own_is_one_key(name: str) -> None:
+    document = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, name: 1}}}
+    source, target = dialect("deepspeed"), dialect("terrazzo")
+    conversion = convert_reading(source, read_document(source, document, NO_CONTEXT), target, NO_CONTEXT)
+    verdict = next(each for each in conversion.verdicts if each.key == join("optimizer.params", name))
+    assert (verdict.kind, verdict.why) == ("lossy", f"torch.optim.SGD has no {name}")
+    again = convert_reading(source, read_document(source, document, NO_CONTEXT), source, NO_CONTEXT)
+    assert again.document == document

@@ -229,3 +229,34 @@ def test_the_keys_that_matter_come_back(name: str) -> None:
             if all(again[path].is_set and agree(path, reading.description, again) for path in paths):
                 came.add(key)
     assert LOSSLESS[name] - came == set()
+
+
+@pytest.mark.parametrize("state", ["weight", "optim"])
+@pytest.mark.parametrize("tiers", [{"cpu": 0.5, "nvme": 0.5}, {"cpu": 0.5, "nvme": 0.25}])
+@pytest.mark.parametrize(
+    ("target", "where"),
+    [("deepspeed", ""), ("trainer", "deepspeed."), ("lightning", "config."), ("accelerate", "deepspeed_config.")],
+)
+def test_a_state_on_two_tiers_goes_to_the_further_one_and_says_so(
+    state: str, tiers: dict[str, float], target: str, where: str
+) -> None:
+    document = {"plan": {"name": "zero3"}, "offload": {state: tiers, "path": ["/drive"]}, "model": {"name": "gpt2"}}
+    conversion = convert_reading(HUB, read("terrazzo", document), dialect(target), CONTEXT)
+    found = {verdict.key: verdict for verdict in conversion.verdicts}
+    assert (found[f"offload.{state}"].kind, where in found[f"offload.{state}"].target) == ("lossy", True)
+    assert "one tier" in found[f"offload.{state}"].why
+    assert "on nvme" in found[f"offload.{state}"].why
+    written = flatten(conversion.document)
+    section = {"weight": "offload_param", "optim": "offload_optimizer"}[state]
+    devices = [value for key, value in written.items() if key.endswith((f"{section}.device", f"{section}_device"))]
+    assert devices == ["nvme"]
+    assert "/drive" in written.values()
+
+
+@pytest.mark.parametrize("tier", ["zzz", "cpu:abc", "cpu:2"])
+def test_a_place_of_no_tier_is_found_and_stops_no_conversion(tier: str) -> None:
+    document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": f"D@{tier}"}, "model": {"name": "gpt2"}}
+    reading = read("terrazzo", document)
+    assert [finding.level for finding in HUB.findings(document, reading, CONTEXT)] == ["error"]
+    for target in NAMES:
+        convert_reading(HUB, reading, dialect(target), CONTEXT)

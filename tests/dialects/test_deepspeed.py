@@ -261,3 +261,24 @@ def test_buffers_keep_the_dtype_that_they_were_loaded_in() -> None:
         read = dialect.read({"bf16": {"enabled": True}, **extra}).description
         assert read.value("precision.buffers") == wanted
         assert dialect.read(dialect.write(read).document).description.value("precision.buffers") == wanted
+
+
+# What DeepSpeed's other classes take where the file is silent.
+@pytest.mark.parametrize(
+    ("kind", "lr", "betas", "eps"),
+    [
+        ("Adagrad", 1e-2, None, 1e-10),
+        ("DeepSpeedCPUAdagrad", 1e-2, None, 1e-10),
+        ("Lion", 1e-3, (0.9, 0.999), None),
+        ("MuSGD", 1e-3, None, None),
+        ("Muon", 0.02, (0.9, 0.95), 1e-10),
+        ("Lamb", 1e-3, (0.9, 0.999), 1e-8),
+    ],
+)
+def test_an_optimizer_has_its_own_defaults(kind: str, lr: float, betas: Any, eps: float | None) -> None:
+    found = read({**SIZE, "optimizer": {"type": kind}})
+    assert values(found, "optimizer", "lr", "betas", "eps", "weight_decay") == [lr, betas, eps, 0.0]
+
+
+def test_reduce_scatter_is_said_to_replace_the_all_reduce() -> None:
+    assert "not all-reduced" in DIALECT.meaning("zero_optimization.reduce_scatter")

@@ -469,3 +469,9 @@ def test_the_batch_of_a_file_is_derived() -> None:
     document = {"batch": {"global_batch": 64, "micro_batch": 2}}
     assert read_document(HUB, document, Context(world=8)).description["batch.accumulation"].value == 4
     assert HUB.read(document).description["batch.accumulation"].value is None
+
+
+def test_the_hub_has_its_keys_as_every_dialect_does() -> None:
+    assert HUB.known_keys == tuple(HUB.keys)
+    assert HUB.meaning("train.steps") == KEYS["train.steps"].meaning
+    assert HUB.meaning("optimizer.options.foreach") == HUB.meaning("no.such.key") == ""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from terrazzo.dialects.convert import convert_reading
+from terrazzo.dialects.description import Setting, build
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.keys import matches
 from terrazzo.dialects.registry import dialect
@@ -279,3 +280,11 @@ def test_a_config_written_into_itself_loses_nothing() -> None:
     found = dialect("torchtitan")
     reading = read_document(found, {"training": {"local_batch_size": 2}}, Context(world=8))
     assert not convert_reading(found, reading, found, Context(world=8)).unsaid
+
+
+@pytest.mark.parametrize(("compute", "kind"), [("bf16", "applied"), ("fp32", "applied"), ("fp16", "refused")])
+def test_compute_alone_is_written(compute: str, kind: str) -> None:
+    """Where the source says no dtype of the weights, which torchtitan then has in fp32."""
+    writing = dialect("torchtitan").write(build("fsdp2", {"precision.compute": Setting(compute)}))
+    assert [verdict.kind for verdict in writing.verdicts] == [kind]
+    assert ("training" in writing.document) is (compute == "fp32")

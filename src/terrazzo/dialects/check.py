@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from terrazzo.dialects.description import DTYPES, PATHS, Description
+from terrazzo.dialects.description import DTYPES, PATHS, Description, keys_in
 from terrazzo.dialects.dialect import Finding
 from terrazzo.dialects.meaning import TWO_AXES, data_ranks, degrees
 from terrazzo.dialects.understand import Understood
@@ -39,7 +39,7 @@ def _keys(understood: Understood) -> Iterator[Finding]:
 
 def _unresolved(description: Description, verdict: Verdict) -> bool:
     """Whether "auto" stayed what it was: what comes from the key has no value."""
-    paths = [path for path in verdict.target.split(", ") if path in PATHS]
+    paths = [path for path in keys_in(verdict.target) if path in PATHS]
     return bool(paths) and all(description.value(path) is None for path in paths)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.description import Description, Extra, Setting, inactive, settings, shown
+from terrazzo.dialects.description import Description, Extra, Setting, inactive, keys_in, settings, shown
 from terrazzo.dialects.dialect import Context, Dialect, Reading, Writing
 from terrazzo.dialects.meaning import agree, extras_by_key, idle
 from terrazzo.dialects.reader import flatten
@@ -110,7 +110,7 @@ class _Fates:
 
     def _composed(self, read: Verdict, written: list[Verdict]) -> Verdict:
         direct = [verdict for verdict in written if self.before[verdict.key].origin != "derived"] or written
-        targets = _once(part for verdict in direct for part in verdict.target.split(", "))
+        targets = _once(part for verdict in direct for part in keys_in(verdict.target))
         kind = worst([read.kind, *(verdict.kind for verdict in written)])
         stays = any(target == read.key or target.startswith(f"{read.key}.") for target in [*targets, *self.own])
         if kind in ("applied", "renamed") and targets:

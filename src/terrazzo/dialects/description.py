@@ -7,6 +7,7 @@ Settings that a dialect has no word for are *unset*: the choice is left to code 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
@@ -25,6 +26,7 @@ __all__ = [
     "Setting",
     "build",
     "inactive",
+    "keys_in",
     "row_name",
     "settings",
     "shown",
@@ -46,7 +48,8 @@ class Setting(Generic[T]):
     Attributes:
         value: plain, in neutral words: `"bf16"`, `8`, `("LlamaDecoderLayer",)`.
         origin: who gave it.
-        key: the source's dotted key that it came from; several are joined by `", "`; empty where no key gave it.
+        key: the source's dotted key that it came from; several are joined by `", "`, see `keys_in`; empty where no
+            key gave it.
     """
 
     value: T
@@ -55,7 +58,7 @@ class Setting(Generic[T]):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return tuple(part for part in self.key.split(", ") if part)
+        return keys_in(self.key)
 
     @property
     def is_set(self) -> bool:
@@ -317,6 +320,12 @@ def build(dialect: str, given: Mapping[str, Setting[Any]], extras: tuple[Extra, 
 def settings(description: Description) -> Iterator[tuple[str, Setting[Any]]]:
     """Every setting with its path, in the order of the sections."""
     return ((path, description[path]) for path in PATHS)
+
+
+def keys_in(text: str) -> tuple[str, ...]:
+    """The keys that `", "` joins; one with a comma of its own has quotes around the name, see `reader.join`."""
+    parts = re.findall(r'(?:^|, )((?:"[^"]*"|(?!, ).)*)', text, re.DOTALL) if '"' in text else text.split(", ")
+    return tuple(part for part in parts if part)
 
 
 def inactive(path: str, value: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from terrazzo.dialects.comments import Comment, place, take
+from terrazzo.dialects.description import keys_in
 from terrazzo.dialects.files import Format, Loaded
 from terrazzo.dialects.verdict import Verdict
 
@@ -61,10 +62,8 @@ def _moved(comments: Mapping[str, Comment], verdicts: list[Verdict]) -> dict[str
 def _target(key: str, verdicts: list[Verdict]) -> str:
     """What a key has become. Of a section: the section that all of its keys are in, else what its first key is."""
     if exact := [verdict.target for verdict in verdicts if verdict.key == key and verdict.target]:
-        return exact[0].split(", ")[0]
-    below = [
-        verdict.target.split(", ")[0] for verdict in verdicts if verdict.target and verdict.key.startswith(f"{key}.")
-    ]
+        return keys_in(exact[0])[0]
+    below = [keys_in(verdict.target)[0] for verdict in verdicts if verdict.target and verdict.key.startswith(f"{key}.")]
     parents = {target.rpartition(".")[0] for target in below}
     if not key or not below:
         return ""

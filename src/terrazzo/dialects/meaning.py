@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.description import Description, Extra, inactive, settings
-from terrazzo.engine import PLANS, Plan
+from terrazzo.engine import PLANS, Place, Plan
+from terrazzo.errors import BadInput
 
-__all__ = ["NVME_ONLY", "TWO_AXES", "agree", "data_ranks", "degrees", "extras_by_key", "idle", "same"]
+__all__ = ["NVME_ONLY", "TWO_AXES", "agree", "data_ranks", "degrees", "extras_by_key", "idle", "same", "tier_and_share"]
 
 TIERS = ("offload.weight", "offload.grad", "offload.optim")
 TWO_AXES = tuple(name for name in PLANS if any("S" in place.axes for place in Plan.named(name).places().values()))
@@ -63,6 +64,22 @@ def idle(description: Description, path: str) -> bool:
         return False
     tiers = [str(description.value(tier) or "device") for tier in TIERS]
     return not any("nvme" in tier if path in NVME_ONLY else tier != "device" for tier in tiers)
+
+
+def tier_and_share(text: str) -> tuple[str, float | None, bool]:
+    """What a setting such as `offload.optim` asks for, to a library that knows one tier for each state.
+
+    Returns:
+        The furthest tier with a share, which has room for what the others would hold; the share that is off the
+        device, None for all; and whether it is spread over two such tiers. What is no tier comes back as it is: it
+        is for the source's findings to say.
+    """
+    try:
+        shares = Place(tier=text).shares
+    except BadInput:
+        return text, None, False
+    off = [share for tier, share in shares.items() if tier != "device"]
+    return list(shares)[-1], None if "device" not in shares else sum(off), len(off) > 1
 
 
 def agree(path: str, one: Description, other: Description) -> bool:

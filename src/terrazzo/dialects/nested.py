@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.dialects.deepspeed import DeepSpeed
-from terrazzo.dialects.description import Extra, Setting, settings
+from terrazzo.dialects.description import Extra, Setting, keys_in, settings
 from terrazzo.dialects.dialect import Context, Dialect, Document, Finding, Reading
 from terrazzo.dialects.files import load
 from terrazzo.dialects.fsdp1 import FSDP1
@@ -72,13 +72,12 @@ def keyed(findings: list[Finding], section: str) -> list[Finding]:
 
 def join_keys(section: str, keys: str) -> str:
     """Each of some keys, joined by `", "`, below a section."""
-    return ", ".join(f"{section}.{key}" for key in keys.split(", ") if key) or section
+    return ", ".join(f"{section}.{key}" for key in keys_in(keys)) or section
 
 
 def placed(verdict: Verdict, section: str) -> Verdict:
     """A writer's verdict, with its keys below a section."""
-    target = ", ".join(f"{section}.{key}" for key in verdict.target.split(", ") if key)
-    return replace(verdict, target=target)
+    return replace(verdict, target=join_keys(section, verdict.target) if verdict.target else "")
 
 
 def merge(verdicts: list[Verdict]) -> list[Verdict]:
@@ -91,7 +90,7 @@ def merge(verdicts: list[Verdict]) -> list[Verdict]:
 
 def _gravest(key: str, found: list[Verdict]) -> Verdict:
     kind = worst(verdict.kind for verdict in found)
-    targets = dict.fromkeys(path for verdict in found for path in verdict.target.split(", ") if path)
+    targets = dict.fromkeys(path for verdict in found for path in keys_in(verdict.target))
     words = dict.fromkeys(verdict.why for verdict in found if verdict.why and verdict.kind == kind)
     return Verdict(key, found[0].value, kind, ", ".join(targets), "; ".join(words))
 

@@ -42,8 +42,8 @@ def flatten(document: Document, opaque: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def join(prefix: str, name: str) -> str:
-    """A dotted key; a name with dots of its own is quoted."""
-    part = f'"{name}"' if "." in name else name
+    """A dotted key; a name with dots of its own, or with what joins keys, is quoted."""
+    part = f'"{name}"' if "." in name or ", " in name else name
     return f"{prefix}.{part}" if prefix else part
 
 

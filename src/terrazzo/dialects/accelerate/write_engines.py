@@ -6,7 +6,7 @@ from terrazzo.dialects.accelerate_precision import AUTOCAST
 from terrazzo.dialects.description import LOADED
 from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp_words import ON_CPU, SHARDING
-from terrazzo.dialects.meaning import NVME_ONLY, TWO_AXES
+from terrazzo.dialects.meaning import NVME_ONLY, TWO_AXES, tier_and_share
 
 __all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]
 
@@ -95,7 +95,7 @@ def _offload(pen: Pen, stage: int) -> None:
 
 def _device(pen: Pen, path: str, key: str, stage: int) -> str:
     """Write where one state lives; the device that it gets."""
-    tier, _, share = str(pen.value(path, "device")).partition(":")
+    tier, share, mixed = tier_and_share(str(pen.value(path, "device")))
     least = 3 if path == "offload.weight" else 1
     if tier == "device":
         pen.implied(path)
@@ -105,6 +105,7 @@ def _device(pen: Pen, path: str, key: str, stage: int) -> str:
         return "device"
     given = "cpu" if tier == "nvme" and stage < 3 else tier
     why = f"a share is in no key of Accelerate's, all of it is offloaded: {_IN_FILE}" if share else ""
+    why = f"DeepSpeed has one tier for it: all of it on {tier}" if mixed else why
     why = why if given == tier else "DeepSpeed has NVMe at stage 3 only"
     pen.put(path, key, given, why, "lossy" if why else "applied")
     return given

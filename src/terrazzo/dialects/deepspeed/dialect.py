@@ -6,23 +6,9 @@ from collections.abc import Iterable
 
 from terrazzo.dialects.deepspeed.findings import findings
 from terrazzo.dialects.deepspeed.keys import KEYS
-from terrazzo.dialects.deepspeed.read_precision import read_precision
-from terrazzo.dialects.deepspeed.read_schedule import read_schedule
-from terrazzo.dialects.deepspeed.read_training import read_batch, read_optimizer, read_training
-from terrazzo.dialects.deepspeed.read_zero import (
-    Settings,
-    one_group,
-    read_mesh,
-    read_offload,
-    read_prefetch,
-    read_removed,
-    read_saving,
-    read_sharding,
-    stage_of,
-)
-from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.read import read
 from terrazzo.dialects.deepspeed.write import write
-from terrazzo.dialects.description import UNSET, Description, Setting
+from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 
 __all__ = ["DeepSpeed"]
@@ -49,21 +35,8 @@ class DeepSpeed(Dialect):
         )
 
     def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
-        """See `Dialect.read`. Settings come from the parts in turn; a later part may set an earlier one's right."""
-        source = Source(document, context)
-        stage = stage_of(source)
-        given: Settings = read_sharding(source, stage)
-        given |= read_mesh(source, given.get("mesh.dp_shard", UNSET))
-        given |= one_group(source, given)
-        apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value
-        given |= read_offload(source, stage.value) | read_prefetch(source, stage.value)
-        given |= read_saving(source, stage.value)
-        given |= read_precision(source, given["mesh.sp"].value > 1)
-        given |= read_batch(source, apart) | read_optimizer(source) | read_schedule(source) | read_training(source)
-        given["loading.broadcast"] = Setting(True, "default")
-        read_removed(source)
-        source.keep_rest()
-        return source.finish(self.name, given, KEYS)
+        """See `Dialect.read`."""
+        return read(document, context)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
         """See `Dialect.write`."""

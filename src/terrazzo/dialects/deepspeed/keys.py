@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.deepspeed.keys_core import CORE_ROWS, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from terrazzo.dialects.deepspeed.keys_core import CORE_ROWS, OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.keys_tools import TOOL_ROWS
 from terrazzo.dialects.deepspeed.keys_zero import ZERO_ROWS
 from terrazzo.dialects.deepspeed.versions import REMOVED
@@ -12,6 +12,7 @@ __all__ = [
     "ALIASES",
     "KEYS",
     "NULLABLE",
+    "OPTIMIZER_DEFAULTS",
     "OPTIMIZER_PARAMS",
     "PATTERNS",
     "SCHEDULER_PARAMS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.keys import ANY, NAMES, SWITCH, TEXT, Key, number, section, whole
 
-__all__ = ["CORE_ROWS", "OPTIMIZER_PARAMS", "SCHEDULER_PARAMS"]
+__all__ = ["CORE_ROWS", "OPTIMIZER_DEFAULTS", "OPTIMIZER_PARAMS", "SCHEDULER_PARAMS"]
 
 _DIVISION = "gradients are divided in other places, which rounds otherwise"
 
@@ -64,7 +64,7 @@ _OPTIMIZER = {
 }
 OPTIMIZER_PARAMS = {
     "lr": Key(number(), 1e-3, "learning rate"),
-    "betas": Key(ANY, None, "decay of the two moments"),
+    "betas": Key(ANY, (0.9, 0.999), "decay of the two moments", null=True),
     "eps": Key(number(), 1e-8, "term added to the denominator"),
     "weight_decay": Key(number(), 0.0, "weight decay, decoupled unless adam_w_mode is false"),
     "bias_correction": Key(SWITCH, True, "the moments' bias is corrected", "refused"),
@@ -81,7 +81,14 @@ OPTIMIZER_PARAMS = {
     "ns_method": Key(TEXT, "gram", "Muon: way of making matrices orthogonal"),
     "per_head_muon": Key(ANY, None, "Muon: heads are made orthogonal one by one"),
 }
-"""Arguments of the optimizers that DeepSpeed builds itself."""
+"""Arguments of the optimizers that DeepSpeed builds itself, with the defaults of its Adam."""
+OPTIMIZER_DEFAULTS: dict[str, dict[str, object]] = {
+    "Adagrad": {"lr": 1e-2, "betas": None, "eps": 1e-10},
+    "Lion": {"eps": None},
+    "MuSGD": {"betas": None, "eps": None},
+    "Muon": {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-10},
+}
+"""Where another one's are not Adam's; None: it has no such argument. Muon's rate is that of its matrices."""
 _SCHEDULER = {"type": Key(TEXT, None, "name of the schedule")}
 SCHEDULER_PARAMS: dict[str, dict[str, object]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},

@@ -16,7 +16,7 @@ _DEVICE = words({"none": "none", "cpu": "cpu", "nvme": "nvme"})
 _ZERO = {
     "stage": Key(whole(0, 3), 0, "0: replicas; 1: splits optimizer state; 2: and gradients; 3: and weights"),
     "contiguous_gradients": Key(SWITCH, True, "gradients are copied into one buffer as they come", "harmless"),
-    "reduce_scatter": Key(SWITCH, True, "gradients are averaged without division beforehand", "harmless"),
+    "reduce_scatter": Key(SWITCH, True, "gradients are reduced or reduce-scattered, not all-reduced", "harmless"),
     "reduce_bucket_size": Key(whole(), 500_000_000, f"gradients reduced at once, {_ELEMENTS}", "harmless"),
     "use_multi_rank_bucket_allreduce": Key(SWITCH, True, "stages 1, 2: one all-reduce for all ranks", "harmless"),
     "allgather_partitions": Key(SWITCH, True, "stages 1, 2: all-gather rather than broadcasts", "harmless"),

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.deepspeed.keys import OPTIMIZER_PARAMS
+from terrazzo.dialects.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
 from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.dialects.description import Setting
-from terrazzo.dialects.reader import derived
+from terrazzo.dialects.reader import derived, split
 from terrazzo.errors import did_you_mean
 
 __all__ = ["BUILT_IN", "read_batch", "read_optimizer", "read_training"]
@@ -89,7 +89,7 @@ def read_optimizer(source: Source) -> Settings:
             source.refuse(key, "it goes with the optimizer, which there is not")
         return {}
     built_in = str(name.value).lower() in BUILT_IN or known.value != name.value
-    given: Settings = {"optimizer.name": known, **_numbers(source, built_in)}
+    given: Settings = {"optimizer.name": known, **_numbers(source, str(known.value), built_in)}
     options = _options(source, str(known.value), built_in)
     return given | ({"optimizer.options": options} if options.value else {})
 
@@ -131,28 +131,24 @@ def _spelt(source: Source, name: Setting[str], known: str) -> Setting[Any]:
     return Setting(known, "file", name.key)
 
 
-def _numbers(source: Source, built_in: bool) -> Settings:
+def _numbers(source: Source, name: str, built_in: bool) -> Settings:
     """Rates and factors. DeepSpeed's own classes have their defaults; torch's keep theirs."""
-    checks = {
-        "optimizer.lr": (f"{_PARAMS}.lr", "number", 1e-3),
-        "optimizer.eps": (f"{_PARAMS}.eps", "number", 1e-8),
-        "optimizer.weight_decay": (f"{_PARAMS}.weight_decay", "number", 0.0),
-        "optimizer.betas": (f"{_PARAMS}.betas", "betas", (0.9, 0.999)),
-    }
     found: Settings = {}
-    for path, (key, kind, default) in checks.items():
-        each = _betas(source, key) if kind == "betas" else source.number(key, None)
-        if each.origin == "default" and built_in:
-            each = Setting(default, "default", each.key)
+    for argument in ("lr", "eps", "weight_decay", "betas"):
+        key = f"{_PARAMS}.{argument}"
+        each = _betas(source, key) if argument == "betas" else source.number(key, None)
+        if each.origin == "default":
+            usual = OPTIMIZER_DEFAULTS.get(name, {}).get(argument, OPTIMIZER_PARAMS[argument].default)
+            each = Setting(usual if built_in else None, "default", each.key)
         if each.value is not None or each.origin == "auto":
-            found[path] = each
+            found[f"optimizer.{argument}"] = each
     return found
 
 
 def _betas(source: Source, key: str) -> Setting[Any]:
     """Two numbers from 0 to 1."""
     found = source.take(key)
-    if found.value is None:
+    if found.value is None or found.origin == "default":
         return found
     numbers = found.value if isinstance(found.value, Sequence) and not isinstance(found.value, str) else ()
     if len(numbers) != 2 or not all(type(each) in (int, float) and 0 <= each < 1 for each in numbers):
@@ -166,7 +162,7 @@ def _options(source: Source, name: str, built_in: bool) -> Setting[Any]:
     options: dict[str, Any] = {}
     keys: list[str] = []
     for key in [key for key in source.unread() if key.startswith(f"{_PARAMS}.")]:
-        argument = key.removeprefix(f"{_PARAMS}.")
+        argument = split(key)[-1]
         row = OPTIMIZER_PARAMS.get(argument)
         if argument == "max_grad_norm":
             source.refuse(key, "DeepSpeed refuses it there: use gradient_clipping at the top")

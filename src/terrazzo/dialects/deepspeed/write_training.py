@@ -10,6 +10,7 @@ from terrazzo.dialects.deepspeed.pen import Pen
 from terrazzo.dialects.deepspeed.read_schedule import NEUTRAL
 from terrazzo.dialects.deepspeed.read_training import BUILT_IN
 from terrazzo.dialects.description import inactive
+from terrazzo.dialects.reader import join
 
 __all__ = ["write_batch", "write_optimizer", "write_schedule", "write_training"]
 
@@ -98,7 +99,7 @@ def _options(pen: Pen, name: str, built_in: bool) -> None:
     dropped = []
     for argument, value in options.items():
         if pen.own or argument in OPTIMIZER_PARAMS or not built_in:
-            pen.write(f"{_PARAMS}.{argument}", value)
+            pen.write(join(_PARAMS, argument), value)
             if argument == "amsgrad" and value and not pen.own:
                 pen.write(f"{_PARAMS}.torch_adam", True)  # DeepSpeed's fused kernel has no amsgrad
         elif argument not in _KERNELS:

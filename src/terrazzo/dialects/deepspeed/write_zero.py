@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.deepspeed.pen import Pen
 from terrazzo.dialects.deepspeed.versions import REMOVED
 from terrazzo.dialects.fsdp_words import ON_CPU
-from terrazzo.dialects.meaning import TWO_AXES
+from terrazzo.dialects.meaning import TWO_AXES, tier_and_share
 from terrazzo.dialects.verdict import Kind
 
 __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "write_sharding"]
@@ -112,7 +112,7 @@ def write_offload(pen: Pen, stage: int) -> None:
 def _optimizer(pen: Pen, stage: int) -> str:
     """Write where optimizer state lives; the tier that it gets."""
     asked = str(pen.value("offload.optim", "device"))
-    tier, _, share = asked.partition(":")
+    tier, share, mixed = tier_and_share(asked)
     key, ratio = f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_optimizer.ratio"
     if tier == "device":
         return _on_device(pen, "offload.optim", key)
@@ -122,12 +122,15 @@ def _optimizer(pen: Pen, stage: int) -> str:
     if tier == "nvme" and stage < 3:
         pen.put("offload.optim", key, "cpu", "DeepSpeed keeps optimizer state on NVMe at stage 3 only", "lossy")
         return "cpu"
+    if mixed:
+        pen.put("offload.optim", key, tier, f"DeepSpeed has one tier for it: all of it on {tier}", "lossy")
+        return tier
     if share and (tier == "nvme" or stage < 3):
         pen.put("offload.optim", key, tier, "DeepSpeed has shares on the CPU at stage 3 only: all of it", "lossy")
         return tier
     pen.put("offload.optim", key, pen.kept.get(key, tier))
     if share:
-        pen.put("offload.optim", ratio, pen.kept.get(ratio, float(share)))
+        pen.put("offload.optim", ratio, pen.kept.get(ratio, share))
     return asked
 
 
@@ -140,7 +143,7 @@ def _on_device(pen: Pen, path: str, key: str) -> str:
 
 def _weight(pen: Pen, stage: int) -> str:
     """Write where the weights live; the tier that they get."""
-    tier, _, share = str(pen.value("offload.weight", "device")).partition(":")
+    tier, share, mixed = tier_and_share(str(pen.value("offload.weight", "device")))
     key = f"{ZERO}.offload_param.device"
     if tier == "device":
         return _on_device(pen, "offload.weight", key)
@@ -148,7 +151,8 @@ def _weight(pen: Pen, stage: int) -> str:
         pen.refuse("offload.weight", f"DeepSpeed moves weights off the device at stage 3 only, this is stage {stage}")
         return "device"
     why = "DeepSpeed offloads all weights or none: all of them" if share else ""
-    pen.put("offload.weight", key, tier, why, "lossy" if share else "applied")
+    why = f"DeepSpeed has one tier for weights: all of them on {tier}" if mixed else why
+    pen.put("offload.weight", key, tier, why, "lossy" if why else "applied")
     return tier
 
 

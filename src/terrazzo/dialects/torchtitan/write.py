@@ -155,9 +155,7 @@ def _units(pen: Pen) -> None:
 
 
 def _dtypes(pen: Pen) -> None:
-    master = pen.value("precision.master") or pen.value("precision.weight")
-    if master is None:
-        return
+    master = pen.value("precision.master") or pen.value("precision.weight") or "fp32"  # the default of training.dtype
     words = {short: TORCH_NAMES[short] for short in ("fp32", "bf16")}
     if master == LOADED:
         pen.lossy("precision.master", "the model is built in training.dtype, float32, whatever the weights come in")

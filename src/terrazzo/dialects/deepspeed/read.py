@@ -1,0 +1,42 @@
+"""Reading DeepSpeed's JSON: each part in turn, over one source."""
+
+from __future__ import annotations
+
+from terrazzo.dialects.deepspeed.keys import KEYS
+from terrazzo.dialects.deepspeed.read_precision import read_precision
+from terrazzo.dialects.deepspeed.read_schedule import read_schedule
+from terrazzo.dialects.deepspeed.read_training import read_batch, read_optimizer, read_training
+from terrazzo.dialects.deepspeed.read_zero import (
+    Settings,
+    one_group,
+    read_mesh,
+    read_offload,
+    read_prefetch,
+    read_removed,
+    read_saving,
+    read_sharding,
+    stage_of,
+)
+from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.description import UNSET, Setting
+from terrazzo.dialects.dialect import Context, Document, Reading
+
+__all__ = ["read"]
+
+
+def read(document: Document, context: Context) -> Reading:
+    """The document's meaning. Settings come from the parts in turn; a later part may set an earlier one's right."""
+    source = Source(document, context)
+    stage = stage_of(source)
+    given: Settings = read_sharding(source, stage)
+    given |= read_mesh(source, given.get("mesh.dp_shard", UNSET))
+    given |= one_group(source, given)
+    apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value
+    given |= read_offload(source, stage.value) | read_prefetch(source, stage.value)
+    given |= read_saving(source, stage.value)
+    given |= read_precision(source, given["mesh.sp"].value > 1)
+    given |= read_batch(source, apart) | read_optimizer(source) | read_schedule(source) | read_training(source)
+    given["loading.broadcast"] = Setting(True, "default")
+    read_removed(source)
+    source.keep_rest()
+    return source.finish("deepspeed", given, KEYS)

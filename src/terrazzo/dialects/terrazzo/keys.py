@@ -1,0 +1,16 @@
+"""The keys of Terrazzo's own YAML: those of its schema, and the two sections that may be one word."""
+
+from __future__ import annotations
+
+from terrazzo.config import KEYS as SCHEMA
+from terrazzo.dialects.keys import ANY, Key
+
+__all__ = ["KEYS"]
+
+KEYS = {
+    "plan": Key(ANY, None, ""),
+    "precision": Key(ANY, None, ""),
+    **{name: Key(ANY, key.default, key.meaning) for name, key in SCHEMA.items()},
+    "optimizer.options.*": Key(ANY, None, ""),
+}
+"""By dotted key. What a value may be, the schema says."""

@@ -1,0 +1,243 @@
+"""Reading Terrazzo's own YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.config import KEYS as SCHEMA
+from terrazzo.config import tier_text
+from terrazzo.dialects.description import LOADED, Setting
+from terrazzo.dialects.dialect import Context, Document, Reading
+from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.terrazzo.keys import KEYS
+from terrazzo.dialects.terrazzo.paths import PATHS, STATES, WORDS
+from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Place, Plan
+from terrazzo.errors import BadInput
+
+__all__ = ["read"]
+
+_OPAQUE = ("optimizer.options", "offload.weight", "offload.grad", "offload.optim")
+_HARMLESS = (
+    "log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.check_replicas_every",
+    "train.sample_tokens", "launch",
+)  # fmt: skip
+_ELSEWHERE = {
+    "model": "the model comes from your code there",
+    "data": "the data come from your code there",
+    "lora": "adapters come from your code there, by peft",
+    "optimizer.no_decay": "which parameters decay is decided in your code there",
+}
+
+
+def read(document: Document, context: Context, name: str) -> Reading:
+    """The document's meaning."""
+    reader = Reader(document, "Terrazzo", _OPAQUE)
+    given = {path: _take(reader, key) for key, path in PATHS.items()}
+    given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
+    given |= _followed(given, reader, context) | _options(reader) | _ALWAYS
+    _tiers_of_name(reader, given)
+    _keep_others(reader)
+    return reader.finish(name, given, KEYS, unknown="refuses it")
+
+
+def _take(reader: Reader, key: str) -> Setting[Any]:
+    """What stands at a key, as the schema has it."""
+    known, words = SCHEMA[key], WORDS.get(key)
+    if known.null and known.default is not None and reader.get(key, known.default) is None:
+        reader.say(key, "applied")
+        return Setting(None, "file", key)
+    if known.choices:
+        words = words or {choice: choice for choice in known.choices}
+        default = words.get(known.default)
+        return reader.choice(key, words, default, fold=False, null=known.null)
+    if known.kind is bool:
+        return reader.boolean(key, known.default)
+    if known.kind is int:
+        return reader.integer(key, known.default, low=int(known.low or 0), null=known.null)
+    if known.kind is float:
+        return reader.number(key, known.default, low=known.low or 0.0, high=known.high)
+    if known.kind is list:
+        return reader.names(key, known.default or ())
+    return reader.text(key, known.default, null=known.null)
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------
+
+
+def _plan(reader: Reader) -> dict[str, Setting[Any]]:
+    ahead = _take(reader, "plan.prefetch")
+    shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **_units(reader)}
+    return {**shared, **(_places(reader) or _row(reader))}
+
+
+def _units(reader: Reader) -> dict[str, Setting[Any]]:
+    units = _take(reader, "plan.units")
+    if isinstance(raw := reader.get("plan.units"), str):
+        reader.refuse("plan.units", f"it is {raw!r}, expected a list: [{raw}]")
+    if units.origin != "file" or reader.get("plan.units") is None:
+        return {"units.policy": Setting("auto", "default", units.key)}
+    policy = "classes" if units.value else "none"
+    return {"units.policy": Setting(policy, "file", units.key), "units.classes": units}
+
+
+def _places(reader: Reader) -> dict[str, Setting[Any]]:
+    """Custom places, if the plan is given by them."""
+    keys = {state: f"plan.{state}" for state in STATES}
+    given = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
+    if not any(setting.value for setting in given.values()):
+        return {}
+    name = reader.text("plan.name", null=True)
+    missing = [state for state in STATES if state not in given or given[state].value is None]
+    if name.value is not None or missing:
+        fault = f"also names '{name.value}'" if name.value is not None else f"lacks {', '.join(missing)}"
+        for key in [*keys.values(), "plan.name"]:
+            reader.refuse(key, f"the plan is given by places and {fault}: give a name, or all four places")
+        return _placed(Plan.named("zero3").places(), dict.fromkeys(STATES, ""), "default")
+    return _placed({state: Place.parse(setting.value) for state, setting in given.items()}, keys)
+
+
+def _row(reader: Reader) -> dict[str, Setting[Any]]:
+    key = "plan" if "plan" in reader.flat else "plan.name"
+    named = reader.text(key, SCHEMA["plan.name"].default, null=key == "plan.name")
+    try:
+        places = Plan.named(named.value).places()
+        places = {state: Place(place.axes, _shortest(place.tier)) for state, place in places.items()}
+    except BadInput as error:
+        reader.refuse(key, str(error))
+        places, named = Plan.named("zero3").places(), Setting("zero3", "default", key)
+    return _placed(places, dict.fromkeys(STATES, named.key), named.origin)
+
+
+def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = "file") -> dict[str, Setting[Any]]:
+    settings: dict[str, Setting[Any]] = {}
+    for state, place in places.items():
+        settings[f"sharding.{state}"] = Setting(",".join(place.axes) or "-", origin, keys[state])
+        if place.tier != "device":
+            settings[f"offload.{state}"] = Setting(place.tier, origin, keys[state])
+    return settings
+
+
+# -- offload -------------------------------------------------------------------------------------------------------
+
+
+def _offload(reader: Reader) -> dict[str, Setting[Any]]:
+    path = reader.names("offload.path", ())
+    if isinstance(reader.get("offload.path"), str):  # one folder, commas and all
+        path = Setting((reader.get("offload.path"),), "file", "offload.path")
+    block = _take(reader, "offload.block_mib")
+    return {
+        "offload.path": path,
+        "offload.block_bytes": derived(int(block.value * 2**20), block, origin=block.origin),
+    }
+
+
+def _tiers_of_name(reader: Reader, given: dict[str, Setting[Any]]) -> None:
+    """The section's tiers in place of the plan's; all three are known then."""
+    for state in ("weight", "grad", "optim"):
+        key = path = f"offload.{state}"
+        tier = _tier(reader, key)
+        if tier is not None:
+            given[path] = tier
+        given.setdefault(path, Setting("device", "default"))
+
+
+def _tier(reader: Reader, key: str) -> Setting[Any] | None:
+    raw = reader.any(key).value
+    if raw is None:
+        return None
+    try:
+        return Setting(_shortest(tier_text(raw if isinstance(raw, Mapping) else str(raw))), "file", key)
+    except ValueError as error:
+        reader.refuse(key, str(error))
+        return Setting("device", "default", key)
+
+
+def _shortest(tier: str) -> str:
+    """The text that means the same, its tiers in the same order. Errors: `BadInput`."""
+    shares = {name: share for name, share in Place(tier=tier).shares.items() if name != "device"}
+    named = sorted(shares, key=tier.index)
+    return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"
+
+
+# -- precision, and what follows --------------------------------------------------------------------------------------
+
+
+def _precision(reader: Reader) -> dict[str, Setting[Any]]:
+    key = "precision" if "precision" in reader.flat else "precision.name"
+    name = reader.choice(key, {preset: preset for preset in PRECISIONS}, "fp32", fold=False)
+    preset = PRECISIONS[name.value]
+    found: dict[str, Setting[Any]] = {}
+    for field in DTYPE_FIELDS:
+        own = _take(reader, f"precision.{field}")
+        named = Setting(SHORT[getattr(preset, field)], name.origin, name.key)
+        found[f"precision.{field}"] = own if own.value else named
+    scaling = preset.loss_scaling
+    output = "fp32" if scaling else found["precision.compute"].value
+    found["precision.loss_scaling"] = Setting(scaling, name.origin, name.key)
+    found["precision.output"] = Setting(output, "derived", found["precision.compute"].key)
+    found["precision.saved"] = Setting(found["precision.master"].value, "derived", found["precision.master"].key)
+    return found
+
+
+_ALWAYS: dict[str, Setting[Any]] = {
+    "precision.buffers": Setting(LOADED, "default"),
+    "precision.autocast": Setting(False, "default"),
+    "saving.state": Setting("sharded", "default"),
+    "loading.low_memory": Setting(True, "default"),
+    "loading.broadcast": Setting(True, "default"),
+}
+
+
+def _followed(given: Mapping[str, Setting[Any]], reader: Reader, context: Context) -> dict[str, Setting[Any]]:
+    """What other settings say together."""
+    found = {}
+    whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
+    ranks = reader.get("launch.ranks") or context.world
+    at_once = micro.value * ranks if isinstance(ranks, int) else 0
+    if at_once and whole.value % at_once == 0:
+        found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
+    if given["schedule.name"].value == "wsd" and not given["schedule.decay_steps"].key:
+        found["schedule.decay_steps"] = Setting(max(1, given["schedule.total_steps"].value // 5), "default")
+    return found
+
+
+def _options(reader: Reader) -> dict[str, Setting[Any]]:
+    """Further arguments of the optimizer; betas and eps have settings of their own."""
+    options = reader.any("optimizer.options", {})
+    raw = dict(options.value) if isinstance(options.value, Mapping) else {}
+    if not isinstance(options.value, Mapping):
+        reader.refuse("optimizer.options", f"it is {options.value!r}, expected a section of keys")
+    found = {}
+    betas = raw.get("betas")
+    if isinstance(betas, list | tuple) and len(betas) == 2:
+        found["optimizer.betas"] = Setting(tuple(raw.pop("betas")), "file", options.key)
+    if "eps" in raw:
+        found["optimizer.eps"] = Setting(raw.pop("eps"), "file", options.key)
+    return {**found, "optimizer.options": Setting(raw, options.origin, options.key)}
+
+
+def _checkpointing(reader: Reader) -> dict[str, Setting[Any]]:
+    mode = _take(reader, "train.activation_checkpointing")
+    match = re.fullmatch(r"none|full|selective|every_([1-9][0-9]{0,8})", mode.value)
+    if match is None:
+        reader.refuse(mode.key, f"it is {mode.value!r}, expected none, full, selective or every_N, such as every_2")
+        return {"activation_checkpointing.mode": Setting("none", "default", mode.key)}
+    if match[1] is None:
+        return {"activation_checkpointing.mode": mode}
+    every = Setting(int(match[1]), mode.origin, mode.key)
+    return {
+        "activation_checkpointing.mode": Setting("every", mode.origin, mode.key),
+        "activation_checkpointing.every": every,
+    }
+
+
+def _keep_others(reader: Reader) -> None:
+    """Known keys with no neutral meaning."""
+    for key in reader.unread():
+        if key in SCHEMA:
+            section = key.partition(".")[0]
+            why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
+            idle = section in _HARMLESS or key in _HARMLESS or reader.get(key) == SCHEMA[key].default
+            reader.keep(key, why, harmless=idle)
