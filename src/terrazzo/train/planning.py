@@ -29,7 +29,7 @@ from terrazzo.train.launch import resolve_device
 from terrazzo.train.lora import with_adapters
 from terrazzo.train.model import DecoderConfig
 
-__all__ = ["STATES", "ranks_here", "setup_of"]
+__all__ = ["STATES", "matmul_format", "ranks_here", "setup_of"]
 
 STATES: Mapping[str, tuple[int, int]] = {
     "SGD": (0, 0),
