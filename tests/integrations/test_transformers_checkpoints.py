@@ -88,7 +88,7 @@ def _masters(folder: Path) -> tuple[set[str], bool]:
 
 
 def _failing(folder: Path) -> tuple[int, bool]:
-    """The step of the checkpoint that is left where a save in its place fails, and whether one that works replaces it."""
+    """The step that is left where a save in its place fails, and whether one that works replaces it."""
     trainer = Run(folder, "zero3", {**SAVING, "max_steps": 2}, _dropping()).trainer
     trainer.state.global_step = 3
     checkpoint = folder / "checkpoint-2"

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from terrazzo.config.files import Format, Loaded
 from terrazzo.dialects.comments import Comment, place, take
-from terrazzo.dialects.files import Format, Loaded
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["plain", "to_text"]
