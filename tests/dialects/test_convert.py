@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from terrazzo.config.files import Loaded, parse
 from terrazzo.dialects.check import check
 from terrazzo.dialects.comments import place, take
 from terrazzo.dialects.convert import Conversion, convert_reading
@@ -17,7 +18,6 @@ from terrazzo.dialects.diff import compare
 from terrazzo.dialects.draft import Draft
 from terrazzo.dialects.emit import to_text
 from terrazzo.dialects.explain import explain, plan_words
-from terrazzo.dialects.files import Loaded, parse
 from terrazzo.dialects.keys import matches
 from terrazzo.dialects.meaning import data_ranks, degrees, same
 from terrazzo.dialects.precision_table import costs, precisions

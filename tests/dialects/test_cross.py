@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from terrazzo.config import config_from_dict
+from terrazzo.config.files import Loaded, parse
 from terrazzo.dialects.convert import Conversion, convert_reading
 from terrazzo.dialects.description import Description, inactive
 from terrazzo.dialects.description import settings as settings_of
 from terrazzo.dialects.dialect import Context, Dialect, Reading
 from terrazzo.dialects.emit import to_text
-from terrazzo.dialects.files import Loaded, parse
 from terrazzo.dialects.meaning import agree
 from terrazzo.dialects.reader import flatten, split
 from terrazzo.dialects.registry import NAMES, dialect

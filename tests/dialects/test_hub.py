@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from terrazzo.config import KEYS, config_from_dict
+from terrazzo.config.files import load
 from terrazzo.dialects.description import Description, Setting, build, settings
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.files import load
 from terrazzo.dialects.reader import flatten
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.understand import read_document

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from terrazzo.config.files import Loaded
 from terrazzo.dialects.check import check
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.files import Loaded
 from terrazzo.dialects.reader import flatten
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.understand import Understood, read_document

@@ -432,6 +432,13 @@ def test_wrong_orders_are_told_and_harmless_ones_work(two_processes: Pool) -> No
     two_processes.run(wrong_orders)
 
 
+def test_without_a_process_group_it_is_said_with_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = marked(tz.fully_shard, Net())
+    with refused(tz.Misuse, "init_process_group"):
+        model(torch.ones(2, 4))
+
+
 def refusals() -> None:
     x = batches(1, 0)[0]
     for words, blocks, options in (

@@ -239,6 +239,14 @@ def test_what_the_engine_cannot_do_is_refused_by_name(tmp_path: Path, given: dic
         check(_arguments(tmp_path, **given), nn.Linear(2, 2))
 
 
+def test_the_dtype_is_that_of_the_adapters_and_not_of_their_frozen_base(tmp_path: Path) -> None:
+    from terrazzo.integrations.transformers.arguments import check
+
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False), nn.Linear(2, 2))
+    assert check(_arguments(tmp_path), model) is torch.float32
+    assert check(_arguments(tmp_path), model[0]) is torch.bfloat16
+
+
 def test_ranks_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without use_cpu and without a GPU the unmodified Trainer trains one lone model on each rank."""
     from terrazzo.integrations.transformers.arguments import check

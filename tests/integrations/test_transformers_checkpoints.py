@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from terrazzo.checkpoint import open_source
+from terrazzo.checkpoint.job import Job
+from terrazzo.errors import SaveFailed
 from tests.helpers.processes import Pool
 from tests.integrations.trainers import PATIENCE_S, Run, apart, sequences, tiny_model, tiny_tokenizer
 
@@ -81,6 +85,23 @@ def _masters(folder: Path) -> tuple[set[str], bool]:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "bf16").state_dict()
     equal = all(torch.equal(value, loaded[name]) for name, value in masters.items())
     return {str(value.dtype) for value in loaded.values()}, equal
+
+
+def _failing(folder: Path) -> tuple[int, bool]:
+    """The step that is left where a save in its place fails, and whether one that works replaces it."""
+    trainer = Run(folder, "zero3", {**SAVING, "max_steps": 2}, _dropping()).trainer
+    trainer.state.global_step = 3
+    checkpoint = folder / "checkpoint-2"
+    with patch.object(Job, "write", side_effect=OSError("no space")), pytest.raises(SaveFailed):
+        trainer._save_optimizer_and_scheduler(str(checkpoint))
+    step = open_source(checkpoint / "terrazzo").step
+    trainer._save_optimizer_and_scheduler(str(checkpoint))
+    clean = [each.name for each in checkpoint.iterdir() if "terrazzo" in each.name] == ["terrazzo"]
+    return step, clean and open_source(checkpoint / "terrazzo").step == 3
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_that_it_would_replace(two_processes: Pool, tmp_path: Path) -> None:
+    assert two_processes.run(_failing, tmp_path, timeout_s=PATIENCE_S) == [(2, True)] * 2
 
 
 def test_runs_continue_to_the_bit(two_processes: Pool, tmp_path: Path) -> None:

@@ -303,3 +303,22 @@ def test_a_vocabulary_that_is_too_small(texts: Path) -> None:
 def test_settings_out_of_range(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=next(iter(changes))):
         spec_of(tmp_path, **changes)
+
+
+def test_files_that_come_after_the_cache_is_named_are_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name says which files it holds, so those that are read must be the same."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("one " * 50)
+    found = build_module.find_files
+
+    def growing(source: Any) -> Any:
+        files = found(source)
+        (tmp_path / "data" / "b.txt").write_text("two")
+        return files
+
+    monkeypatch.setattr(build_module, "find_files", growing)
+    spec = DataSpec(str(tmp_path / "data"), sequence_length=8, validation_fraction=0.0, cache=tmp_path / "cache")
+    assert load_data(spec).train.cache.header.documents == 1
+    assert load_data(spec).train.cache.header.documents == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from terrazzo.config import LaunchConfig
+from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.failure import Failure, first_failure
-from terrazzo.train.launch import _report, adopt_slurm, first_host, local_ranks, resolve_device
+from terrazzo.train.launch import _report, adopt_slurm, first_host, local_ranks, resolve_device, set_threads
 
 RANK = """
 import os, sys, torch, torch.distributed as dist
+from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.failure import run_rank
 rank = int(os.environ["RANK"])
@@ -208,3 +212,22 @@ def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(BadInput, match=r"launch\.ranks=2"):
         local_ranks(LaunchConfig(ranks=4))
+
+
+@pytest.mark.parametrize(
+    ("bound", "container", "quota", "ranks", "threads"),
+    [(4, 4, math.inf, 2, 2), (4, 4, math.inf, 8, 1), (64, 128, math.inf, 2, 64), (128, 128, 4.0, 2, 2)],
+    ids=["a cpuset", "more ranks than CPUs", "CPUs of its own", "a quota"],
+)
+def test_a_rank_takes_its_share_of_the_container_and_not_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, bound: int, container: int, quota: float, ranks: int, threads: int
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(topology, "allowed_cpus", lambda: frozenset(range(bound)))
+    monkeypatch.setattr(topology, "container_cpus", lambda root: frozenset(range(container)))
+    monkeypatch.setattr(topology, "container_quota", lambda root: quota)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    set_threads(LaunchConfig(), ranks)
+    set_threads(LaunchConfig(threads=7), ranks)
+    assert taken == [threads, 7]

@@ -24,7 +24,7 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.planner.setup.setup import Mesh
 from terrazzo.telemetry import available_host_bytes, resident_bytes
-from terrazzo.train import fit, planning, promise, summary
+from terrazzo.train import fit, planning, promise, report, summary
 from terrazzo.train.build import decoder_config, prepare_model
 from terrazzo.train.fit import check_plan
 from terrazzo.train.planning import setup_of
@@ -138,6 +138,14 @@ def test_a_run_on_cpus_is_one_on_a_host_of_gpus_too(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(planning, "this_machine", lambda: gpus)
     found = setup_of(config(), 2).cluster
     assert (found.device.kind, found.device.memory_bytes, found.count) == ("cpu", 256 * GIB, 2)
+
+
+def test_measured_mfu_is_of_the_peak_that_the_promise_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the format that the run computes in, not of bf16 whatever it does."""
+    peaks = {"bf16": 8e14, "fp32": 5e13}
+    monkeypatch.setattr(report, "this_machine", lambda: Cluster(Device("device", 80 * GIB, peak_flops=peaks)))
+    for precision, peak in (("fp32", 5e13), ("bf16", 8e14), ("fp16", None)):
+        assert report.peak_flops(config(precision=precision)) == peak
 
 
 def test_ranks_on_cpus_share_their_host(monkeypatch: pytest.MonkeyPatch) -> None:

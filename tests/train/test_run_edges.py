@@ -51,6 +51,19 @@ def test_a_folder_that_is_the_data_is_refused(tmp_path: Path, key: str, what: st
 
 
 @pytest.mark.parametrize("key", ["log", "checkpoint"])
+def test_a_folder_inside_the_data_is_refused(tmp_path: Path, key: str) -> None:
+    """The next start would read the run's own files as data. Hidden folders are not read."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text("the number 1\n" * 100)
+    sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}, "data": {"source": str(data)}}
+    with pytest.raises(BadInput, match=rf"{key}\.folder is '{data}/sub/run', which is inside the data, '{data}'"):
+        check(config_from_dict({**sections, key: {"folder": str(data / "sub" / "run")}}), 1)
+    check(config_from_dict({**sections, key: {"folder": str(data / ".run")}}), 1)
+    check(config_from_dict({**sections, key: {"folder": str(tmp_path / "data-of-a-run")}}), 1)
+
+
+@pytest.mark.parametrize("key", ["log", "checkpoint"])
 def test_the_root_is_no_folder_for_a_run(tmp_path: Path, key: str) -> None:
     sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}}
     sections[key] = {"folder": "/tmp/.."}

@@ -173,8 +173,8 @@ def _understand(file: Path, name: str | None, context: Context) -> Understood:
 def _context(
     world: int | None, model: str | None, load_dtype: str | None, trainer: Path | None, library: list[str] | None
 ) -> Context:
+    from terrazzo.config.files import load
     from terrazzo.dialects.dialect import Context
-    from terrazzo.dialects.files import load
 
     if load_dtype not in (None, *LOAD_DTYPES):
         raise BadInput(f"--load-dtype is '{load_dtype}'; there are: {', '.join(LOAD_DTYPES)}.")

@@ -1,4 +1,9 @@
-"""Terrazzo's own configuration: its schema, how files become one, and what must not be printed of it."""
+"""Terrazzo's own configuration: its schema, how files become one, and what must not be printed of it.
+
+Open to other packages:
+
+    files   any configuration's file as plain data, for those who read other libraries'
+"""
 
 from terrazzo.config.keys import KEYS, Key
 from terrazzo.config.reading import config_from_dict, flatten, load_config

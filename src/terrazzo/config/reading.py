@@ -1,30 +1,25 @@
-"""Reading a configuration: YAML, JSON or TOML, then `section.key=value` overrides, then validation in plain words.
+"""Reading a configuration: a file, then `section.key=value` overrides, then validation in plain words.
 
-All problems of a file are reported together, each with the key, what was found and what was expected. Duplicate keys
-are refused, and nothing in a configuration is ever imported or executed.
+All problems of a file are reported together, each with the key, what was found and what was expected.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import tomllib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from terrazzo.config.files import parse_value, read_text
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.files import read_plain
 
 __all__ = ["config_from_dict", "flatten", "load_config"]
 
-MAX_BYTES = 1 << 20
-MAX_INT_BITS = 64
 SHORTHANDS = ("plan", "precision")  # sections that may be given as just their name
 
 
@@ -46,25 +41,6 @@ KINDS = {
     "model": "a section of keys",
     "path": "a path",
 }
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML, with two repairs: `1e-3` is a number (as in YAML 1.2), and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                continue  # a list as a key, which is refused below
-            if (key := key_node.value) in seen:
-                raise BadInput(f"key '{key}' appears twice in one section (line {key_node.start_mark.line + 1})")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -108,20 +84,8 @@ def flatten(config: BaseModel | dict[str, Any]) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = read_plain(path, MAX_BYTES).decode()
-    except FileNotFoundError:
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*") if p.is_file()])
-        raise BadInput(f"No configuration file at '{path}'.{near}") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"The configuration file '{path}' cannot be read as text: {error}.") from None
-    try:
-        raw = _parse(text, path.suffix.lower())
-    except BadInput:
-        raise
-    except Exception as error:  # values that are none, as the 45th of a month: YAML's constructors raise what they like
-        kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix.lower(), "YAML")
-        raise BadInput(f"'{path}' is not valid {kind}: {_said(error)}.") from None
+    text, kind = read_text(path)
+    raw = parse_value(text, kind, str(path))
     if raw is None or raw == {}:
         raise BadInput(
             f"'{path}' is empty, so there is nothing to train: write sections such as 'model:', 'data:' and 'train:',"
@@ -132,52 +96,16 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _parse(text: str, suffix: str) -> Any:
-    if suffix == ".json":
-        return _no_giants(json.loads(text, object_pairs_hook=_no_twins))
-    return _no_giants(tomllib.loads(text)) if suffix == ".toml" else _yaml(text)
-
-
-def _yaml(text: str) -> Any:
-    return _no_giants(yaml.load(text, Loader=_Loader))  # noqa: S506 - a SafeLoader: plain values only
-
-
-def _no_giants(value: Any) -> Any:
-    """`value`, without whole numbers that can be read (as hexadecimal digits), but not printed or made a float."""
-    left, seen = [value], set()
-    while left:
-        one = left.pop()
-        if isinstance(one, int) and one.bit_length() > MAX_INT_BITS:
-            raise ValueError(f"a whole number of {one.bit_length():,} bits, and at most {MAX_INT_BITS} are taken")
-        if isinstance(one, dict | list) and id(one) not in seen:  # an alias may lead back to where it is
-            seen.add(id(one))
-            left.extend([*one.keys(), *one.values()] if isinstance(one, dict) else one)
-    return value
-
-
-def _said(error: Exception) -> str:
-    """In one line; of errors that say a bare word, with what they are."""
-    text = " ".join(str(error).split())[:500]
-    return f"{type(error).__name__}: {text}" if isinstance(error, LookupError) else text
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if twins := {key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1}:
-        raise BadInput(f"key {', '.join(repr(key) for key in sorted(twins))} appears twice in one section")
-    return dict(pairs)
-
-
 def _apply(raw: dict[str, Any], override: str) -> None:
     """Set `section.key=value` in place; the value is read as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip("."):
         raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
-        value = _yaml(text)
-    except BadInput:
-        raise
-    except Exception as error:
-        raise BadInput(f"The value of override '{override}' is not valid YAML: quote it ({_said(error)}).") from None
+        value = parse_value(text, "yaml", key)
+    except BadInput as error:
+        why = str(error).rstrip(".")
+        raise BadInput(f"The value of override '{override}' is not valid YAML: quote it ({why}).") from None
     *parents, last = key.split(".")
     target = raw
     for depth, name in enumerate(parents):
@@ -224,14 +152,8 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
     *parents, key = (str(part) for part in location)
     section: type[BaseModel] = Config
     for name in parents:
-        section = _candidates(section.model_fields[name].annotation)[0]
+        section = cast(type[BaseModel], section.model_fields[name].annotation)
     known = list(section.model_fields)
     near = did_you_mean(key, known)
     place = f"section '{'.'.join(parents)}'" if parents else "the configuration"
     return f"unknown key '{key}' in {place}.{near or ' Known: ' + ', '.join(known) + '.'}"
-
-
-def _candidates(annotation: Any) -> list[type[BaseModel]]:
-    """The sections an annotation allows: itself, or the members of a union."""
-    options = get_args(annotation) or (annotation,)
-    return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]

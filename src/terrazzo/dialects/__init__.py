@@ -4,5 +4,5 @@ Open to other packages:
 
     accelerate.launched, deepspeed.keys                             what doors for these libraries read besides a file
     check, convert, diff, emit, explain, precision_table, verdict   the verbs of the command line
-    description, dialect, files, meaning, registry, understand      from a file to its meaning
+    description, dialect, meaning, registry, understand             from a file to its meaning
 """

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from terrazzo.config.files import Format, Loaded
 from terrazzo.dialects.comments import Comment, place, take
 from terrazzo.dialects.description import keys_in
-from terrazzo.dialects.files import Format, Loaded
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["plain", "to_text"]

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.config.files import load
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.description import Extra, Setting, keys_in, settings
 from terrazzo.dialects.dialect import Context, Dialect, Document, Finding, Reading
-from terrazzo.dialects.files import load
 from terrazzo.dialects.fsdp1 import FSDP1
 from terrazzo.dialects.verdict import Verdict, worst
 from terrazzo.errors import BadInput

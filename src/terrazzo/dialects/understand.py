@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from terrazzo.config.files import Loaded, load
 from terrazzo.dialects.description import Description, Setting
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Reading
-from terrazzo.dialects.files import Loaded, load
 from terrazzo.dialects.meaning import data_ranks
 from terrazzo.dialects.reader import derived
 from terrazzo.dialects.registry import dialect, recognise

@@ -18,6 +18,7 @@ offload. Other packages import from here: what they want of a sharded model, the
 packages:
 
     offload.disk            folders for swap files, for advice on them
+    offload.topology        CPUs that a rank may use
     partition, place, spec  the units of a model, where their states rest, and what moves, for the planner
     process.control_groups  what this process may use, for those who count memory
     process.ending          threads, locks and forks of those who have their own

@@ -19,7 +19,7 @@ from terrazzo.dialects.meaning import degrees
 from terrazzo.engine import DTYPES, LossScaling, Offload, Plan, Precision, checkpoint_activations, compile_units, shard
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["ActivationCheckpointing", "Setup", "setup_for"]
+__all__ = ["ActivationCheckpointing", "Setup", "setup_for", "trained_dtypes"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -125,6 +125,15 @@ def setup_for(description: Description, device: torch.device, loaded: torch.dtyp
         activation_checkpointing=_activation_checkpointing(description),
         compile=bool(description.value("training.compile")),
     )
+
+
+def trained_dtypes(model: nn.Module) -> list[torch.dtype]:
+    """Those of floating parameters that are trained, or of all where none is, in their order; fp32 where none floats.
+
+    A frozen base beside adapters does not count.
+    """
+    trained = [each for each in model.parameters() if each.requires_grad] or list(model.parameters())
+    return list(dict.fromkeys(each.dtype for each in trained if each.is_floating_point())) or [torch.float32]
 
 
 def _name(description: Description, path: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from terrazzo.config import LaunchConfig
+from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.errors import BadInput
 from terrazzo.train.failure import BAD_INPUT, FAILED, Failure, first_failure, register_rank
 from terrazzo.train.local import LocalRank, LocalRanks, Signals
@@ -64,8 +65,8 @@ def local_ranks(config: LaunchConfig) -> int:
 
 
 def set_threads(config: LaunchConfig, ranks_here: int) -> None:
-    """Give this rank its share of the machine's cores."""
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // ranks_here))
+    """Give this rank its share of the CPUs that the machine, or the container, lets the run have."""
+    torch.set_num_threads(config.threads or cpus_of_a_rank(ranks_here))
 
 
 def adopt_slurm() -> None:
@@ -96,7 +97,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
 
     Prints the first failing rank's message or traceback as the last thing on screen.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus_of_a_rank(1) // ranks)))
     signals = Signals()
     try:
         with LocalRanks(ranks, arguments) as started:

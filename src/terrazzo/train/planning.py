@@ -28,7 +28,7 @@ from terrazzo.train.launch import resolve_device
 from terrazzo.train.lora import with_adapters
 from terrazzo.train.model import DecoderConfig
 
-__all__ = ["ranks_here", "setup_of"]
+__all__ = ["matmul_format", "ranks_here", "setup_of"]
 
 
 def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) -> Setup:

@@ -25,7 +25,7 @@ from terrazzo.train.build import (
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.hub import folder_of_source
 from terrazzo.train.data.sources import PYTHON_STDLIB, find_files
-from terrazzo.train.data.stored import is_url
+from terrazzo.train.data.stored import is_url, is_visible
 from terrazzo.train.fit import check_plan
 from terrazzo.train.huggingface import read_config, weight_files
 from terrazzo.train.lora import check_lora
@@ -104,13 +104,22 @@ def _check_folders(config: Config) -> None:
     given = [config.data.source, config.data.validation_source]
     sources = [source for one in given if one for source in ([one] if isinstance(one, str) else one)]
     local = [source for source in sources if source != PYTHON_STDLIB and not is_url(source)]
-    read = {_without_globs(folder_of_source(source)[0]).resolve() for source in local}
+    paths = [folder_of_source(source)[0] for source in local]
+    read = {_without_globs(path).resolve() for path in paths}
+    whole = {path.resolve() for path in paths if path.is_dir()}  # with the folders in them
     folders = {"log.folder": config.log.folder}
     if "://" not in config.checkpoint_folder:
         folders["checkpoint.folder"] = Path(config.checkpoint_folder)
     for key, folder in folders.items():
-        if folder.resolve() in read or folder.resolve() == Path(folder.resolve().anchor):
+        place = folder.resolve()
+        if place in read or place == Path(place.anchor):
             raise BadInput(f"{key} is '{folder}', which is the data itself or the root: use a folder of its own.")
+        around = next((one for one in whole if place.is_relative_to(one)), None)
+        if around is not None and is_visible(place.relative_to(around).as_posix()):
+            raise BadInput(
+                f"{key} is '{folder}', which is inside the data, '{around}': the next start would read what this one"
+                " writes as data. Use a folder beside it."
+            )
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")
         _check_writable(key, folder)

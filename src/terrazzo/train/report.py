@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from terrazzo.config import without_passwords
+from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
+from terrazzo.train.build import build_precision
 from terrazzo.train.evaluate import Validation
+from terrazzo.train.planning import matmul_format
 from terrazzo.train.session import Session
 from terrazzo.train.summary import Pace, summarize, summary_lines
 
@@ -34,6 +36,11 @@ class Measured:
     peak_memory_bytes: int
 
 
+def peak_flops(config: Config) -> float | None:
+    """Per second, of this machine's device in the format that the run computes in; None where it is not known."""
+    return this_machine().device.peak_flops.get(matmul_format(build_precision(config)))
+
+
 class Report:
     """Everything that is said and written. Every rank has one; only rank 0's does anything."""
 
@@ -51,7 +58,7 @@ class Report:
         self._last_validation: Validation | None = None
         self._last_sample = ""
         self._on_cuda = session.ranks.device.type == "cuda"
-        self._peak_flops = this_machine().device.peak_flops.get("bf16") if self._on_cuda else None
+        self._peak_flops = peak_flops(session.config) if self._on_cuda else None
         if self._speaks:
             self._open()
 

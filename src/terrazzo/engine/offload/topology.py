@@ -22,7 +22,7 @@ import torch
 
 from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
 
-__all__ = ["allowed_cpus", "bind_to", "numa_nodes", "physical_cores", "step_threads"]
+__all__ = ["allowed_cpus", "bind_to", "cpus_of_a_rank", "numa_nodes", "physical_cores", "step_threads"]
 
 
 def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tuple[int, frozenset[int]]:
@@ -52,6 +52,19 @@ def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tu
             cores = cores[start : start + count]
     quota = container_quota(root)
     return min(count, max(1, int(quota / local_ranks)) if math.isfinite(quota) else count), frozenset(cores)
+
+
+def cpus_of_a_rank(local_ranks: int, root: Path = SYS) -> int:
+    """How many CPUs one of `local_ranks` on this host may keep busy: its share of what the container has.
+
+    CPUs that a launcher has bound this process to are its own once they are no more than an even share.
+    """
+    allowed = allowed_cpus()
+    count = len(allowed)
+    if count > max(1, len(container_cpus(root) | allowed) // local_ranks):
+        count = max(1, count // local_ranks)
+    quota = container_quota(root)
+    return min(count, max(1, int(quota / local_ranks)) if math.isfinite(quota) else count)
 
 
 def bind_to(cpus: Collection[int]) -> bool:

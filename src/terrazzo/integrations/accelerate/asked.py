@@ -27,7 +27,7 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
 from terrazzo.engine import LossScaling, Offload, Plan, Precision, Units
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import Setup, setup_for
+from terrazzo.integrations.setup import Setup, setup_for, trained_dtypes
 
 __all__ = ["DEFAULT_PLAN", "Asked", "Words", "hidden"]
 
@@ -165,12 +165,10 @@ class Asked:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Of what is trained, or of everything where nothing is."""
-    tensors = [each for each in model.parameters() if each.requires_grad] or list(model.parameters())
-    found = {each.dtype for each in tensors if each.is_floating_point()}
+    found = trained_dtypes(model)
     if len(found) > 1:
         raise BadInput(f"The trained parameters are {', '.join(sorted(map(str, found)))}: give them one dtype.")
-    return found.pop() if found else torch.float32
+    return found[0]
 
 
 def _one_plugin(given: dict[str, Any]) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +16,10 @@ import terrazzo as tz
 from terrazzo.checkpoint import Source
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.read import own_folder
-from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.errors import BadInput
 from terrazzo.integrations.deepspeed.config import Configuration
 from terrazzo.integrations.deepspeed.utils import is_first, warn_once
+from terrazzo.integrations.saving import on_first, save_over
 from terrazzo.integrations.weights import full_state_dict
 
 __all__ = ["Checkpoints"]
@@ -59,16 +59,14 @@ class Checkpoints:
             raise BadInput("save_checkpoint(exclude_frozen_parameters=True): a checkpoint here is whole; leave it out.")
         name = str(gather_json(f"global_step{self.global_steps}" if tag is None else str(tag))[0])
         path = Path(save_dir) / name
-        fresh = path.with_name(f"{path.name}.new")
         own: dict[str, Any] = {count: getattr(self, count) for count in _COUNTS}
         own["client_state"] = dict(client_state or {})
         if hasattr(self.lr_scheduler, "state_dict"):
             own["lr_scheduler"] = self.lr_scheduler.state_dict()
-        _on_first(lambda: _make_room(path, fresh))
-        tz.checkpoint.save(fresh, self.module, self.optimizer, {"step": self.global_steps, _OWN: own})
-        _on_first(lambda: _take_place(path, fresh))
+        on_first(lambda: _check_replaceable(path))
+        save_over(path, self.module, self.optimizer, {"step": self.global_steps, _OWN: own})
         if save_latest:
-            _on_first(lambda: _name_latest(Path(save_dir), name))
+            on_first(lambda: _name_latest(Path(save_dir), name))
         return True
 
     def load_checkpoint(  # structure: signature fixed by DeepSpeed
@@ -139,7 +137,7 @@ class Checkpoints:
             return False
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
-        _on_first(lambda: _write(path, state))
+        on_first(lambda: _write(path, state))
         return True
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
@@ -172,25 +170,9 @@ def _write(path: Path, state: dict[str, Tensor]) -> None:
     partial.replace(path)
 
 
-def _on_first(work: Callable[[], None]) -> None:
-    """Rank 0 works, and what it raises is raised on every rank. Collective."""
-    together(lambda: work() if is_first() else None, SaveFailed)
-
-
-def _make_room(path: Path, fresh: Path) -> None:
-    """An older checkpoint of the same name stays until the new one is complete. What is not one is never replaced."""
+def _check_replaceable(path: Path) -> None:
     if path.exists() and own_folder(path) is None:
         raise BadInput(f"'{path}' is there, and is not this door's: save under another tag.")
-    shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _take_place(path: Path, fresh: Path) -> None:
-    replaced = path.with_name(f".{path.name}.replaced")
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        path.rename(replaced)
-    fresh.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _name_latest(folder: Path, tag: str) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from terrazzo.config.files import Loaded, load
 from terrazzo.dialects.check import check
 from terrazzo.dialects.deepspeed.keys import TABLE
 from terrazzo.dialects.description import Description, Setting, settings
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.files import Loaded, load
 from terrazzo.dialects.meaning import extras_by_key
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import Understood, read_document

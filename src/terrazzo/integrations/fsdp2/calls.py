@@ -27,7 +27,7 @@ from terrazzo.dialects.understand import read_document
 from terrazzo.engine import attach, take_over_by
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2.module import FSDPModule, Mark
-from terrazzo.integrations.setup import Setup, setup_for
+from terrazzo.integrations.setup import Setup, setup_for, trained_dtypes
 
 __all__ = ["fully_shard"]
 
@@ -233,20 +233,18 @@ def _document(own: Mapping[str, Any], reshard: bool | int | None) -> dict[str, A
 
 
 def _dtype_of(root: nn.Module) -> torch.dtype:
-    found = {
-        parameter.dtype for parameter in root.parameters() if parameter.is_floating_point() and parameter.requires_grad
-    }
+    found = trained_dtypes(root)
     if len(found) > 1:
         raise BadInput(
             f"fully_shard: trainable parameters are in {', '.join(map(str, found))}: convert them to one dtype."
         )
-    return found.pop() if found else torch.float32
+    return found[0]
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:
     if mesh is not None:
         return torch.device(mesh.device_type)
-    nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    nccl = torch.cuda.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     return torch.device("cuda" if nccl else "cpu")
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo import checkpoint as checkpoints
 from terrazzo.checkpoint.exchange import together
 from terrazzo.checkpoint.read import own_folder
-from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.errors import BadInput
 from terrazzo.integrations.lightning.state import from_json, to_json
+from terrazzo.integrations.saving import save_over
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -31,33 +30,13 @@ def save_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None, ch
     """
     rest = {key: value for key, value in checkpoint.items() if key not in _TENSORS}
     extra = {"step": int(checkpoint.get("global_step", 0)), _KEY: to_json(rest)}
-    if not os.path.lexists(path):
-        checkpoints.save(path, model, optimizer, extra)
-        return
     together(lambda: _check_replaceable(path), BadInput)
-    new = f"{path}.new"
-    together(lambda: _remove(new), SaveFailed)
-    checkpoints.save(new, model, optimizer, extra)
-    together(lambda: _replace(path, new), SaveFailed)
+    save_over(path, model, optimizer, extra)
 
 
 def _check_replaceable(path: str) -> None:
     if os.path.isdir(path) and own_folder(path) is None:
         raise BadInput(f"'{path}' is a folder that is not a checkpoint of Terrazzo's: it is not replaced.")
-
-
-def _replace(path: str, new: str) -> None:
-    if dist.get_rank() == 0:
-        old = f"{path}.old"
-        _remove(old)
-        os.rename(path, old)
-        os.rename(new, path)
-        _remove(old)
-
-
-def _remove(path: str) -> None:
-    if dist.get_rank() == 0 and os.path.lexists(path):
-        shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.remove(path)
 
 
 def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
 from terrazzo.engine import SHORT, Offload, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import Setup
+from terrazzo.integrations.setup import Setup, trained_dtypes
 
 __all__ = ["TerrazzoArguments", "check", "describe"]
 
@@ -86,7 +86,7 @@ def _check_deepspeed(document: Mapping[str, Any], context: Context) -> None:
 
 
 def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype:
-    """The model's dtype. Errors: `BadInput` for what the Trainer can do and this door cannot."""
+    """The dtype of what is trained. Errors: `BadInput` for what the Trainer can do and this door cannot."""
     told = int(os.environ.get("WORLD_SIZE", "1"))
     problems = {
         "one process with several GPUs (DataParallel): start one process per GPU with torchrun": args.n_gpu > 1,
@@ -106,4 +106,4 @@ def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype
     }
     if found := [text for text, there in problems.items() if there]:
         raise BadInput(f"Terrazzo's Trainer does not take {'; nor '.join(found)}.")
-    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    return trained_dtypes(model)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,12 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.engine import ShardedModule
-from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.errors import BadInput
 from terrazzo.integrations.accelerate import Accelerator
+from terrazzo.integrations.saving import save_over
 from terrazzo.integrations.setup import Setup, setup_for
 from terrazzo.integrations.transformers.arguments import TerrazzoArguments, check, describe
 
@@ -114,17 +114,10 @@ class TerrazzoTrainerMixin(_Base):
             _name_dtype(self.model.config, widest, output_dir or self.args.output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        path = os.path.join(output_dir, _FOLDER)
-        together(lambda: self._make_room(path), SaveFailed)
-        extra = {"step": self.state.global_step}
-        checkpoint.save(path, self.model, self.optimizer.optimizer, extra)
+        path, extra = os.path.join(output_dir, _FOLDER), {"step": self.state.global_step}
+        save_over(path, self.model, self.optimizer.optimizer, extra)  # a run that begins again writes them anew
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-
-    def _make_room(self, path: str) -> None:
-        """A run that begins again writes its checkpoints anew, as the Trainer does."""
-        if self.args.should_save and os.path.lexists(path):
-            shutil.rmtree(path)
 
     # -- resuming --------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from terrazzo.train.data.chat import LossOn, chat_fingerprint, load_chat
 from terrazzo.train.data.packing import Packing, TooLong, arrange
 from terrazzo.train.data.sequences import SequenceDataset, held_out_whole, split_documents, split_of
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
+from terrazzo.train.data.stored import SourceFile
 from terrazzo.train.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 __all__ = ["Agree", "DataSpec", "TokenData", "default_cache_dir", "load_data"]
@@ -108,10 +110,10 @@ def load_data(spec: DataSpec, *, builds: bool = True, agree: Agree = lambda mess
     failure: Exception | None = None
     try:
         tokenizer = load_tokenizer(spec.tokenizer, spec.end_of_document)
-        places = [cache_place(spec, source, tokenizer) for source in sources_of(spec)]
+        wanted = [wanted_cache(spec, source, tokenizer) for source in sources_of(spec)]
         if builds:
-            for source, path in places:
-                build_if_needed(spec, source, path, tokenizer)
+            for one in wanted:
+                build_if_needed(spec, one, tokenizer)
     except Exception as error:  # whatever it is, the other ranks must hear of it before this one leaves
         failure = error
     message = agree(None if failure is None else f"{failure}")
@@ -119,7 +121,7 @@ def load_data(spec: DataSpec, *, builds: bool = True, agree: Agree = lambda mess
         raise failure
     if message is not None:
         raise BadInput(message)
-    return assemble(spec, tokenizer, [opened(path) for _, path in places])
+    return assemble(spec, tokenizer, [opened(one.path) for one in wanted])
 
 
 def sources_of(spec: DataSpec) -> list[str | Sequence[str]]:
@@ -127,12 +129,20 @@ def sources_of(spec: DataSpec) -> list[str | Sequence[str]]:
     return [spec.source] if spec.validation_source is None else [spec.source, spec.validation_source]
 
 
-def cache_place(spec: DataSpec, source: str | Sequence[str], tokenizer: Tokenizer) -> tuple[str | Sequence[str], Path]:
-    """The source and the file that its cache has."""
-    chat = chat_fingerprint(spec.tokenizer, spec.chat_template, spec.loss_on)
-    key = cache_key(find_files(source), tokenizer.fingerprint, spec.text_field, spec.max_bytes, chat)
+class WantedCache(NamedTuple):
+    """The cache of a source: its own path, and the files that go into it, as they were found when it was named."""
+
+    source: str | Sequence[str]
+    files: list[SourceFile]
+    path: Path
+
+
+def wanted_cache(spec: DataSpec, source: str | Sequence[str], tokenizer: Tokenizer) -> WantedCache:
+    """The cache that a source has as it is now."""
+    chat, files = chat_fingerprint(spec.tokenizer, spec.chat_template, spec.loss_on), find_files(source)
+    key = cache_key(files, tokenizer.fingerprint, spec.text_field, spec.max_bytes, chat)
     folder = Path(spec.cache).expanduser() if spec.cache is not None else default_cache_dir()
-    return source, folder / f"{key}.tokens"
+    return WantedCache(source, files, folder / f"{key}.tokens")
 
 
 def default_cache_dir() -> Path:
@@ -140,12 +150,13 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "terrazzo" / "tokens"
 
 
-def build_if_needed(spec: DataSpec, source: str | Sequence[str], path: Path, tokenizer: Tokenizer) -> None:
-    """Writes the cache `path`, unless a whole and undamaged one is there."""
+def build_if_needed(spec: DataSpec, wanted: WantedCache, tokenizer: Tokenizer) -> None:
+    """Writes the cache, unless a whole and undamaged one is there."""
+    source, files, path = wanted
     if open_cache(path, path.stem, verify=True) is not None:
         return
     skipped = Skipped()
-    documents = read_documents(find_files(source), spec.text_field, spec.max_bytes, skipped)
+    documents = read_documents(files, spec.text_field, spec.max_bytes, skipped)
     try:
         chat = partial(load_chat, tokenizer, spec.tokenizer, spec.chat_template, spec.loss_on)
         written = write_cache(path, path.stem, documents, tokenizer, skipped, chat)

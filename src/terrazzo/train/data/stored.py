@@ -115,7 +115,7 @@ def stored_files(url: str) -> list[SourceFile]:
         if root is None:
             return [_stored(fs, found[0], path.rpartition("/")[2], required=True)]
         names = [one["name"].removeprefix(root).lstrip("/") for one in found]
-        pairs = [pair for pair in zip(found, names, strict=True) if pair[0]["type"] == "file" and _is_visible(pair[1])]
+        pairs = [pair for pair in zip(found, names, strict=True) if pair[0]["type"] == "file" and is_visible(pair[1])]
         files = [_stored(fs, one, name, required=False) for one, name in pairs]
     if not files:
         raise BadInput(
@@ -161,7 +161,7 @@ def _plain_part(path: str) -> str:
     return "/".join(parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
 
 
-def _is_visible(name: str) -> bool:
+def is_visible(name: str) -> bool:
     """False also for no name, and for the empty objects that some tools put in place of folders."""
     return all(part and not part.startswith(".") and part != "__pycache__" for part in name.split("/"))
 

@@ -24,7 +24,7 @@ import yaml
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import read_plain
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "Loaded", "load", "parse"]
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "Loaded", "load", "parse", "parse_value", "read_text"]
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
@@ -57,30 +57,42 @@ class Loaded:
 def load(path: str | Path) -> Loaded:
     """Read a file: JSON or TOML if its name ends so, else YAML. Errors: `BadInput` for all that the module refuses."""
     path = Path(path)
-    text = _decode(_read(path), str(path))
-    kind = _FORMATS.get(path.suffix.lower(), "yaml")
+    text, kind = read_text(path)
     return Loaded(path, parse(text, kind, str(path)), text, kind, kind == "json" and _strict(text) != text)
+
+
+def read_text(path: Path) -> tuple[str, Format]:
+    """A file's text, and the format that its name says."""
+    return _decode(_read(path), str(path)), _FORMATS.get(path.suffix.lower(), "yaml")
 
 
 def parse(text: str, kind: Format, origin: str = "the text") -> dict[str, Any]:
     """Plain data from text. Errors: `BadInput`, naming `origin`."""
-    if bad := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x85\u2028\u2029]", text):
-        line = text.count("\n", 0, bad.start()) + 1
-        raise BadInput(f"'{origin}' holds the control character {bad.group()!r} in line {line}: remove it.")
-    try:
-        document = _READERS[kind](text, origin)
-    except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadInput(f"'{origin}' is not valid {kind.upper()}: {' '.join(str(error).split())[:300]}.") from None
-    except (RecursionError, ValueError, OverflowError) as error:
-        if isinstance(error, BadInput):
-            raise
-        raise BadInput(f"'{origin}' holds a value that cannot be read: {str(error).partition(';')[0][:200]}.") from None
+    document = parse_value(text, kind, origin)
     if document is None or (kind == "toml" and not document):
         raise BadInput(f"'{origin}' is empty: there is nothing to read.")
     if not isinstance(document, dict):
         raise BadInput(f"'{origin}' holds a {type(document).__name__}, expected keys with values.")
-    _check(document, origin)
     return document
+
+
+def parse_value(text: str, kind: Format, origin: str) -> Any:
+    """The same, where a value of any kind is taken, and None for no text."""
+    if bad := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x85\u2028\u2029]", text):
+        line = text.count("\n", 0, bad.start()) + 1
+        raise BadInput(f"'{origin}' holds the control character {bad.group()!r} in line {line}: remove it.")
+    try:
+        value = _READERS[kind](text, origin)
+    except BadInput:
+        raise
+    except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadInput(f"'{origin}' is not valid {kind.upper()}: {' '.join(str(error).split())[:300]}.") from None
+    except LookupError as error:  # of YAML's constructors, for a word that is none of the kind its tag says
+        raise BadInput(f"'{origin}' is not valid {kind.upper()}: {type(error).__name__}: {error}.") from None
+    except (RecursionError, ValueError, OverflowError) as error:
+        raise BadInput(f"'{origin}' holds a value that cannot be read: {str(error).partition(';')[0][:200]}.") from None
+    _check(value, origin)
+    return value
 
 
 # -- the file ------------------------------------------------------------------------------------------------------
@@ -310,7 +322,7 @@ _READERS: dict[Format, Callable[[str, str], Any]] = {"json": _json, "yaml": _yam
 # -- all ------------------------------------------------------------------------------------------------------------
 
 
-def _check(document: dict[str, Any], origin: str) -> None:
+def _check(document: Any, origin: str) -> None:
     """Refuse numbers that no setting can have, and more values or text than any configuration holds."""
     budget = [MAX_VALUES, 4 * MAX_BYTES]
 
@@ -333,4 +345,4 @@ def _check(document: dict[str, Any], origin: str) -> None:
         elif isinstance(value, int) and abs(value) >= _MAX_NUMBER:
             raise BadInput(f"'{origin}': {key} is a number of {value.bit_length()} bits, more than any setting has.")
 
-    walk("", document)
+    walk("" if isinstance(document, dict) else "it", document)
