@@ -211,8 +211,8 @@ MUTATIONS = [
     ),
     Mutation(
         "only a part of the blocks is checked on loading",
-        "checkpoint/read.py",
-        "// max(total, 1) == dist.get_rank():",
+        "checkpoint/native.py",
+        "// max(total, 1) == part:",
         "// max(total, 1) == 0:",
         "checkpoint/test_damage.py",
     ),
