@@ -50,7 +50,8 @@ from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.foreign import watch_steps
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, orphans, state_of
 from terrazzo.engine.order import Order
-from terrazzo.engine.paper.bill import MemoryBill, PaperStep, memory_bill
+from terrazzo.engine.paper.bill import MemoryBill, memory_bill
+from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.pass_end import meet, meets
 from terrazzo.engine.place import Plan
