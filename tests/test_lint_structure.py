@@ -114,14 +114,6 @@ def test_what_a_face_opens_is_there(tmp_path: Path) -> None:
     assert _texts(tree) == ["engine/__init__.py:1: 'model.names' is opened to other packages, and not there"]
 
 
-def test_a_folder_that_may_still_reach_inside(tmp_path: Path) -> None:
-    source = "from terrazzo.engine.unit import x\n"
-    own = {"engine____init__": "", "engine__unit": "", "planner____init__": "", "planner__memory____init__": ""}
-    assert _texts(_tree(tmp_path, **own, planner__memory__replay=source)) == []
-    (finding,) = _texts(_tree(tmp_path, **own, planner__memory__replay=source, planner__memories=source))
-    assert finding.startswith("planner/memories.py:1: 'terrazzo.engine.unit' is inside ")
-
-
 def test_a_new_folder_of_the_engine_must_be_given_a_layer(tmp_path: Path) -> None:
     assert any("'engine/utils' is in no layer" in text for text in _texts(_tree(tmp_path, engine__utils__a="")))
 

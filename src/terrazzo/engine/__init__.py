@@ -17,11 +17,14 @@ A module imports from its own folder and from those before it in this list, so t
 offload. Other packages import from here: what they want of a sharded model, they ask its `Engine`. Open to other
 packages:
 
-    offload.disk            folders for swap files, for advice on them
-    offload.topology        CPUs that a rank may use
-    partition, place, spec  the units of a model, where their states rest, and what moves, for the planner
-    process.control_groups  what this process may use, for those who count memory
-    process.ending          threads, locks and forks of those who have their own
+    offload.disk                                      folders for swap files, for advice on them
+    offload.topology                                  CPUs that a rank may use
+    process.control_groups                            what this process may use, for those who count memory
+    process.ending                                    threads, locks and forks of those who have their own
+    partition, place, spec, layout                    units, where their states rest, what moves: for the planner
+    order, schedule, paper.rehearsal                  a step on paper, likewise
+    links.collectives, links.columns, links.transfer  what sums receive, likewise
+    offload.drive, offload.needs, offload.store       what rests away from the device, likewise
 
 `tools/lint_structure.py` checks both.
 """

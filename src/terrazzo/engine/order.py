@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from terrazzo.engine.runnable import Runnable
 
@@ -47,9 +47,9 @@ class Order:
     backward: tuple[int, ...]
     closes: tuple[tuple[int, ...], ...] = field(repr=False)
     remaining: tuple[int, ...] = field(repr=False)
-    agreed: bool = False
-    left: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-    together: tuple[int, ...] = field(default=(), repr=False)
+    agreed: bool
+    left: tuple[tuple[int, ...], ...] = field(repr=False)
+    together: tuple[int, ...] = field(repr=False)
 
     @classmethod
     def of_visits(
@@ -66,31 +66,34 @@ class Order:
         visited = {unit for unit, _ in visits}
         visits = _with_missing(visits, units)
         forward = [unit for unit, event in visits if event == ENTER]
-        order = cls._of(forward, [unit for unit, event in reversed(visits) if event == LEAVE], agreed)
-        return replace(order, left=_departures(visits), together=_bursts(order.backward, visited, together))
+        backward = [unit for unit, event in reversed(visits) if event == LEAVE]
+        closes = _closings(forward, backward)
+        closed = {unit for ended in closes for unit in ended}
+        remaining = [unit for unit in dict.fromkeys([*backward, *reversed(forward)]) if unit not in closed]
+        left, bursts = _departures(visits), _bursts(backward, visited, together)
+        return cls(tuple(forward), tuple(backward), tuple(closes), tuple(remaining), agreed, left, bursts)
 
     @classmethod
     def of_registration(cls, units: Sequence[Runnable]) -> Order:
         """The program to expect before anything has run: units as registered, each around its inner units."""
         return cls.of_visits([], units, agreed=False)
 
-    @classmethod
-    def _of(cls, forward: Sequence[int], backward: Sequence[int], agreed: bool) -> Order:
-        first = {unit: position for position, unit in reversed(list(enumerate(forward)))}
-        begun = {unit: place for place, unit in enumerate(dict.fromkeys(backward))}
-        last_visit = {unit: position for position, unit in enumerate(backward)}
-        closes: list[tuple[int, ...]] = []
-        over: list[tuple[int, int]] = []  # a heap of units whose visits are over, latest forward first
-        for position, unit in enumerate(backward):
-            ended = []
-            while over and -over[0][0] > first[unit]:
-                ended.append(heapq.heappop(over)[1])
-            closes.append(tuple(sorted(ended, key=begun.__getitem__)))
-            if last_visit[unit] == position:
-                heapq.heappush(over, (-first[unit], unit))
-        closed = {unit for ended in closes for unit in ended}
-        remaining = [unit for unit in dict.fromkeys([*backward, *reversed(forward)]) if unit not in closed]
-        return cls(tuple(forward), tuple(backward), tuple(closes), tuple(remaining), agreed)
+
+def _closings(forward: Sequence[int], backward: Sequence[int]) -> list[tuple[int, ...]]:
+    """`closes` of an `Order`."""
+    first = {unit: position for position, unit in reversed(list(enumerate(forward)))}
+    begun = {unit: place for place, unit in enumerate(dict.fromkeys(backward))}
+    last_visit = {unit: position for position, unit in enumerate(backward)}
+    closes: list[tuple[int, ...]] = []
+    over: list[tuple[int, int]] = []  # a heap of units whose visits are over, latest forward first
+    for position, unit in enumerate(backward):
+        ended = []
+        while over and -over[0][0] > first[unit]:
+            ended.append(heapq.heappop(over)[1])
+        closes.append(tuple(sorted(ended, key=begun.__getitem__)))
+        if last_visit[unit] == position:
+            heapq.heappush(over, (-first[unit], unit))
+    return closes
 
 
 def _with_missing(visits: list[Visit], units: Sequence[Runnable]) -> list[Visit]:

@@ -241,6 +241,15 @@ class Plan:
     def places(self) -> dict[str, Place]:
         return {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
 
+    def over(self, axes: Container[str]) -> Plan:
+        """This plan split over only these axes, symbols resolved: the others split nothing."""
+        rows = {state: Place(place.among(axes), place.tier) for state, place in self.places().items()}
+        return Plan(**rows, name=self.name)
+
+    def tiers_of(self, index: int, units: int) -> Tiers:
+        """Where the states of one unit rest; arguments as of `Place.tier_of`."""
+        return Tiers(*(place.tier_of(index, units) for place in (self.weight, self.grad, self.optim)))
+
     @property
     def base(self) -> str:
         """The name without its offload."""

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.place import Plan, Tiers
+from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 
 __all__ = ["Recipe"]
@@ -26,12 +26,3 @@ class Recipe:
     def ranks(self) -> Mapping[str, Collectives]:
         """The data axes with more than one rank, innermost first."""
         return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.names)}
-
-    def tiers(self, index: int, units: int) -> Tiers:
-        """Those of one unit.
-
-        Args:
-            index: in the order of registration, root first.
-            units: how many there are.
-        """
-        return Tiers(*(place.tier_of(index, units) for place in (self.plan.weight, self.plan.grad, self.plan.optim)))

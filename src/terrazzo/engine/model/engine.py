@@ -33,8 +33,8 @@ from terrazzo.engine.model.state import (
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.optimizer import OptimizerDriver
-from terrazzo.engine.paper.bill import MemoryBill, PaperStep, memory_bill
-from terrazzo.engine.paper.rehearsal import rehearse
+from terrazzo.engine.paper.bill import MemoryBill, memory_bill
+from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.ending import require_own
@@ -138,8 +138,10 @@ class Engine:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
         """
-        step = PaperStep(self.schedule.prefetch, micro_batches, self.sums_locally(local))
-        return memory_bill(self.units, self.templates, self.store.settings, step)
+        return memory_bill(self.units, self.templates, self.store.settings, self._paper_step(micro_batches, local))
+
+    def _paper_step(self, micro_batches: int, local: bool | None) -> PaperStep:
+        return PaperStep(self.schedule.prefetch, micro_batches, self.sums_locally(local))
 
     @property
     def traffic(self) -> Traffic:
@@ -262,7 +264,8 @@ class Engine:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
         """
-        return rehearse(self.units, self.schedule.prefetch, micro_batches, self.sums_locally(local))[1]
+        _, traffic = rehearse(self.units, self._paper_step(micro_batches, local))
+        return traffic
 
     @contextlib.contextmanager
     def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:

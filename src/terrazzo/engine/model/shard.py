@@ -50,10 +50,11 @@ from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.foreign import watch_steps
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, orphans, state_of
 from terrazzo.engine.order import Order
-from terrazzo.engine.paper.bill import MemoryBill, PaperStep, memory_bill
+from terrazzo.engine.paper.bill import MemoryBill, memory_bill
+from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.pass_end import meet, meets
-from terrazzo.engine.place import Place, Plan
+from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.recipe import Recipe
@@ -190,7 +191,7 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     check_agreement(
         axes, {**facts, "parameters": model_facts(specs), "optimizer": [optimizer_facts(each) for each in built]}
     )
-    recipe = Recipe(axes, _live(plan, axes), precision)
+    recipe = Recipe(axes, plan.over(axes.live(axes.names)), precision)
     planned = _plan_units(specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, precision, options.offload)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], precision)
@@ -281,11 +282,6 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
-def _live(plan: Plan, axes: Axes) -> Plan:
-    rows = {state: Place(axes.live(place.axes), place.tier) for state, place in plan.places().items()}
-    return Plan(**rows, name=plan.name)
-
-
 def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> list[Optimizer]:
     if optimizer is None:
         return []
@@ -333,7 +329,7 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) ->
     """
     units, names = [], tuple(spec.name for spec in specs)
     for index, spec in enumerate(specs):
-        tiers = recipe.tiers(index, len(specs))
+        tiers = recipe.plan.tiers_of(index, len(specs))
         buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members, owners)]
         units.append(Unit(names, index, spec.module, buckets))
     return units

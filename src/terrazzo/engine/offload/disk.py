@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from terrazzo.engine.offload.disk_file import PAGE_BYTES, SwapFile, lost, sweep
+from terrazzo.engine.offload.disk_file import PAGE_BYTES, SwapFile, lost, padded_bytes, sweep
 from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, mount_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.process.ending import Ending, leaves_to_parent, require_own
@@ -105,7 +105,7 @@ class Disk:
 
     def __init__(self, settings: Offload, run: str, rank: int, size_bytes: int) -> None:
         """Take the space; stale files of earlier runs go first. Raises `BadInput` if a folder cannot be used."""
-        self.size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.size_bytes = padded_bytes(size_bytes)
         self.traffic = DiskTraffic()
         self._settings, self._block_bytes, self._reserved_bytes = settings, settings.block_bytes, 0
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class Disk:
         """The offset of a region of `count_bytes` that nobody else has, a multiple of `PAGE_BYTES`."""
         with self._lock:
             start = self._reserved_bytes
-            end = start + -(-count_bytes // PAGE_BYTES) * PAGE_BYTES
+            end = start + padded_bytes(count_bytes)
             if end > self.size_bytes:
                 raise Misuse(
                     f"A region of {count_bytes} bytes does not fit behind byte {start} of a Disk of {self.size_bytes}: "

@@ -12,10 +12,11 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from terrazzo.engine.layout import round_up
 from terrazzo.engine.offload.disk_folder import free_bytes, is_network, require_folder
 from terrazzo.errors import BadInput, SwapFailed, TerrazzoError
 
-__all__ = ["PAGE_BYTES", "SwapFile", "lost", "sweep"]
+__all__ = ["PAGE_BYTES", "SwapFile", "lost", "padded_bytes", "sweep"]
 
 PAGE_BYTES = 4096
 _NAME = re.compile(r"terrazzo-swap-.+-rank\d{5,}\.bin")
@@ -195,6 +196,11 @@ def _lock(descriptor: int) -> bool | None:
     except OSError as error:
         return False if isinstance(error, BlockingIOError) else None
     return True
+
+
+def padded_bytes(count_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return round_up(count_bytes, PAGE_BYTES)
 
 
 def _gib(count_bytes: int) -> str:

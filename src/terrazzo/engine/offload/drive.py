@@ -13,7 +13,8 @@ from torch import Tensor
 from terrazzo.engine.buffer import Access, Resting, Space
 from terrazzo.engine.layout import Range, round_up
 from terrazzo.engine.links.transfer import Handle, Moves, Traffic
-from terrazzo.engine.offload.disk import PAGE_BYTES, Disk, Pending, page_aligned
+from terrazzo.engine.offload.disk import Disk, Pending, page_aligned
+from terrazzo.engine.offload.disk_file import padded_bytes
 from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.process.worker import Worker
 
@@ -24,11 +25,6 @@ def cells(held: Range, size: int) -> Iterator[Range]:
     """A rank's range cut into cells of `size` elements, the last one shorter."""
     for start in range(held.start, held.stop, size):
         yield Range(start, min(start + size, held.stop))
-
-
-def padded_bytes(count_bytes: int) -> int:
-    """Rounded up to whole pages."""
-    return round_up(count_bytes, PAGE_BYTES)
 
 
 class Drive:

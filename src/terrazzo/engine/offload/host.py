@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.offload.disk import PAGE_BYTES
+from terrazzo.engine.offload.disk_file import PAGE_BYTES, padded_bytes
 from terrazzo.engine.process.ending import Ending
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.errors import BadInput, Misuse
@@ -44,7 +44,7 @@ class HostArena:
     """
 
     def __init__(self, size_bytes: int, pin: bool) -> None:
-        self.size_bytes = max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+        self.size_bytes = padded_bytes(max(1, size_bytes))
         self.pinned_bytes = 0
         self._taken_bytes = 0
         mapped = _map(self.size_bytes)
@@ -64,7 +64,7 @@ class HostArena:
         """
         if self._memory is None:
             raise Misuse("Memory was asked of a host arena that is closed: take all that is needed before close().")
-        start = -(-self._taken_bytes // PAGE_BYTES) * PAGE_BYTES
+        start = padded_bytes(self._taken_bytes)
         if not 0 <= count_bytes <= self.size_bytes - start:
             raise Misuse(
                 f"{count_bytes:,} bytes were asked of a host arena with {self.size_bytes - start:,} of its "

@@ -16,7 +16,8 @@ from torch import Tensor
 from terrazzo.engine.buffer import Buffer, Resting, Space
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.offload.disk import Disk
-from terrazzo.engine.offload.drive import Drive, DriveBuffer, padded_bytes
+from terrazzo.engine.offload.disk_file import padded_bytes
+from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.offload.settings import Offload

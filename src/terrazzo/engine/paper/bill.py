@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.offload.drive import padded_bytes
+from terrazzo.engine.offload.disk_file import padded_bytes
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import disk_bytes, host_bytes
 from terrazzo.engine.optim.segment import held_range, runs
-from terrazzo.engine.paper.rehearsal import rehearse
+from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.spec import resting_bytes
 from terrazzo.engine.unit import Unit
 
-__all__ = ["MemoryBill", "PaperStep", "memory_bill"]
+__all__ = ["MemoryBill", "memory_bill"]
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,6 @@ class MemoryBill:
         return "\n".join(f"  {name:<16}{value / 2**20:>12,.1f} MiB" for name, value in rows.items())
 
 
-@dataclass(frozen=True)
-class PaperStep:
-    """A step that a bill is made for.
-
-    Attributes:
-        prefetch: units gathered ahead.
-        micro_batches: in the step.
-        local_sums: whether those before the last only add their gradients on this rank.
-    """
-
-    prefetch: int
-    micro_batches: int = 1
-    local_sums: bool = False
-
-
 def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, step: PaperStep) -> MemoryBill:
     """The bill of these units, whether or not they have been built.
 
@@ -94,12 +79,13 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
     need = need_of(buckets, templates, offload.cell_numel)
     here = resting_bytes(buckets)
+    ledger, _ = rehearse(units, step)
     return MemoryBill(
         weight_bytes=here["weight"],
         master_bytes=here["master"],
         grad_bytes=here["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
-        transient_bytes=rehearse(units, step.prefetch, step.micro_batches, step.local_sums)[0].peak_bytes,
+        transient_bytes=ledger.peak_bytes,
         host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),
         disk_bytes=disk_bytes(need),
     )
@@ -109,9 +95,7 @@ def _partial_bytes(bucket: Bucket, step: PaperStep) -> int:
     """Host memory for the sums of micro-batches that are reduced one by one."""
     if bucket.tiers.grad == "device" or step.micro_batches == 1 or step.local_sums:
         return 0
-    axes, precision = bucket.sum_axes.grad, bucket.precision
-    dtype = precision.accumulate if axes else precision.reduce
-    return padded_bytes(bucket.numel(axes) * dtype.itemsize)
+    return padded_bytes(bucket.numel(bucket.sum_axes.grad) * bucket.precision.accumulate.itemsize)
 
 
 def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:

@@ -7,6 +7,7 @@ will run, and only the moves are replaced by their sizes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,28 +20,41 @@ from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import BucketSpec, Move, Pass
 from terrazzo.engine.unit import Unit
 
-__all__ = ["PaperBucket", "PaperUnit", "rehearse"]
+__all__ = ["PaperBucket", "PaperStep", "PaperUnit", "rehearse"]
 
 
-def rehearse(units: Sequence[Unit], prefetch: int, micro_batches: int, local_sums: bool) -> tuple[Ledger, Traffic]:
+@dataclass(frozen=True)
+class PaperStep:
+    """A step of which memory and traffic are to be known.
+
+    Attributes:
+        prefetch: units gathered ahead.
+        micro_batches: forward and backward passes in the step.
+        local_sums: whether those before the last only add their gradients on this rank.
+    """
+
+    prefetch: int
+    micro_batches: int = 1
+    local_sums: bool = False
+
+
+def rehearse(units: Sequence[Unit], step: PaperStep) -> tuple[Ledger, Traffic]:
     """Transient memory and traffic of one optimizer step on this rank.
 
     Args:
         units: in registration order; they need not be built.
-        micro_batches: forward and backward passes in the step.
-        local_sums: whether those before the last only add their gradients on this rank.
     """
     ledger, traffic = Ledger(), Traffic()
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, ledger, traffic) for unit in units]
     recipe = units[0].buckets[0].recipe
     meeting = (lambda label, wanted: _meet(recipe, traffic)) if meets(recipe) else None
-    schedule = Schedule(paper, Order.of_registration(paper), prefetch, meeting)
-    earlier = Pass.ADDS if local_sums else Pass.REDUCES
-    for index in range(micro_batches):
-        schedule.this_pass = earlier if index < micro_batches - 1 else Pass.FINISHES
+    schedule = Schedule(paper, Order.of_registration(paper), step.prefetch, meeting)
+    earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
+    for index in range(step.micro_batches):
+        schedule.this_pass = earlier if index < step.micro_batches - 1 else Pass.FINISHES
         _forward(schedule, paper)
         _backward(schedule, paper)
-        if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not local_sums):
+        if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):
             _record_control(recipe, traffic, _flags(units))
     if recipe.precision.loss_scaling:
         _record_control(recipe, traffic, 1)  # overflow
