@@ -1,7 +1,7 @@
 """The engine on paper: a traced pass put on the schedule of a plan, and the moment at which most is held.
 
-Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.paper.rehearsal`), so
-there is no second description of it here. Only the activations between its events come from a trace.
+Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.paper.rehearsal`). Only
+the activations between its events come from a trace. `walk` describes the same step again, faster, for a search.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.stage import PCIE_COPY_SHARE, Stage, slowest_stage
 
