@@ -1,4 +1,4 @@
-# make install | demo | test | lint | bench | gpu | clean. Needs only Python 3.11+, pip and make.
+# make install | demo | test | test-long | mutations | lint | bench | gpu | clean. Needs only Python 3.11+, pip and make.
 PYTHON ?= python3
 JOBS ?= 2
 BENCH_ARGS ?=
@@ -8,7 +8,7 @@ BENCH_STAMP := .venv/.bench-installed
 # Kernels of one thread: ranks share the cores, and sums come out the same on every machine.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test lint format bench gpu clean
+.PHONY: install demo test test-long mutations lint format bench gpu clean
 
 install: $(STAMP)
 
@@ -21,7 +21,18 @@ demo: install
 	$(BIN)/terrazzo train examples/quickstart.yaml
 
 test: install
-	$(BIN)/python -m pytest -q -m "not gpu" -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(JOBS) $(PYTEST_ARGS)
+
+# All of `make test`, whole grids, the soaks, ten times as many faults and kills, and random programs: hours.
+test-long: export TERRAZZO_FAULTS ?= 10
+test-long: export TERRAZZO_SOAK_KILLS ?= 20
+test-long: export TERRAZZO_PROGRAMS ?= 0:1000
+test-long: install
+	$(BIN)/python -m pytest -q -m "not gpu" -n $(JOBS) --timeout 7200 $(PYTEST_ARGS)
+
+# Faults put in on purpose, each of which `make test` must find.
+mutations: install
+	$(BIN)/python -m tools.mutations $(MUTATIONS)
 
 lint: install
 	$(BIN)/ruff check .

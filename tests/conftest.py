@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # with the first optimizer torch imports it anyway
 
 from tests.helpers import alone
+from tests.helpers.cover import mark_what_is_long
 from tests.helpers.processes import Pool
 
+pytest_plugins = ["tests.helpers.stuck"]
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is none, and keep all tests with real processes on one xdist worker."""
+    """Say what is long, skip GPU tests where there is none, and keep tests with real processes on one xdist worker."""
+    mark_what_is_long(items)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
@@ -21,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
         elif "processes" in item.keywords:
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def pytest_collection_finish() -> None:
+    """Whatever has been imported stays, and need not be looked at whenever garbage is collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

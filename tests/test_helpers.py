@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.helpers.cover import cover, places
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool, RankFailed, run_in_processes
 from tests.helpers.threads import RanksStuck, exclusive, run_in_threads
@@ -126,3 +128,26 @@ def test_a_failing_process_shows_the_first_traceback() -> None:
 def test_a_dead_process_is_named() -> None:
     with pytest.raises(RankFailed, match="rank 0 failed first:\nthe process ended with exit code 7"):
         run_in_processes(2, _exit_on_rank_zero)
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_a_cover_meets_all_that_the_grid_meets(strength: int) -> None:
+    grid = [
+        dict(zip("abc", case, strict=True)) for case in itertools.product(range(5), range(4), range(3)) if sum(case)
+    ]
+    chosen = [grid[index] for index in cover(grid, strength)]
+    for axes in itertools.combinations("abc", strength):
+        wanted = {tuple(case[axis] for axis in axes) for case in grid}
+        assert {tuple(case[axis] for axis in axes) for case in chosen} == wanted
+    assert len(chosen) <= {1: 5, 2: 22, 3: 59}[strength]
+    assert cover(grid, strength) == cover(grid, strength)
+
+
+def test_a_grid_of_one_axis_is_its_own_cover() -> None:
+    assert cover([{"a": value} for value in "xyz"]) == [0, 1, 2]
+    assert cover([{"a": value} for value in "xyx"]) == [0, 1]
+
+
+def test_plans_are_told_apart_by_their_places() -> None:
+    assert places("zero2") == {"weight": "-", "between": "-", "grad": "D", "optim": "D"}
+    assert places("zero2@cpu")["optim"] == "D@cpu"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import readme, suite
+from benchmarks import compare, readme, suite
 from benchmarks.cases import CASES
 from benchmarks.compare import Effort, take_turns
 from benchmarks.contenders import CONTENDERS
@@ -90,7 +90,9 @@ def test_every_case_describes_itself(case: str) -> None:
 
 
 @pytest.mark.processes
-def test_plans_and_peers_take_turns_and_train_the_same() -> None:
+def test_plans_and_peers_take_turns_and_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_s = compare.import_s
+    monkeypatch.setattr(compare, "import_s", lambda library: import_s("terrazzo"))  # one interpreter for all
     outcomes = take_turns("tiny", ["alone", "fsdp2", "terrazzo-zero3"], EFFORT)
     assert [len(outcome.losses()) for outcome in outcomes] == [4] * 3
     assert disagreements(outcomes, 1e-5) == []

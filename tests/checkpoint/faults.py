@@ -31,6 +31,9 @@ import terrazzo.engine.model.engine
 DENSITY = int(os.environ.get("TERRAZZO_FAULTS", "1"))
 """How many times as many points the fault tests try as in the normal suite; 1000 tries every one."""
 
+PATIENCE_S = 170.0 * DENSITY
+"""For all points of a test, on a slow machine."""
+
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES)
 
 _READS = ("preadv", "pread", "read", "fstat", "stat", "lstat", "scandir", "listdir")

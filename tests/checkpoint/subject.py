@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from tests.checkpoint.faults import calls_of, hidden, sampled
+from tests.checkpoint.faults import PATIENCE_S, calls_of, hidden, sampled
 from tests.helpers.threads import exclusive, run_in_threads
 
 Subject = tuple[nn.Module, Any]
@@ -165,7 +165,7 @@ def one_rank(root: Path, work: Callable[[Witness, Callable[[], None]], None]) ->
 
         work(witness, attempt)
 
-    run_in_threads(1, body, timeout_s=170)
+    run_in_threads(1, body, timeout_s=PATIENCE_S)
 
 
 def points_of(root: Path, work: Callable[[], None], count: int) -> list[int]:

@@ -225,7 +225,7 @@ def test_random_kills_of_a_loop_that_saves_and_prunes(root: Path) -> None:
             kills += 1
             check_visible(root, model, optimizer)
 
-    run_in_threads(1, body, timeout_s=170)
+    run_in_threads(1, body, timeout_s=faults.PATIENCE_S)
 
 
 def latest_step(root: Path) -> int:

@@ -137,7 +137,7 @@ def test_the_process_that_writes_dies_or_fails_at_any_call(root: Path, forked: F
             witness.saves(3)
             witness.clear(2)
 
-    run_in_threads(1, body, timeout_s=170)
+    run_in_threads(1, body, timeout_s=faults.PATIENCE_S)
 
 
 def test_the_run_is_killed_at_any_call_of_its_own(root: Path, forked: Forked) -> None:
@@ -162,7 +162,7 @@ def test_the_run_is_killed_at_any_call_of_its_own(root: Path, forked: Forked) ->
             witness.saves(3)
             witness.clear(2)
 
-    run_in_threads(1, body, timeout_s=170)
+    run_in_threads(1, body, timeout_s=faults.PATIENCE_S)
 
 
 def assert_killed(child: int) -> None:
@@ -376,7 +376,8 @@ def test_a_writer_that_cannot_be_killed_holds_up_no_end(root: Path, monkeypatch:
         run_in_threads(1, body)
     finally:
         for one in writers:
-            os.kill(one.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # on a slow machine it may have come to its end
+                os.kill(one.pid, signal.SIGKILL)
             for thread in threading.enumerate():
                 if thread.name == "terrazzo-saver":  # it has the pipes, and waits for the process
                     thread.join(SLOW_S)

@@ -95,7 +95,7 @@ def all_refused(root: Path, damages: list[Damage]) -> None:
             patient.refuses(step_path(root, 2), damage.words, damage.name)
             dist.barrier()
 
-    run_in_threads(2, body, timeout_s=170)
+    run_in_threads(2, body, timeout_s=faults.PATIENCE_S)
 
 
 def flipped(file: str, offset: int, bit: int) -> Callable[[Path], None]:

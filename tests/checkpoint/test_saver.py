@@ -199,7 +199,7 @@ def save_often(folder: str) -> tuple[list[int], list[int]]:
 
 def test_many_saves_leave_no_files_open_and_no_threads(pool: Pool, tmp_path: Path) -> None:
     for early, late in pool.run(save_often, str(tmp_path)):
-        assert early == late
+        assert all(now <= before for now, before in zip(late, early, strict=True))  # a thread may just be ending
 
 
 def close_twice(folder: str) -> None:

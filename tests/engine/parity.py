@@ -18,6 +18,7 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from tests.engine.models import Block, base_model, batch, loss_of
 from tests.engine.reference import CASTS, Recipe, Step, Sums, adamw, reference
+from tests.helpers.cover import places
 from tests.helpers.threads import run_in_threads
 
 EACH = {  # axes that a micro-batch's gradient is reduced over when it is not added up locally: the plan's `grad` place
@@ -82,6 +83,11 @@ class Case:
         if self.compiled:
             compile_units(model, units=[Block], backend="aot_eager")
         return model
+
+
+def axes(case: Case) -> dict[str, object]:
+    """What a case is for a cover: where its states lie, and on which mesh."""
+    return {**places(case.plan), "mesh": (case.replicas, case.shards)}
 
 
 Fragment = tuple[int, Tensor]

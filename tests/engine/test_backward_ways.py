@@ -25,6 +25,7 @@ from tests.engine.toys import (
     mesh_for,
     on_ranks,
 )
+from tests.helpers.cover import places
 
 SPLIT = ("zero3", "shard_grad_op", "hpz", "hybrid_shard", "hfsdp")
 
@@ -115,6 +116,7 @@ def fresh(base: Ways) -> Any:
     return model
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [(View, loss_with_all), (ByList, loss_with_all), (ByList, only_the_lists), (Silent, loss_with_all)],

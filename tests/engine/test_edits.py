@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from tests.engine.toys import EVERY_PLAN, Net, assert_close, batch, full_parameters, loss_of, mesh_for, on_ranks
+from tests.helpers.cover import places
 
 WHOLE = ("zero0", "zero1", "zero2")
 
@@ -54,6 +55,7 @@ def removed(model: Any) -> None:
     model.head.bias = None
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("edit", [in_place, other_data, through_data])
 @pytest.mark.parametrize("tier", ["", "@cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
@@ -145,6 +147,7 @@ def test_as_in_one_process(plan: str) -> None:
         assert_close(found, dict(alone.named_parameters()))
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("edit", [child_converted, replaced, removed])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_what_cannot_be_kept_is_refused_by_name(plan: str, edit: Any) -> None:

@@ -23,6 +23,7 @@ from tests.engine.toys import (
     sharded,
     train,
 )
+from tests.helpers.cover import places
 
 F16 = torch.float16
 
@@ -111,6 +112,7 @@ def run(base: Any, plan: str, blasts: list[list[float]], precision: Precision) -
     return on_ranks(4, body)
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("blast", [float("inf"), float("nan"), 1e6])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(plan: str, blast: float) -> None:

@@ -14,6 +14,7 @@ import terrazzo as tz
 from terrazzo.engine import Precision, engine_of
 from tests.engine.census import PeakBytes, census, live_bytes
 from tests.engine.toys import EVERY_PLAN, TABLE_2D, Block, Net, adamw, batch, loss_of, on_ranks, sharded, train
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
@@ -144,6 +145,7 @@ def _peak_and_promise(model: Any, optimizer: Any, micro_batches: int, local: boo
     return engine.peak_transient_bytes, engine.memory_bill(micro_batches, local).transient_bytes
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_the_transient_peak_equals_the_bill(plan: str, precision: str) -> None:
@@ -211,6 +213,7 @@ def test_the_transient_peak_on_gloo(two_processes: Pool) -> None:
         assert all(peak == promise for peak, promise in peaks), peaks
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_prefetch_and_the_transient_peak(plan: str, prefetch: int) -> None:

@@ -12,7 +12,18 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import LossScaling, Precision, engine_of
-from tests.engine.parity import Case, Runner, Trace, assemble, assert_parity, bits, check, gradients_of, run_on_threads
+from tests.engine.parity import (
+    Case,
+    Runner,
+    Trace,
+    assemble,
+    assert_parity,
+    axes,
+    bits,
+    check,
+    gradients_of,
+    run_on_threads,
+)
 from tests.engine.reference import FIRST_SCALE, Sums, Trainer, adamw, add_up, reference
 from tests.helpers.threads import run_in_threads
 
@@ -33,6 +44,7 @@ def by_adamw(model: nn.Module) -> Optimizer:
 # -- clipping --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(case=axes)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_clipping_is_torchs_own_on_whole_gradients(case: Case, norm_type: float) -> None:
@@ -75,6 +87,7 @@ def test_a_norm_below_the_limit_changes_no_bit() -> None:
 # -- denominators ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(case=axes)
 @pytest.mark.parametrize("denominator", [1.0, 0.3])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_one_division_by_the_chosen_denominator(case: Case, denominator: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.parity import CUSTOM, Case, check, with_feature
+from tests.engine.parity import CUSTOM, Case, axes, check, with_feature
 
 PLANS = [
     *(Case(plan, 3) for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")),
@@ -20,6 +20,7 @@ def plan_id(case: Case) -> str:
     return case.plan if isinstance(case.plan, str) else "custom"
 
 
+@pytest.mark.cover(case=axes)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from terrazzo.engine.links.collectives import GlooCollectives
 from terrazzo.engine.schedule import Schedule
 from tests.engine.models import base_model, batch, loss_of
-from tests.engine.parity import Case, Runner, assert_parity, run_on_threads
+from tests.engine.parity import Case, Runner, assert_parity, axes, run_on_threads
 from tests.engine.reference import adamw, reference
 from tests.helpers.processes import Pool
 
@@ -44,6 +44,7 @@ def train(case: Case) -> Any:
 # -- bit for bit -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(case=axes)
 @pytest.mark.parametrize("variant", ["tied", "unused"])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_fp32_is_bitwise_the_single_process(two_processes: Pool, case: Case, variant: str) -> None:
@@ -51,6 +52,7 @@ def test_fp32_is_bitwise_the_single_process(two_processes: Pool, case: Case, var
     assert_parity(case, two_processes.run(train, case), reference(case.recipe))
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3"])
 def test_reduced_precision_is_bitwise_the_casts_by_hand(two_processes: Pool, plan: str, precision: str) -> None:
@@ -128,6 +130,7 @@ def train_late(case: Case, points: tuple[str, ...]) -> Any:
         return Runner(case, rank).run()
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("points", [*((point,) for point in POINTS), tuple(POINTS)], ids=" + ".join)
 @pytest.mark.parametrize("plan", ["zero3", "shard_grad_op"])
 def test_delays_change_no_bit(two_processes: Pool, plan: str, points: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from tests.engine.toys import TABLE_1D, Net, adamw, assert_close, batch, full_parameters, loss_of, sharded, train
+from tests.helpers.cover import places
 from tests.helpers.processes import Pool
 
 pytestmark = pytest.mark.processes
@@ -96,6 +97,7 @@ def _run(base: nn.Module, plan: str, script: list[Move]) -> tuple[dict[str, Tens
     return full_parameters(model), engine_of(model).axes.ledger.live_bytes
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("plan", TABLE_1D)
 def test_scripts_end_where_one_process_ends(two_processes: Pool, plan: str, script: str) -> None:

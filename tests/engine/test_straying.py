@@ -20,6 +20,7 @@ from terrazzo.engine.links import collectives
 from terrazzo.engine.links.collectives import NativeCollectives
 from terrazzo.engine.order import ENTER, LEAVE, Order
 from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
+from tests.helpers.cover import places
 from tests.helpers.processes import Pool
 
 WIDTH, DEPTH = 13, 5
@@ -187,12 +188,14 @@ def opposite(step: int, rank: int) -> list[int]:
     return list(range(DEPTH)) if rank % 2 else list(reversed(range(DEPTH)))
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("route", [later, dropped, shuffled, early, opposite])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_units_that_come_as_they_like(plan: str, route: Route) -> None:
     follows(route, plan, world=world_of(plan))
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("route", [dropped, shuffled])
 @pytest.mark.parametrize("plan", SPLIT)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import Precision, Traffic, engine_of
 from tests.engine.toys import EVERY_PLAN, TABLE_1D, TABLE_2D, Net, adamw, batch, loss_of, on_ranks, sharded, train
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -175,6 +176,7 @@ def test_the_engine_promises_what_it_sends(plan: str) -> None:
             assert by_kind(told.bytes) == by_kind(found.bytes), (micro_batches, local)
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize(
     ("precision", "itemsizes"),
     [

@@ -27,6 +27,7 @@ from tests.engine.toys import (
     train,
     train_alone,
 )
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 
@@ -250,6 +251,7 @@ class Nested(Tree):
         return self.outer[0](tokens) + self.outer[1](tokens)
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("make", [Odd, _tied, _shared_block, _frozen], ids=["odd", "tied", "shared", "frozen"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_awkward_models_train_as_in_one_process(plan: str, make: Any) -> None:

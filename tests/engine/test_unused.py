@@ -24,6 +24,7 @@ from tests.engine.toys import (
     sharded,
     train,
 )
+from tests.helpers.cover import places
 
 
 class Gated(Net):
@@ -104,6 +105,7 @@ SCHEDULES: dict[str, list[tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3", "hybrid_shard", "hfsdp", "hpz"])
 def test_parameters_out_of_use_on_all_ranks_are_left_alone(plan: str, schedule: str) -> None:

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["outcome_of", "runs_elsewhere"]
+__all__ = ["limit_of", "outcome_of", "runs_elsewhere"]
 
 _INSIDE = "TERRAZZO_TESTS_ALONE"
-LIMIT_S = 170.0  # for a whole module; below pytest's own limit for the test that waits for it
 
 
 def runs_elsewhere(item: pytest.Item) -> bool:
@@ -27,25 +26,36 @@ def runs_elsewhere(item: pytest.Item) -> bool:
     return item.get_closest_marker("alone") is not None and not os.environ.get(_INSIDE)
 
 
+def limit_of(config: pytest.Config) -> float:
+    """Seconds for a test that does not say otherwise."""
+    return float(config.getoption("timeout") or config.getini("timeout"))
+
+
 def outcome_of(item: pytest.Item) -> str | None:
     """What the test said when it failed, or None. Raises `pytest.fail` when its process gave no result."""
-    results, said = _run(item.path, item.config.rootpath)
+    results, said = _run(item.path, item.config.rootpath, item.config.getoption("markexpr"), limit_of(item.config))
     if item.name not in results:
         pytest.fail(f"{item.nodeid} gave no result in a process of its own:\n{said}", pytrace=False)
     return results[item.name]
 
 
 @functools.cache
-def _run(module: Path, root: Path) -> tuple[dict[str, str | None], str]:
+def _run(module: Path, root: Path, marks: str, limit_s: float) -> tuple[dict[str, str | None], str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-n0", f"--junitxml={report}", str(module)]
+        options = ["-q", "-n0", "-m", marks, f"--timeout={limit_s}", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *options, str(module)]
         try:
             done = subprocess.run(
-                command, cwd=root, env={**os.environ, _INSIDE: "1"}, capture_output=True, text=True, timeout=LIMIT_S
+                command,
+                cwd=root,
+                env={**os.environ, _INSIDE: "1"},
+                capture_output=True,
+                text=True,
+                timeout=limit_s - 10,
             )
         except subprocess.TimeoutExpired as late:
-            return {}, f"no end after {LIMIT_S:.0f} s; so far: {late.stdout!r}"
+            return {}, f"no end after {limit_s - 10:.0f} s; so far: {late.stdout!r}"
         return _read(report) if report.exists() else {}, done.stdout + done.stderr
 
 

@@ -1,11 +1,11 @@
 """Real gloo processes for the tests that threads cannot stand in for: order, crashes, files, launch.
 
-A start costs seconds (two fresh interpreters import torch), so `Pool` keeps its processes for many functions;
-`run_in_processes` starts fresh ones for a function that may break them.
+`Pool` keeps its processes for many functions; `run_in_processes` starts fresh ones for a function that may break them.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -18,6 +18,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+from tests.helpers.forkserver import spawning_by_fork
 
 Report = tuple[bool, Any, float]  # succeeded, result or traceback text, time it ended at
 
@@ -84,7 +86,8 @@ class Pool:
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self._folder.name, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            with spawning_by_fork():
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -118,6 +121,7 @@ def run_in_processes(
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     """Body of one process: join the group, then run functions until the pipe closes."""
+    gc.freeze()  # what the server has imported
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)

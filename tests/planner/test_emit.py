@@ -183,7 +183,7 @@ def test_a_module_that_is_no_decoder_is_not_emitted(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["zero3", "zero3@nvme-all"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero3", marks=pytest.mark.long), "zero3@nvme-all"])
 def test_what_is_emitted_trains_as_it_is(strategy: str, tmp_path: Path) -> None:
     emitted(tmp_path, gpus=2, strategy=strategy, checkpointing="full", global_batch=4)
     (tmp_path / "text.txt").write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(1500)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model import DecoderConfig, build_model
 from tests.engine.census import census, live_bytes
 from tests.engine.toys import EVERY_PLAN, TABLE_2D, on_ranks
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 SIZES = {"vocab_size": 61, "dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_dim": 40, "max_sequence_length": 16}
@@ -105,8 +106,7 @@ def backward(model: nn.Module) -> None:
     logits.float().square().mean().backward()
 
 
-def whole_plans(world: int) -> list[str]:
-    return [plan for plan in EVERY_PLAN if plan not in TABLE_2D or world in (6, 8)]
+RUNS = [(plan, world) for world in WORLDS for plan in EVERY_PLAN if plan not in TABLE_2D or world in (6, 8)]
 
 
 def held_bytes(model: nn.Module, plan: str, precision: Precision, world: int) -> dict[str, int]:
@@ -145,27 +145,26 @@ EVERY_PRECISION = [("decoder", precision) for precision in MIXED]
 SOME = [(name, precision) for name in CONFIGS for precision in ("fp32", "bf16") if name != "decoder"]
 
 
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize(("plan", "world"), RUNS)
 @pytest.mark.parametrize(("name", "precision"), EVERY_PRECISION + SOME)
-def test_states_are_exact(name: str, precision: str) -> None:
+def test_states_are_exact(name: str, precision: str, plan: str, world: int) -> None:
     """Every plan, on groups of one rank to eight, from the config alone."""
-    shape = model_shape(CONFIGS[name])
-    for world in WORLDS:
-        for plan in whole_plans(world):
-            kind = without_scaling(MIXED[precision])
-            with fake_group(world), census():
-                held = held_bytes(built(name), plan, kind, world)
-            assert promised_bytes(setup_of(shape, plan, kind, world)) == held, (plan, world)
+    kind = without_scaling(MIXED[precision])
+    with fake_group(world), census():
+        held = held_bytes(built(name), plan, kind, world)
+    assert promised_bytes(setup_of(model_shape(CONFIGS[name]), plan, kind, world)) == held
 
 
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("plan", "world"), [run for run in RUNS if run[1] in (2, 8)])
 @pytest.mark.parametrize("name", ["decoder", "llama", "gpt2"])
-def test_states_of_partly_frozen_models_are_exact(name: str) -> None:
-    for world in (2, 8):
-        for plan in whole_plans(world):
-            for kind in (PRECISIONS["fp32"], PRECISIONS["bf16"]):
-                shape = model_shape(frozen(name))
-                with fake_group(world), census():
-                    held = held_bytes(frozen(name), plan, kind, world)
-                assert promised_bytes(setup_of(shape, plan, kind, world)) == held, (plan, world)
+def test_states_of_partly_frozen_models_are_exact(name: str, plan: str, world: int, precision: str) -> None:
+    kind, shape = PRECISIONS[precision], model_shape(frozen(name))
+    with fake_group(world), census():
+        held = held_bytes(frozen(name), plan, kind, world)
+    assert promised_bytes(setup_of(shape, plan, kind, world)) == held
 
 
 def sent_bytes(model: Any, optimizer: Any, micro_batches: int, local: bool | None) -> dict[str, int]:
@@ -196,31 +195,32 @@ ACCUMULATION: Mapping[str, tuple[int, bool | None]] = {
 
 
 def check_traffic(
-    make: Callable[[], nn.Module], shape: ModelShape, plan: str, precision: Precision, world: int
+    model: nn.Module, shape: ModelShape, plan: str, precision: str, world: int, accumulation: str
 ) -> None:
-    for label, (micro_batches, local) in ACCUMULATION.items():
-        model = make()
+    micro_batches, local = ACCUMULATION[accumulation]
+    with fake_group(world):
         model, optimizer = tz.shard(
-            model, adamw(model), plan, precision=without_scaling(precision), mesh=device_mesh(plan, world)
+            model, adamw(model), plan, precision=without_scaling(MIXED[precision]), mesh=device_mesh(plan, world)
         )
-        setup = setup_of(shape, plan, precision, world, micro_batches=micro_batches, accumulate_locally=local is True)
-        assert promised_traffic(setup) == sent_bytes(model, optimizer, micro_batches, local), (plan, world, label)
+        options = {"micro_batches": micro_batches, "accumulate_locally": local is True}
+        setup = setup_of(shape, plan, MIXED[precision], world, **options)
+        assert promised_traffic(setup) == sent_bytes(model, optimizer, micro_batches, local)
 
 
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize(("plan", "world"), RUNS)
 @pytest.mark.parametrize(("name", "precision"), [*EVERY_PRECISION, ("gpt2", "bf16"), ("mixture", "bf16")])
-def test_traffic_is_exact(name: str, precision: str) -> None:
-    shape = model_shape(CONFIGS[name])
-    for world in (1, 8) if precision == "fp32" else (2, 8):
-        for plan in whole_plans(world):
-            with fake_group(world):
-                check_traffic(lambda: built(name), shape, plan, MIXED[precision], world)
+def test_traffic_is_exact(name: str, precision: str, plan: str, world: int, accumulation: str) -> None:
+    check_traffic(built(name), model_shape(CONFIGS[name]), plan, precision, world, accumulation)
 
 
-def test_traffic_of_a_partly_frozen_model_is_exact() -> None:
-    shape = model_shape(frozen("decoder, untied"))
-    for plan in whole_plans(8):
-        with fake_group(8):
-            check_traffic(lambda: frozen("decoder, untied"), shape, plan, PRECISIONS["bf16"], 8)
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_traffic_of_a_partly_frozen_model_is_exact(plan: str, accumulation: str) -> None:
+    model = frozen("decoder, untied")
+    check_traffic(model, model_shape(frozen("decoder, untied")), plan, "bf16", 8, accumulation)
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
@@ -260,22 +260,24 @@ def test_a_thousand_ranks_are_exact_too() -> None:
         assert promised_bytes(setup) == held, plan
 
 
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["decoder", "gpt2"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
-def test_transient_memory_is_that_of_the_engines_own_bill(plan: str) -> None:
+def test_transient_memory_is_that_of_the_engines_own_bill(
+    plan: str, name: str, precision: str, accumulation: str
+) -> None:
     """Gathered weights and gradients on their way; a group that moves nothing receives nothing, as on a GPU."""
-    for name in ("decoder", "gpt2"):
-        shape = model_shape(CONFIGS[name])
-        for precision in PRECISIONS.values():
-            for micro_batches, local in ACCUMULATION.values():
-                with fake_group(8):
-                    model = built(name)
-                    model, _ = tz.shard(model, adamw(model), plan, precision=precision, mesh=device_mesh(plan, 8))
-                    bill = engine_of(model).memory_bill(micro_batches, local)
-                options = {"micro_batches": micro_batches, "accumulate_locally": local is True}
-                setup = setup_of(shape, plan, precision, 8, **options)
-                setup = replace(setup, cluster=Cluster(Device("device"), 8))
-                promised = stage_peak(setup, 0, states_only=True).total
-                assert promised == bill.transient_bytes, (name, micro_batches, local)
+    kind, (micro_batches, local) = PRECISIONS[precision], ACCUMULATION[accumulation]
+    with fake_group(8):
+        model = built(name)
+        model, _ = tz.shard(model, adamw(model), plan, precision=kind, mesh=device_mesh(plan, 8))
+        bill = engine_of(model).memory_bill(micro_batches, local)
+    options = {"micro_batches": micro_batches, "accumulate_locally": local is True}
+    setup = setup_of(model_shape(CONFIGS[name]), plan, kind, 8, **options)
+    setup = replace(setup, cluster=Cluster(Device("device"), 8))
+    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
 # -- beside the device -----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, U
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model import Decoder, DecoderConfig
 from tests.engine.toys import EVERY_PLAN, TABLE_2D
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 PRECISIONS: dict[str, Precision] = {
@@ -100,6 +101,7 @@ def check_bill(model: nn.Module, mesh: str, plan: Plan, precision: Precision, pr
     assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("mesh", "plan"), CASES)
 def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
@@ -143,6 +145,7 @@ TIERS: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize(("mesh", "plan"), [case for case in CASES if case[0] in ("one rank", "two by four")])
 def test_the_bill_of_every_tier_to_the_byte(mesh: str, plan: str, tiers: str) -> None:

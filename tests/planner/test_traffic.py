@@ -21,6 +21,7 @@ from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, U
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from tests.engine.toys import EVERY_PLAN, TABLE_1D, TABLE_2D, Net, adamw, batch, loss_of
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -77,6 +78,7 @@ def device_mesh(mesh: Mesh) -> Any:
 STEPS: list[tuple[int, bool | None]] = [(1, None), (2, None), (4, True), (3, False)]
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("precision", MIXED)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_bytes_are_those_of_the_engine(plan: str, precision: str) -> None:
@@ -94,6 +96,7 @@ def test_bytes_are_those_of_the_engine(plan: str, precision: str) -> None:
             assert planned(setup) == step_traffic(model, optimizer, micro_batches, local), (micro_batches, local)
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 @pytest.mark.parametrize("mesh", [Mesh(1, 2, 4, 3), Mesh(1, 1, 128, 8), Mesh(1, 3, 2, 1), Mesh(1, 128, 8, 1), Mesh()])
 def test_bytes_are_what_the_engine_expects_on_any_mesh(plan: str, mesh: Mesh) -> None:

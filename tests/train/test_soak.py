@@ -32,7 +32,7 @@ from torch import Tensor
 
 from terrazzo import checkpoint
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 KILLS = int(os.environ.get("TERRAZZO_SOAK_KILLS", "0"))
 SEED = int(os.environ.get("TERRAZZO_SOAK_SEED", "0"))

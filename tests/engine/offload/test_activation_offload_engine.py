@@ -18,6 +18,7 @@ from terrazzo.engine.offload import activations
 from terrazzo.engine.offload.activations import Copy, Route
 from tests.engine.offload.moving import DEPTH, Block, Logged, Model, gradients, loss, once, same_bits, trains_alike
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, mesh_for, on_ranks, sharded, train
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 compiles = (
@@ -64,6 +65,7 @@ def moved_bytes(model: Any) -> int:
     return sum(route.pool.total_bytes for route in model.blocks[0].forward.offloading.routes.values())
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.usefixtures("_everything_moves")
 @pytest.mark.parametrize("options", [{}, {"mode": "selective"}], ids=str)
 @pytest.mark.parametrize("plan", EVERY_PLAN)

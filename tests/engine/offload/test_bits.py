@@ -38,7 +38,7 @@ from tests.engine.offload.runs import (
     plan_id,
     train,
 )
-from tests.engine.parity import FEATURES, Case, Ranks, with_feature
+from tests.engine.parity import FEATURES, Case, Ranks, axes, with_feature
 from tests.engine.reference import FIRST_SCALE, Trainer
 from tests.engine.test_parity_optimizers import OPTIMIZERS, in_groups
 from tests.helpers.threads import run_in_threads
@@ -70,16 +70,17 @@ def modes_for(precision: str) -> tuple[str, ...]:
 # -- plans, tiers and precisions -------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(case=axes)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("tiers", [*(f"{state} on {tier}" for tier in ("cpu", "nvme") for state in STATES), *TOGETHER])
 @pytest.mark.parametrize("case", [case for case in PLANS if case.replicas is None], ids=plan_id)
-def test_every_tier_under_a_plan_of_one_axis(case: Case, tiers: str, tmp_path: Path) -> None:
-    turn = PLANS.index(case) + list(TIERS).index(tiers)
-    for name, precision in PRECISIONS.items():
-        modes = modes_for(name)
-        check(on_tiers(replace(case, steps=2, **precision), tiers, tmp_path, modes[turn % len(modes)]))
-        turn += 1
+def test_every_tier_under_a_plan_of_one_axis(case: Case, tiers: str, precision: str, tmp_path: Path) -> None:
+    turn = PLANS.index(case) + list(TIERS).index(tiers) + list(PRECISIONS).index(precision)
+    modes = modes_for(precision)
+    check(on_tiers(replace(case, steps=2, **PRECISIONS[precision]), tiers, tmp_path, modes[turn % len(modes)]))
 
 
+@pytest.mark.cover(case=axes)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("case", [case for case in PLANS if case.replicas], ids=plan_id)
 def test_every_tier_under_a_plan_of_two_axes(case: Case, tiers: str, tmp_path: Path) -> None:
@@ -416,6 +417,14 @@ def test_delays_change_no_bit(case: Case, tiers: str, tmp_path: Path, monkeypatc
     for owner, name in ((update, "unhooked_step"), (SwapFile, "read"), (SwapFile, "write")):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
     check(on_tiers(replace(case, variant="wide"), tiers, tmp_path, MODES[len(tiers) % 3]))
+
+
+@pytest.mark.parametrize("tiers", ["nvme", "all on nvme"])
+def test_what_is_still_being_written_is_not_read(tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring with more places than there are cells: nothing else waits for the writes of the update before."""
+    write = SwapFile.write
+    monkeypatch.setattr(SwapFile, "write", lambda *args: (time.sleep(0.1), write(*args))[1])
+    check(on_tiers(Case("zero3", 2, steps=3), tiers, tmp_path, block_mib=1, depth=32))
 
 
 def test_every_triple_of_tiers(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.engine.census import census, live_bytes
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS
 from tests.engine.test_memory import PRECISIONS, Awkward, mesh
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, mesh_for, on_ranks, train
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 PAGE_BYTES = 4096
@@ -92,6 +93,7 @@ def check_files(engine: Any, disk_bytes: int) -> None:
         disk.reserve(1)
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_states_equal_the_bill_to_the_byte(plan: str, tiers: str, tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from tests.helpers.fake import fake_group
 
 pytestmark = pytest.mark.alone  # threads and tensors of other tests would be counted
 
-STEPS = 1000
-
 
 class Held(NamedTuple):
     """By this process."""
@@ -51,14 +49,15 @@ def built(folder: Path, tiers: str, mode: Any = "overlapped") -> tuple[Any, Any]
     return tz.shard(model, adamw(model.parameters()), plan, units=[nn.Linear], offload=offload, precision="bf16")
 
 
+@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("tiers", ["cpu-all", "all on nvme"])
-def test_a_thousand_steps(tiers: str, tmp_path: Path) -> None:
+def test_many_steps(tiers: str, steps: int, tmp_path: Path) -> None:
     """Clipped, and accumulated from two micro-batches now and then."""
     x = torch.randn(4, 8)
     with fake_group(1):
         model, optimizer = built(tmp_path, tiers)
         usage, now = engine_of(model).store.usage, []
-        for number in range(STEPS):
+        for number in range(steps):
             if number % 10 == 0:
                 with tz.accumulate(model):
                     model(x).square().mean().backward()
@@ -66,7 +65,7 @@ def test_a_thousand_steps(tiers: str, tmp_path: Path) -> None:
             tz.clip_grad_norm_(model, 0.1)
             optimizer.step()
             optimizer.zero_grad()
-            if number in (STEPS // 2, STEPS - 1):
+            if number in (steps // 2, steps - 1):
                 engine_of(model).settle()
                 now.append((held(), resident_bytes(), {k: v for k, v in usage().items() if "bytes" in k}))
         (first, first_rss, first_usage), (last, last_rss, last_usage) = now
@@ -75,7 +74,7 @@ def test_a_thousand_steps(tiers: str, tmp_path: Path) -> None:
         assert {k: v for k, v in last_usage.items() if not k.startswith(("read", "written"))} == {
             k: v for k, v in first_usage.items() if not k.startswith(("read", "written"))
         }
-        assert usage()["stepped_numel"] >= STEPS * sum(p.numel() for p in model.parameters())
+        assert usage()["stepped_numel"] >= steps * sum(p.numel() for p in model.parameters())
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -64,6 +64,11 @@ def step(model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
+def by_state(tiers: dict[str, str] | None) -> dict[str, object]:
+    """Axes of a cover: the tier of each state."""
+    return {state: (tiers or {}).get(state) for state in ("weight", "grad", "optim")}
+
+
 class Owner:
     """Something with an end."""
 
@@ -111,6 +116,7 @@ def locks_of_the_interpreter() -> Iterator[None]:
                 yield
 
 
+@pytest.mark.cover(strength=1, tiers=by_state)
 @pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
 def test_a_model_that_is_garbage_while_the_interpreter_holds_its_locks(tiers: dict[str, str], tmp_path: Path) -> None:
     """The end of a store joined threads there, which takes the same locks: a wait for itself."""
@@ -145,6 +151,7 @@ def collecting_at_every_allocation() -> Iterator[None]:
         gc.unfreeze()
 
 
+@pytest.mark.cover(strength=1, tiers=by_state)
 @pytest.mark.parametrize("tiers", [None, *TIERS.values()], ids=["device", *TIERS])
 def test_garbage_is_collected_at_every_allocation(tiers: dict[str, str] | None, tmp_path: Path) -> None:
     """Models that only the collector finds, through start, steps, save and end of the next one."""
@@ -185,6 +192,7 @@ class Fails(nn.Module):
         return y
 
 
+@pytest.mark.cover(tiers=by_state)
 @pytest.mark.parametrize("with_optimizer", [True, False], ids=["optimizer", "alone"])
 @pytest.mark.parametrize("when", ["", "forward", "backward"])
 @pytest.mark.parametrize("tiers", [None, *TIERS.values()], ids=["device", *TIERS])

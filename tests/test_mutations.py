@@ -1,0 +1,19 @@
+"""The faults of `make mutations` can still be put in; whether the tests find them is for it to say."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tools.mutations import MUTATIONS, ROOT, Mutation
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
+def test_its_place_is_there_once_and_what_it_makes_is_python(mutation: Mutation) -> None:
+    text = (ROOT / "src" / "terrazzo" / mutation.file).read_text()
+    assert text.count(mutation.old) == 1
+    assert mutation.breaks.isprintable()
+    ast.parse(text.replace(mutation.old, mutation.new))
+    assert all((ROOT / "tests" / name).exists() for name in mutation.tests.split())

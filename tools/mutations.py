@@ -1,0 +1,355 @@
+"""Faults put in on purpose, one line each: `make test` must find every one.
+
+    python -m tools.mutations              all of them, and a table
+    python -m tools.mutations sum fsync    those with one of these words in what they break
+
+Each is put into a copy of the tree. The tests that should find it run first, then, if they pass, all that `make test`
+runs. A test that fails must pass without the fault, or it has found something else. Exits 1 if a fault survives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 1800.0
+
+
+class Mutation(NamedTuple):
+    """`old`, which is in `file` below `src/terrazzo` exactly once, becomes `new`; `tests` should find it."""
+
+    breaks: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = [
+    # -- schedule and bucket
+    Mutation(
+        "backward reads weights that are still on their way",
+        "engine/schedule.py",
+        "self._ask_for(unit, Purpose.END_OF_BACKWARD)\n        unit.wait()",
+        "self._ask_for(unit, Purpose.END_OF_BACKWARD)",
+        "engine/test_parity_processes.py",
+    ),
+    Mutation(
+        "one unit less is prefetched in backward",
+        "engine/schedule.py",
+        "order.backward[step + 1 : step + 1 + self.prefetch]",
+        "order.backward[step + 1 : step + self.prefetch]",
+        "planner/test_memory_engine.py",
+    ),
+    Mutation(
+        "what is kept until backward is a view of memory that goes",
+        "engine/bucket.py",
+        "Buffer(self.space, kept.axes, kept.data.clone())",
+        "Buffer(self.space, kept.axes, kept.data)",
+        "engine/test_parity.py",
+    ),
+    # -- gradients and their sums
+    Mutation(
+        "an earlier micro-batch is overwritten",
+        "engine/gradient.py",
+        "target.add_(parameter.grad)",
+        "target.copy_(parameter.grad)",
+        "engine/test_parity.py",
+    ),
+    Mutation(
+        "padding between parameters is not zeroed",
+        "engine/gradient.py",
+        "pending[gap.start : gap.stop].zero_()",
+        "pass",
+        "engine/test_numerics.py engine/test_unused.py",
+    ),
+    Mutation(
+        "a parameter without a gradient counts as what its memory held",
+        "engine/gradient.py",
+        "self.pending[slot.range.start : slot.range.stop].zero_()",
+        "pass",
+        "engine/test_unused.py",
+    ),
+    Mutation(
+        "clipping scales what a later backward brings, too",
+        "engine/gradient.py",
+        "        if there is not None:\n            self.apply_factor()",
+        "        if there is not None:",
+        "engine/test_numerics.py engine/offload/test_bits.py",
+    ),
+    Mutation(
+        "an edit in 16 bits rounds the master weights that it leaves alone",
+        "engine/buffer.py",
+        "torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype))",
+        "value.to(kept.dtype)",
+        "engine/test_at_rest.py",
+    ),
+    Mutation(
+        "a sum is rounded to the dtype that it was sent in",
+        "engine/buffer.py",
+        ".reduce_scatter(data.to(wire), dtype)",
+        ".reduce_scatter(data.to(wire), wire)",
+        "engine/test_numerics.py",
+    ),
+    Mutation(
+        "a mean is taken along each axis",
+        "engine/buffer.py",
+        "divisor = denominator if axis == live[-1] else 1",
+        "divisor = denominator",
+        "engine/test_parity.py engine/test_order.py",
+    ),
+    Mutation(
+        "terms of a sum come in another order",
+        "engine/links/sums.py",
+        "for part in parts[1:-1]:",
+        "for part in reversed(parts[1:-1]):",
+        "engine/test_parity.py",
+    ),
+    # -- collectives
+    Mutation(
+        "memory is used again while a neighbour reads it",
+        "engine/links/collectives.py",
+        "                neighbour.await_taken(kind)",
+        "                pass",
+        "engine/links",
+    ),
+    Mutation(
+        "the last element of a sum is left out",
+        "engine/links/collectives.py",
+        "for start in range(0, total.numel(), step):",
+        "for start in range(0, total.numel() - 1, step):",
+        "engine/links",
+    ),
+    # -- optimizers
+    Mutation(
+        "memory is given back while it is sent to another machine",
+        "engine/links/collectives.py",
+        "            for work in going:\n                work.wait()",
+        "            pass",
+        "engine/links engine/test_processes.py",
+    ),
+    Mutation(
+        "small gradients are scaled up by clipping",
+        "engine/optim/clipping.py",
+        "(max_norm / (total + 1e-6)).clamp(max=1.0)",
+        "max_norm / (total + 1e-6)",
+        "engine/test_numerics.py",
+    ),
+    Mutation(
+        "the loss scale grows though steps overflowed between",
+        "engine/scaler.py",
+        "self.skipped_steps += 1\n        self._good_steps = 0",
+        "self.skipped_steps += 1",
+        "engine/test_fp16.py",
+    ),
+    # -- offload
+    Mutation(
+        "an update that is under way sees a rate set later",
+        "engine/offload/update.py",
+        "return value.clone() if isinstance(value, Tensor)",
+        "return value if isinstance(value, Tensor)",
+        "engine/offload/test_bits.py engine/offload/test_modes.py",
+    ),
+    Mutation(
+        "a ring's buffer is filled while it is written to a file",
+        "engine/offload/update.py",
+        "self._ring.append(tray)\n        tray.finish_writing()",
+        "self._ring.append(tray)",
+        "engine/offload/test_bits.py engine/offload/test_disk_faults.py",
+    ),
+    Mutation(
+        "a cell is read while an earlier write of it is under way",
+        "engine/offload/update.py",
+        "            if tray.holds(task.bucket, task.window):\n                tray.finish_writing()",
+        "            pass",
+        "engine/offload/test_disk_faults.py engine/offload/test_bits.py",
+    ),
+    Mutation(
+        "weights are gathered from a file that is being written",
+        "engine/offload/update.py",
+        "                self._finish_weights(task.bucket)",
+        "                pass",
+        "engine/offload/test_bits.py",
+    ),
+    Mutation(
+        "a block goes to the start of its stripe",
+        "engine/offload/disk.py",
+        "stripe * size + inside, at",
+        "stripe * size, at",
+        "engine/offload/test_disk.py",
+    ),
+    # -- checkpoints
+    Mutation(
+        "a file is not flushed",
+        "checkpoint/local.py",
+        "os.fsync(self._descriptor)",
+        "pass",
+        "checkpoint/test_power_loss.py",
+    ),
+    Mutation(
+        "a folder is renamed before its names are flushed",
+        "checkpoint/local.py",
+        "        sync_folder(self._path)\n        if",
+        "        if",
+        "checkpoint/test_power_loss.py",
+    ),
+    Mutation(
+        "a block counts as written whatever is read back",
+        "checkpoint/shard.py",
+        "return digest(buffer) == expected",
+        "return True",
+        "checkpoint/test_damage.py",
+    ),
+    Mutation(
+        "only a part of the blocks is checked on loading",
+        "checkpoint/read.py",
+        "// max(total, 1) == dist.get_rank():",
+        "// max(total, 1) == 0:",
+        "checkpoint/test_damage.py",
+    ),
+    Mutation(
+        "weights on other ranks stay as they were after loading",
+        "checkpoint/read.py",
+        "    engine_of(model).publish()\n",
+        "",
+        "checkpoint/test_save_load.py",
+    ),
+    # -- dialects
+    Mutation(
+        "a default of DeepSpeed's is wrong",
+        "dialects/deepspeed/keys_zero.py",
+        '"stage3_param_persistence_threshold": Key(whole(), 100_000,',
+        '"stage3_param_persistence_threshold": Key(whole(), 10_000,',
+        "dialects/test_deepspeed_loader.py dialects/test_contract.py",
+    ),
+    Mutation(
+        "Adam's betas are swapped",
+        "dialects/trainer/read_loop.py",
+        "derived((first.value, second.value)",
+        "derived((second.value, first.value)",
+        "dialects/test_trainer.py",
+    ),
+    # -- planner
+    Mutation(
+        "moments are billed for padding, too",
+        "planner/memory/buckets.py",
+        "return min(self.end, self.numel(self.optim_axes))",
+        "return self.numel(self.optim_axes)",
+        "planner/test_memory_engine.py",
+    ),
+    Mutation(
+        "a sum that replaces its terms is billed beside them",
+        "engine/spec.py",
+        "self.precision.accumulate.itemsize if first else 0",
+        "self.precision.accumulate.itemsize",
+        "engine/test_memory.py planner/test_engine_truth.py",
+    ),
+    # -- training
+    Mutation(
+        "the first step of a warm-up learns nothing",
+        "train/schedule.py",
+        "return (step + 1) / config.warmup_steps",
+        "return step / config.warmup_steps",
+        "train/test_schedule.py",
+    ),
+    Mutation(
+        "the reported loss is that of the last micro-batch",
+        "train/loop.py",
+        "total += loss.detach()",
+        "total = loss.detach()",
+        "train/test_sft.py",
+    ),
+    Mutation(
+        "ranks share out a step's samples by micro-batch first",
+        "train/data/loader.py",
+        "indices.reshape(config.world_size, config.micro_batches, config.micro_batch)[config.rank]",
+        "indices.reshape(config.micro_batches, config.world_size, config.micro_batch)[:, config.rank]",
+        "train/test_data_loader.py",
+    ),
+    Mutation(
+        "a step that was read ahead is trained on after resuming",
+        "train/data/loader.py",
+        "self.ahead, self.cursor = None, Cursor(",
+        "self.cursor = Cursor(",
+        "train/test_data_loader.py",
+    ),
+]
+
+
+class Verdict(NamedTuple):
+    """`found` by which test; None where all pass. `sure` if that test passes without the fault."""
+
+    found: str | None
+    sure: bool = True
+
+
+def apply(mutation: Mutation, tree: Path) -> str:
+    """Put it into `tree`; the file as it was. Errors: `SystemExit` where its text is not there once."""
+    path = tree / "src" / "terrazzo" / mutation.file
+    text = path.read_text()
+    if text.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.breaks}: {text.count(mutation.old)} times in {mutation.file}: {mutation.old!r}")
+    path.write_text(text.replace(mutation.old, mutation.new))
+    return text
+
+
+def judge(mutation: Mutation, tree: Path) -> Verdict:
+    """Whether the tests find it."""
+    before = apply(mutation, tree)
+    found = first_failure(tree, [f"tests/{name}" for name in mutation.tests.split()], "0")
+    if found is None:
+        found = first_failure(tree, ["tests"], os.environ.get("JOBS", "2"))
+    (tree / "src" / "terrazzo" / mutation.file).write_text(before)
+    return Verdict(found, found is None or first_failure(tree, [found], "0") is None)
+
+
+def first_failure(tree: Path, tests: Sequence[str], jobs: str) -> str | None:
+    """The first test that fails, or `tests` where they do not come to an end; None where all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", jobs, "-m", "not gpu and not long", "-ra", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return " ".join(tests)
+    if done.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else " ".join(tests)
+
+
+def main() -> int:
+    """Print a row for each, as it is judged."""
+    words = sys.argv[1:]
+    chosen = [each for each in MUTATIONS if not words or any(word in each.breaks for word in words)]
+    survived = 0
+    print("| what breaks | where | found by | s |\n|---|---|---|--:|")
+    with tempfile.TemporaryDirectory(prefix="terrazzo-mutations-") as folder:
+        tree = Path(folder) / "tree"
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "shared")
+        shutil.copytree(ROOT, tree, ignore=ignored)
+        for mutation in MUTATIONS:
+            path = tree / "src" / "terrazzo" / mutation.file
+            path.write_text(apply(mutation, tree))  # all are checked before the first is judged
+        for mutation in chosen:
+            began = time.monotonic()
+            verdict = judge(mutation, tree)
+            survived += verdict.found is None or not verdict.sure
+            found = verdict.found or "**nothing**"
+            doubt = "" if verdict.sure else " (which fails without it, too)"
+            seconds = time.monotonic() - began
+            print(f"| {mutation.breaks} | `{mutation.file}` | `{found}`{doubt} | {seconds:.0f} |", flush=True)
+    print(f"\n{len(chosen) - survived} of {len(chosen)} found")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
