@@ -71,6 +71,11 @@ class Setup:
     fused_update: bool = False
 
     @property
+    def sums_locally(self) -> bool:
+        """Whether micro-batches before the last only add up on each rank: asked for, or gradients are not split."""
+        return self.accumulate_locally or not self.plan.grad.among(self.mesh.sizes())
+
+    @property
     def tokens(self) -> int:
         """Of one micro-batch on one data rank, before context parallelism cuts the sequence."""
         return self.sequence * self.micro_batch

@@ -52,9 +52,8 @@ def line_terms(setup: Setup, traffic: Traffic, record: Calibration) -> list[Term
         inputs = {"busy_s": busy, "missing": -setup.micro_batches % setup.mesh.pp, **schedule}
         terms.append(Term("pipeline bubble", idle, idle, "time.bubble", inputs, "s"))
     if copied:
-        sharing = min(setup.cluster.device.per_node, setup.mesh.world_size)
         pcie_s = copied.get("pcie", 0.0) / ((setup.cluster.device.pcie_bandwidth or 1.0) * PCIE_COPY_SHARE)
-        disk_s = copied.get("disk", 0.0) * sharing / (setup.cluster.disk_bandwidth or 1.0)
+        disk_s = copied.get("disk", 0.0) * setup.cluster.ranks_per_host / (setup.cluster.disk_bandwidth or 1.0)
         spent = {"pcie_s": pcie_s, "disk_s": disk_s}
         terms.append(Term("copies to host and disk", pcie_s + disk_s, pcie_s + disk_s, "time.offload", spent, "s"))
     return terms
