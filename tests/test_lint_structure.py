@@ -115,6 +115,9 @@ def test_what_a_face_opens_is_there(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_of_the_engine_must_be_given_a_layer(tmp_path: Path) -> None:
+    assert any("'planner/utils' is in no layer" in text for text in _texts(_tree(tmp_path, planner__utils__a="")))
+    upwards = _tree(tmp_path, planner__memory__a="from terrazzo.planner.gate import b", planner__gate__b="")
+    assert any("'planner/memory' must not import 'terrazzo.planner.gate.b'" in text for text in _texts(upwards))
     assert any("'engine/utils' is in no layer" in text for text in _texts(_tree(tmp_path, engine__utils__a="")))
 
 

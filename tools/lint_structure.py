@@ -33,9 +33,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-# The same inside the engine: its folders, CORE for the modules beside them, and "" for its own __init__.
+# The same inside the engine and the planner: folders and modules, the others of these as CORE, "" for `__init__`.
 CORE = "(core)"
-ENGINE_LAYERS = ("process", "links", CORE, "optim", "offload", "paper", "model", "")
+INNER_LAYERS = {
+    "engine": ("process", "links", CORE, "optim", "offload", "paper", "model", ""),
+    "planner": (
+        *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
+        *("assemble", "choice", "report", CORE, ""),
+    ),
+}
 
 # In the docstring of a package's `__init__`, above lines of modules and folders that others may import from, too.
 OPEN = re.compile(r"Open to other\spackages[^:]*:\n\n((?: {4}.*\n)+)")
@@ -91,10 +97,9 @@ class Module:
 
     @property
     def folder(self) -> str:
-        """Of a module of the engine, as in `ENGINE_LAYERS`: `links` for `terrazzo.engine.links.label`."""
-        below = self.name.split(".")[2:]
-        is_folder = len(below) == 1 and self.path.name == "__init__.py"
-        return "" if not below else below[0] if is_folder or len(below) > 1 else CORE
+        """Of a module of the engine or the planner, as in `INNER_LAYERS`: `links` for `terrazzo.engine.links.label`."""
+        below, known = self.name.split(".")[2:], INNER_LAYERS.get(self.part, ())
+        return "" if not below else below[0] if below[1:] or _is_folder(self) or below[0] in known else CORE
 
 
 def read_modules(root: Path) -> dict[str, Module]:
@@ -215,23 +220,27 @@ def _is_folder(module: Module) -> bool:
     return module.path.name == "__init__.py"
 
 
-def _folder(module: Module) -> str:
-    return "the engine's core" if module.folder == CORE else f"'engine/{module.folder}'"
+def check_inside(modules: dict[str, Module]) -> Iterator[Finding]:
+    """Inside the engine and the planner too imports point down the layers."""
+    for part, layers in INNER_LAYERS.items():
+        inside = {name: module for name, module in modules.items() if module.part == part}
+        for module in inside.values():
+            own = f"the {part}'s core" if module.folder == CORE else f"'{part}/{module.folder}'"
+            if module.folder not in layers:
+                yield Finding(module.path, 1, f"{own} is in no layer: add it to INNER_LAYERS")
+                continue
+            for line, target in imports_of(module, inside):
+                if inside[target].folder in layers[layers.index(module.folder) + 1 :]:
+                    yield Finding(
+                        module.path, line, f"{own} must not import '{target}', which lies in a layer above it"
+                    )
 
 
-def check_engine(modules: dict[str, Module]) -> Iterator[Finding]:
-    """Inside the engine too imports point down the layers, and no name means two classes."""
-    engine = {name: module for name, module in modules.items() if module.part == "engine"}
+def check_names(modules: dict[str, Module]) -> Iterator[Finding]:
+    """Inside the engine no name means two classes."""
     defined: dict[str, str] = {}
-    for name, module in engine.items():
-        if module.folder not in ENGINE_LAYERS:
-            yield Finding(module.path, 1, f"{_folder(module)} is in no layer: add it to ENGINE_LAYERS")
-            continue
-        for line, target in imports_of(module, engine):
-            if ENGINE_LAYERS.index(engine[target].folder) > ENGINE_LAYERS.index(module.folder):
-                text = f"{_folder(module)} must not import '{target}', which lies in a layer above it"
-                yield Finding(module.path, line, text)
-        for node in module.tree.body:
+    for name, module in modules.items():
+        for node in module.tree.body if module.part == "engine" else ():
             if isinstance(node, ast.ClassDef) and defined.setdefault(node.name, name) != name:
                 yield Finding(module.path, node.lineno, f"'{node.name}' is also a class of '{defined[node.name]}'")
 
@@ -359,7 +368,8 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
     if layered:
         findings += [
             *check_direction(modules),
-            *check_engine(modules),
+            *check_inside(modules),
+            *check_names(modules),
             *check_faces(modules),
             *check_dialects(modules),
             *check_cycles(modules),

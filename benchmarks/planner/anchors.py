@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from terrazzo.planner.api import estimate_request
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.setup.request import Request
 
 __all__ = ["ANCHORS", "Anchor"]

@@ -11,14 +11,15 @@ from pathlib import Path
 from benchmarks.planner.shapes import Sizes, transformer
 from terrazzo.engine import Plan, Precision
 from terrazzo.planner.api import estimate_request
+from terrazzo.planner.choice.sizing import floor_gpus
 from terrazzo.planner.machine.devices import Cluster, device
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.stages import in_flight
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bare import BareAnswer
-from terrazzo.planner.search.sizing import floor_gpus
 from terrazzo.planner.setup.request import Request, build_setup, counts_of
-from terrazzo.planner.setup.setup import Checkpointing, Mesh, Setup
+from terrazzo.planner.setup.setup import Checkpointing, Setup
 from terrazzo.planner.timing.bubble import bubble
 
 __all__ = ["Check", "Verdict", "checks", "feasibility"]

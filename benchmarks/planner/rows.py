@@ -18,7 +18,8 @@ import torch
 from benchmarks.planner.shapes import Sizes, transformer
 from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.planner.machine.devices import Cluster, Device, device
-from terrazzo.planner.setup.setup import Checkpointing, Mesh, Setup
+from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.setup.setup import Checkpointing, Setup
 
 __all__ = ["Row", "rows", "unusable"]
 

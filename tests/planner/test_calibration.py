@@ -15,9 +15,15 @@ from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine import PRECISIONS, Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.figures import Time
-from terrazzo.planner.machine.calibration import (
+from terrazzo.planner.machine.devices import Cluster, Device, device
+from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.calibration import (
     Calibration,
     Software,
     calibration_folder,
@@ -27,11 +33,6 @@ from terrazzo.planner.machine.calibration import (
     processor,
     run_of,
 )
-from terrazzo.planner.machine.devices import Cluster, Device, device
-from terrazzo.planner.memory.peak import memory_of
-from terrazzo.planner.model.loading import model_shape
-from terrazzo.planner.search.frontier import Frontier
-from terrazzo.planner.setup.setup import Mesh, Setup
 from terrazzo.planner.timing.measured import fitted_pace
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.train.calibrate import calibrate, record_of

@@ -11,12 +11,13 @@ import pytest
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate, plan
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.machine.devices import Cluster
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.recipes import RECIPES, precision, strategy
 from terrazzo.planner.setup.request import Request, build_setup
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 
 
 def setup_of(model: Any = "llama3-8b", gpus: int | str | None = 16, **options: Any) -> Setup:

@@ -16,8 +16,8 @@ import yaml
 from terrazzo.config import Config, load_config
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
+from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.planner.model.loading import model_shape
-from terrazzo.planner.search.emit import TrainFiles, train_config
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.train.build import build_plan, build_precision, check_settings, prepare_model

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
 from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of, stage_peak
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.recipes import strategy
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model import DecoderConfig, build_model
 from tests.engine.census import census, live_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +15,11 @@ import torch
 from terrazzo.engine import Plan, Precision
 from terrazzo.engine.place import OFFLOADS
 from terrazzo.errors import BadInput
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
 from terrazzo.planner.gate.stack import FRAMEWORKS, Stack
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
+from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 
@@ -338,3 +342,18 @@ def test_a_16_bit_dtype_is_what_makes_16_bit_masters() -> None:
     setup = setup_of({})
     half = replace(setup, precision=replace(setup.precision, master=torch.float16))
     assert "16-bit master weights" in {finding.rule for finding in findings(half)}
+
+
+def test_a_finding_is_no_warning_too_in_the_json() -> None:
+    found = estimate(setup_of({"tp": 2}))
+    report = Answer(found, estimate).report()
+    assert [each.rule for each in report.findings] == ["tensor parallelism"]
+    assert not set(report.warnings) & set(map(str, found.findings))
+    assert str(found).count("Terrazzo has no tensor parallelism yet") == 1
+
+
+def test_no_module_hides_behind_a_function_of_its_name() -> None:
+    """`import terrazzo.planner.x as m` gives what the package calls x."""
+    package = importlib.import_module("terrazzo.planner")
+    below = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert not below & set(package.__all__)

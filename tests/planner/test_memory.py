@@ -14,6 +14,7 @@ from terrazzo.engine import Plan, Precision
 from terrazzo.planner.api import estimate_request
 from terrazzo.planner.formulas import FORMULAS
 from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.peak import memory_of, stage_terms
 from terrazzo.planner.memory.stages import in_flight, stage_units
@@ -22,7 +23,7 @@ from terrazzo.planner.memory.walk import StepSettings, StepUnit, peak_of
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.request import Request, build_setup
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 from tests.planner.subjects import gpt, llama
 
 A100 = Device("A100", memory_bytes=84_987_740_160)

@@ -14,13 +14,14 @@ from terrazzo.engine.links.collectives import GlooCollectives
 from terrazzo.engine.partition import find_units, partition
 from terrazzo.engine.place import OFFLOADS
 from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import stage_peak
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms, unit_states
 from terrazzo.planner.memory.tiers import tier_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model import Decoder, DecoderConfig
 from tests.engine.toys import EVERY_PLAN, TABLE_2D
 from tests.helpers.cover import places

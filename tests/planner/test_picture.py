@@ -15,10 +15,10 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate
 from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.bars import KINDS, Bar, Chart, chart_of, kind_of
-from terrazzo.planner.report.blocks import Column, Line, Table, plain, show
 from terrazzo.planner.report.picture import SCALE, save_picture, svg
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.text.blocks import Column, Line, Table, plain, show
 
 GIB = 2.0**30
 SVG = "{http://www.w3.org/2000/svg}"

@@ -13,19 +13,19 @@ import pytest
 from terrazzo.engine.place import ROWS
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate, estimate_request, plan
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES
+from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
+from terrazzo.planner.choice.search import search
+from terrazzo.planner.choice.sizing import Sizing, floor_gpus, min_gpus
 from terrazzo.planner.gate.stack import Stack
-from terrazzo.planner.machine.calibration import Calibration, Software
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.report.answer import _sizing_row
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.schema import StatesReport
-from terrazzo.planner.search.candidates import CHECKPOINTING, MICRO_BATCHES
-from terrazzo.planner.search.frontier import NO_MESH, Frontier, Refusal
-from terrazzo.planner.search.search import search
-from terrazzo.planner.search.sizing import Sizing, floor_gpus, min_gpus
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup, counts_of
+from terrazzo.planner.timing.calibration import Calibration, Software
 
 # -- published arithmetic ----------------------------------------------------------------------------------------
 

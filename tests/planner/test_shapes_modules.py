@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape, Role
-from terrazzo.planner.search.frontier import Frontier
 from terrazzo.train.model import DecoderConfig, build_model
 from tests.planner.test_shapes import CONFIGS, EXPERTS, SMALL, assert_same_units, label, on_meta, tensors_of
 

@@ -18,9 +18,10 @@ from terrazzo.planner.figures import Time
 from terrazzo.planner.formulas import FORMULAS, Term
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.links import Group, Move, Network, group_of
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
 from terrazzo.planner.timing.compute import flops_per_token, matmul_rate, step_flops, sustained_rate
 from terrazzo.planner.timing.overlap import Row, block_exposure, root_exposure

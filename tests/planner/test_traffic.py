@@ -15,9 +15,10 @@ import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
 from terrazzo.planner.figures import Traffic
 from terrazzo.planner.machine.devices import Cluster, Device, device
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from tests.engine.toys import EVERY_PLAN, TABLE_1D, TABLE_2D, Net, adamw, batch, loss_of
 from tests.helpers.cover import places

@@ -20,9 +20,9 @@ from terrazzo.engine import PRECISIONS
 from terrazzo.engine.optim.stock import ELEMENTWISE, state_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.modules import shape_of_module
-from terrazzo.planner.setup.setup import Mesh
 from terrazzo.telemetry import available_host_bytes, resident_bytes
 from terrazzo.train import fit, planning, promise, report, summary
 from terrazzo.train.build import decoder_config, prepare_model

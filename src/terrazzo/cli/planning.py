@@ -27,17 +27,17 @@ from terrazzo.planner import (
     min_gpus,
     runnable,
 )
-from terrazzo.planner.api import calibration_of, estimate_here
+from terrazzo.planner.api import assumed, calibration_of, estimate_here
+from terrazzo.planner.choice.frontier import nearest
+from terrazzo.planner.choice.search import search
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
-from terrazzo.planner.report.blocks import Block, Line, show
 from terrazzo.planner.report.explain import explain, explained
 from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
-from terrazzo.planner.search.frontier import nearest
-from terrazzo.planner.search.search import search
 from terrazzo.planner.setup.checks import check_number
-from terrazzo.planner.setup.request import assumptions, build_cluster
+from terrazzo.planner.setup.request import build_cluster
+from terrazzo.planner.text.blocks import Block, Line, show
 
 __all__ = ["run"]
 
@@ -116,26 +116,19 @@ def _of_model(asked: Asked, stack: Stack) -> Answer:
             )
         return _of_search(request, sizing.answer or sizing.steps[-1], sizing)
     if request.strategy is not None and not isinstance(request.gpus, str):
-        return Answer(_assumed(request, estimate_here(build_setup(request))), estimate_here)
+        return Answer(assumed(request, estimate_here(build_setup(request))), estimate_here)
     return _of_search(request, search(request, calibration_of(request), stack))
 
 
 def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
     best = found.best or nearest(found, estimate_here)
     known = replace(request, gpus=best.setup.cluster.count)  # found, and not assumed
-    return Answer(_assumed(known, best), estimate_here, found, sizing)
-
-
-def _assumed(request: Request, found: Estimate) -> Estimate:
-    """With a note of everything that the request left open."""
-    return replace(found, warnings=assumptions(request, found.setup) + found.warnings)
+    return Answer(assumed(known, best), estimate_here, found, sizing)
 
 
 def _in_framework(answer: Answer, stack: Stack) -> Answer:
-    """With what is known of that framework in place of Terrazzo's own limits."""
-    own = [str(finding) for finding in findings(answer.best.setup)]
-    best = replace(answer.best, warnings=tuple(note for note in answer.best.warnings if note not in own))
-    return replace(answer, best=best, stack=stack)
+    """With what is known of that framework, whichever `best` was made for."""
+    return replace(answer, best=replace(answer.best, findings=findings(answer.best.setup, stack)))
 
 
 def _of_count(asked: Asked) -> BareAnswer:

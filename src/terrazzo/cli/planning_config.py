@@ -44,7 +44,7 @@ def of_config(asked: Asked, machines: Request) -> Answer:
         return planned(config.model_copy(update={"plan": plan}), ranks, cluster)
 
     found = planned(config, ranks, cluster)
-    return Answer(replace(found, warnings=(*found.warnings, *notes)), under)
+    return Answer(replace(found, notes=(*found.notes, *notes)), under)
 
 
 def _calibrated(path: Path, overrides: list[str]) -> str:

@@ -9,9 +9,9 @@ import yaml
 
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate
+from terrazzo.planner.choice.emit import train_config
 from terrazzo.planner.report.picture import SUFFIXES
-from terrazzo.planner.report.words import verdict
-from terrazzo.planner.search.emit import train_config
+from terrazzo.planner.text.words import verdict
 
 __all__ = ["check_files", "emit"]
 

@@ -1,30 +1,48 @@
 """The planner: what a sharded training run takes, from shapes alone, before any hardware is booked.
 
-It costs the same `Plan` that the engine runs. Read setup, figures, memory, traffic, timing, estimate, search, in order.
+It costs the same `Plan` that the engine runs. Each folder knows of those above it in this list, which is the order to
+read them in (docs/concepts/planner.md):
+
+    model        a model's tensors by unit, from a preset, a config.json or modules
+    machine      devices, links, and the mesh of ranks
+    setup        what is asked, and the one way of running a model that it means
+    memory       what the fullest rank holds
+    traffic      what one rank sends
+    timing       how long a step takes, and what was measured of it
+    gate         what is known against a setup
+    text         how figures are written
+    assemble     an estimate: all of these for one setup
+    choice       the search over setups, sizing, and the configuration that runs one
+    report       answers as text, JSON and pictures
+
+`formulas` and `figures` lie below all, `api` above.
 
 Open to other packages:
 
-    api, formulas                                  `tz.plan`, and what a figure is a sum of
-    machine                                        devices, and what was measured on them
-    memory.peak, memory.replay, memory.trace       the memory of a run whose model is there
-    model                                          shapes of models, and how they are read
-    report, search, setup                          questions and answers of the command line
-    timing.compute, timing.measured, timing.step   what a benchmark of a device is compared with
+    api, formulas                              `tz.plan`, and what a figure is a sum of
+    machine                                    devices, and how ranks lie on them
+    memory.peak, memory.replay, memory.trace   the memory of a run whose model is there
+    model                                      shapes of models, and how they are read
+    choice, report, setup, text                questions and answers of the command line
+    timing.calibration                         what was measured
+    timing.compute, timing.measured            what a benchmark of a device is compared with
+    timing.step                                the same of a step
 """
 
 from terrazzo.planner.api import estimate, estimate_request, plan
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.choice.frontier import Frontier
+from terrazzo.planner.choice.search import search
+from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.gate.gate import findings, runnable
 from terrazzo.planner.gate.stack import Finding, Stack
 from terrazzo.planner.machine.devices import Cluster, Device, device
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
-from terrazzo.planner.search.frontier import Frontier
-from terrazzo.planner.search.search import search
-from terrazzo.planner.search.sizing import Sizing, min_gpus
 from terrazzo.planner.setup.request import Request, build_setup
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
     "Cluster",

@@ -7,22 +7,21 @@ from typing import Any
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.planner.assemble import estimate
-from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.machine.calibration import Calibration, find_calibration
-from terrazzo.planner.search.frontier import Frontier
-from terrazzo.planner.search.search import search
+from terrazzo.planner.assemble import Estimate, estimate
+from terrazzo.planner.choice.frontier import Frontier
+from terrazzo.planner.choice.search import search
 from terrazzo.planner.setup.request import Model, Request, assumptions, build_setup
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.calibration import Calibration, find_calibration
 
-__all__ = ["calibration_of", "estimate", "estimate_here", "estimate_request", "plan"]
+__all__ = ["assumed", "calibration_of", "estimate", "estimate_here", "estimate_request", "plan"]
 
 
 def estimate_here(setup: Setup) -> Estimate:
     """`estimate` with what was measured on such devices before, or a warning why a record of that does not count."""
     record, note = find_calibration(setup)
     found = estimate(setup, record)
-    return replace(found, warnings=(*found.warnings, note)) if note else found
+    return replace(found, notes=(*found.notes, note)) if note else found
 
 
 def calibration_of(request: Request) -> Calibration | None:
@@ -37,9 +36,12 @@ def calibration_of(request: Request) -> Calibration | None:
 
 def estimate_request(request: Request, calibration: Calibration | None = None) -> Estimate:
     """`estimate` of what a request means; its warnings begin with what was assumed."""
-    setup = build_setup(request)
-    answer = estimate(setup, calibration)
-    return replace(answer, warnings=assumptions(request, setup) + answer.warnings)
+    return assumed(request, estimate(build_setup(request), calibration))
+
+
+def assumed(request: Request, found: Estimate) -> Estimate:
+    """With a note of everything that the request left open."""
+    return replace(found, notes=assumptions(request, found.setup) + found.notes)
 
 
 def plan(
@@ -65,6 +67,4 @@ def plan(
     request = Request(model, gpus, strategy=strategy, **options)
     if strategy is None or isinstance(request.gpus, str):
         return search(request, calibration_of(request))
-    setup = build_setup(request)
-    answer = estimate_here(setup)
-    return replace(answer, warnings=assumptions(request, setup) + answer.warnings)
+    return assumed(request, estimate_here(build_setup(request)))

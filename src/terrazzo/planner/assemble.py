@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
-from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.figures import Memory
+from dataclasses import dataclass
+
+from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.machine.calibration import Calibration, measured_memory
+from terrazzo.planner.gate.stack import Finding
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.text.blocks import Block, Line, plain
+from terrazzo.planner.text.terms import memory_blocks, pace_line, time_blocks, traffic_blocks
+from terrazzo.planner.text.words import setup_text, verdict
+from terrazzo.planner.timing.calibration import Calibration, measured_memory
 from terrazzo.planner.timing.step import time_of
 from terrazzo.planner.traffic.volumes import traffic_of
 
-__all__ = ["assemble", "estimate", "memory_under"]
+__all__ = ["Estimate", "assemble", "estimate", "memory_under"]
+
+SEVERITIES = {"refuse": "known not to work", "planned": "not runnable yet", "warn": "works badly"}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory, traffic and time of a setup.
+
+    Attributes:
+        time: None with `no_time` saying why, where nothing can be said.
+        findings: what is known against the setup in the framework that is to run it, by default Terrazzo.
+        notes: what was assumed, and what the figures leave out.
+    """
+
+    setup: Setup
+    memory: Memory
+    traffic: Traffic
+    time: Time | None = None
+    no_time: str = ""
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Notes and findings in words."""
+        return (*self.notes, *map(str, self.findings))
+
+    def __str__(self) -> str:
+        """The report that `terrazzo plan` prints."""
+        return plain(self.blocks()).rstrip()
+
+    def blocks(self) -> list[Block]:
+        """The whole of it: what cannot work stands above everything."""
+        refused = [one for one in self.findings if one.severity == "refuse"]
+        others = [one for one in self.findings if one.severity != "refuse"]
+        blocks: list[Block] = [Line(f"{SEVERITIES['refuse']}: {one}", "bold red") for one in refused]
+        blocks += [Line(verdict(self.memory), _verdict_style(self.memory)), Line(setup_text(self.setup))]
+        if self.time or self.no_time:
+            blocks.append(pace_line(self.time) if self.time else Line(self.no_time, "yellow"))
+        blocks += [Line(f"{SEVERITIES[one.severity]}: {one}", "yellow") for one in others]
+        blocks += [Line(f"note: {note}", "yellow") for note in self.notes]
+        blocks += memory_blocks(self.memory) + traffic_blocks(self.traffic)
+        return blocks + (time_blocks(self.time) if self.time else [])
+
+
+def _verdict_style(memory: Memory) -> str:
+    if memory.fits is False:
+        return "bold red"
+    return "bold green" if memory.fits_surely else "bold yellow"
 
 
 def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
-    """Memory, traffic and time of one setup, with the warnings of the gate.
+    """Memory, traffic and time of one setup, with what the gate knows against it.
 
     Errors: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
     """
-    return assemble(setup, memory_under(setup, calibration), calibration)
+    return assemble(setup, memory_under(setup, calibration), calibration, findings(setup))
 
 
 def memory_under(setup: Setup, calibration: Calibration | None) -> Memory:
@@ -30,14 +84,13 @@ def memory_under(setup: Setup, calibration: Calibration | None) -> Memory:
     return memory if calibration is None else measured_memory(memory, calibration, setup)
 
 
-def assemble(setup: Setup, memory: Memory, calibration: Calibration | None) -> Estimate:
-    """Traffic and time of a checked setup beside its memory, with what the gate and the shapes warn of."""
+def assemble(setup: Setup, memory: Memory, calibration: Calibration | None, known: tuple[Finding, ...]) -> Estimate:
+    """Traffic and time of a checked setup beside its memory and what is `known` against it."""
     traffic = traffic_of(setup)
-    time = time_of(setup, traffic, calibration)
-    warnings = _uncounted(setup) + tuple(str(finding) for finding in findings(setup))
+    time, notes = time_of(setup, traffic, calibration), _uncounted(setup)
     if isinstance(time, str):
-        return Estimate(setup, memory, traffic, None, time, warnings)
-    return Estimate(setup, memory, traffic, time, "", warnings)
+        return Estimate(setup, memory, traffic, None, time, known, notes)
+    return Estimate(setup, memory, traffic, time, "", known, notes)
 
 
 def _uncounted(setup: Setup) -> tuple[str, ...]:

@@ -138,7 +138,8 @@ class Time:
     Attributes:
         mfu: model FLOPs utilisation of the dense peak of the matmul format, causal attention counted in full.
         hidden_s: communication behind computation.
-        bound_by: the term that limits it: `compute`, `communication`, `memory bandwidth`, `pipeline bubble`, `offload`.
+        bound_by: the term that limits it: `compute`, `communication`, `memory bandwidth`, `kernel launches`,
+            `pipeline bubble`, `offload`.
         calibrated: whether steps of this model under this plan were measured on this device.
         rates_measured: whether the device's rates were, be it with another model or plan.
         band: relative error to expect: what nine of ten published runs stay within, less if calibrated.

@@ -11,7 +11,7 @@ from pathlib import Path
 from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.planner import Setup, Time
-from terrazzo.planner.machine.calibration import Calibration, Software, processor, run_of
+from terrazzo.planner.timing.calibration import Calibration, Software, processor, run_of
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of

@@ -16,10 +16,10 @@ from terrazzo.engine import find_units
 from terrazzo.planner import Cluster, Estimate, Memory, Setup
 from terrazzo.planner.api import estimate
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.machine.calibration import find_calibration, measured_memory
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
 from terrazzo.planner.memory.trace import traced_activations, traced_update
+from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.train.build import construct, prepare_model
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
@@ -45,10 +45,10 @@ def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estim
     setup = setup_of(config, ranks, cluster)
     record, note = find_calibration(setup)
     found = estimate(setup, record)
-    notes = (*found.warnings, note) if note else found.warnings
+    notes = (*found.notes, note) if note else found.notes
     memory = traced_memory(config, setup) if setup.cluster.device.kind == "cpu" else None
     memory = memory or memory_of(setup)
-    return replace(found, memory=measured_memory(memory, record, setup) if record else memory, warnings=notes)
+    return replace(found, memory=measured_memory(memory, record, setup) if record else memory, notes=notes)
 
 
 def traced_memory(config: Config, setup: Setup) -> Memory | None:

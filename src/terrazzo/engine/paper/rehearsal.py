@@ -1,7 +1,7 @@
 """A step on paper: the real schedule run on units that count bytes instead of moving them.
 
-There is no second description of the engine to drift from it: order, prefetch, release and reduction are the code that
-will run, and only the moves are replaced by their sizes.
+Order, prefetch, release and reduction are the code that will run, and only the moves are replaced by their sizes. The
+planner's search has a faster description of its own (`terrazzo.planner.memory.walk`), which tests hold equal to this.
 """
 
 from __future__ import annotations

@@ -73,6 +73,11 @@ class Cluster:
     disk_bandwidth: float | None = None
 
     @property
+    def ranks_per_host(self) -> int:
+        """Of its ranks, how many share a host."""
+        return min(self.count, self.device.per_node)
+
+    @property
     def nodes(self) -> int:
         return -(-self.count // self.device.per_node)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.planner.machine.devices import Device
-from terrazzo.planner.setup.setup import Mesh
+from terrazzo.planner.machine.mesh import Mesh
 
 __all__ = ["Group", "Move", "Network", "group_of"]
 

@@ -9,7 +9,7 @@ from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
-from terrazzo.planner.memory.placement import placed_units, placement_of
+from terrazzo.planner.memory.placement import placed_units
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
@@ -60,7 +60,7 @@ def memory_of(setup: Setup) -> Memory:
         disk=disk,
         disk_writes=disk_writes(setup, fullest),
         capacity_bytes=setup.cluster.device.memory_bytes,
-        ranks_per_host=min(setup.cluster.count, setup.cluster.device.per_node),
+        ranks_per_host=setup.cluster.ranks_per_host,
         host_capacity_bytes=setup.cluster.host_memory_bytes,
         disk_capacity_bytes=setup.cluster.disk_bytes,
         on_host=setup.cluster.device.kind == "cpu",
@@ -135,14 +135,12 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     Args:
         states_only: without activations, logits, finished gradients and the update: the engine's `transient_bytes`.
     """
-    placement = placement_of(setup)
     parts = [(unit_states(unit, own), unit, count) for unit, count, own in placed_units(setup, stage)]
-    local = setup.accumulate_locally or not placement.plan.grad.axes
     plain = StepSettings(
         has_root=parts[0][1].is_root,
         prefetch=setup.prefetch,
-        micro_batches=max(setup.micro_batches, 2 if local and setup.whole_gradients else 1),
-        local=local,
+        micro_batches=max(setup.micro_batches, 2 if setup.sums_locally and setup.whole_gradients else 1),
+        local=setup.sums_locally,
         gradual=not setup.compile,
         with_gradients=not states_only,
     )
@@ -200,8 +198,8 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
     if peak.parts[LOGITS]:
         head = head_activations(setup)
         extras[LOGITS] = max(0.0, head.loss_upper - peak.parts[LOGITS])
-    placement, precision = placement_of(setup), setup.precision
-    sums_up = setup.micro_batches > 1 and (setup.accumulate_locally or not placement.plan.grad.axes)
+    precision = setup.precision
+    sums_up = setup.micro_batches > 1 and setup.sums_locally
     if sums_up and precision.compute.itemsize < precision.accumulate.itemsize:
         extras[UNREDUCED] = peak.parts[UNREDUCED] * precision.compute.itemsize / precision.accumulate.itemsize
     return extras

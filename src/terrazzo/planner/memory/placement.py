@@ -12,10 +12,11 @@ from terrazzo.engine import Place, Plan, Precision
 from terrazzo.engine.links.collectives import NEAR_BLOCK_BYTES
 from terrazzo.engine.links.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.place import ON_DEVICE, Tiers
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["PlacedUnit", "Placement", "placed_units", "placement_of"]
 

@@ -1,7 +1,7 @@
 """The engine on paper: a traced pass put on the schedule of a plan, and the moment at which most is held.
 
-Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.paper.rehearsal`), so
-there is no second description of it here. Only the activations between its events come from a trace.
+Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.paper.rehearsal`). Only
+the activations between its events come from a trace. `walk` describes the same step again, faster, for a search.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0)
         disk=disk,
         disk_writes=disk_writes(setup, 0),
         capacity_bytes=setup.cluster.device.memory_bytes,
-        ranks_per_host=min(setup.cluster.count, setup.cluster.device.per_node),
+        ranks_per_host=setup.cluster.ranks_per_host,
         host_capacity_bytes=setup.cluster.host_memory_bytes,
         disk_capacity_bytes=setup.cluster.disk_bytes,
         on_host=setup.cluster.device.kind == "cpu",
@@ -142,7 +142,7 @@ class _Player:
         ledgers = (self._ledger, self._sums)
         self._paper = [_Unit(index, unit, setup.compile, *ledgers) for index, unit in enumerate(units)]
         self._schedule = Schedule(self._paper, Order.of_registration(self._paper), setup.prefetch)
-        self._local_sums = setup.accumulate_locally or not placement_of(setup).plan.grad.axes
+        self._local_sums = setup.sums_locally
         names = list(dict.fromkeys(event.unit for event in trace.events))
         assert len(names) == len(units), f"{len(names)} units traced, {len(units)} in the model"
         self._index = {name: index for index, name in enumerate(names)}

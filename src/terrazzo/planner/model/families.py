@@ -1,7 +1,7 @@
 """The model families whose tensors are known without building them: a table, and nothing computed.
 
 Names, shapes and defaults are those of `transformers` (src/transformers/models/*/{configuration,modeling}_*.py), which
-the tests build on the meta device. The sizes that the rows name are read from a config by `huggingface`.
+the tests build on the meta device. The sizes that the rows name are read from a config by `fields`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ from dataclasses import replace
 from terrazzo.engine import Plan
 from terrazzo.engine.place import ROWS
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["alternatives"]
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
-from terrazzo.planner.estimate import Estimate
-from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.gate.stack import Finding, Stack
+from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.choice.frontier import NO_MESH, ROWS, Frontier
+from terrazzo.planner.choice.sizing import Sizing
 from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.bars import Chart, chart_of
-from terrazzo.planner.report.blocks import Block, Column, Line, Table
 from terrazzo.planner.report.convert import frontier_row, report_of
 from terrazzo.planner.report.schema import RefusedRow, Report, SizingReport, SizingRow
-from terrazzo.planner.report.words import GIB
-from terrazzo.planner.search.frontier import NO_MESH, ROWS, Frontier
-from terrazzo.planner.search.sizing import Sizing
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.text.blocks import Block, Column, Line, Table
+from terrazzo.planner.text.words import GIB
 
 __all__ = ["Answer"]
 
@@ -30,16 +27,10 @@ class Answer:
     estimate: Callable[[Setup], Estimate]
     frontier: Frontier | None = None
     sizing: Sizing | None = None
-    stack: Stack = field(default_factory=Stack)
-
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """What is known against `best` in the framework that was named."""
-        return findings(self.best.setup, self.stack)
 
     def report(self) -> Report:
         """For `--json`."""
-        report = report_of(self.best, self.findings)
+        report = report_of(self.best)
         if self.frontier is None:
             return report
         more = {
@@ -53,9 +44,9 @@ class Answer:
     def blocks(self) -> list[Block]:
         """For people."""
         if self.frontier is None:
-            return self.best.blocks(self.findings)
+            return self.best.blocks()
         head = () if self.sizing is None else (Line(str(self.sizing), "bold"), _sizing_table(self.sizing))
-        return self.frontier.blocks(self.best, self.findings, head)
+        return self.frontier.blocks(self.best, head)
 
     def chart(self) -> Chart:
         """Memory by strategy, all else as in `best`."""

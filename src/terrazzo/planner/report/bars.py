@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.report.words import Unit, count_text, mesh_text, precision_name, units
+from terrazzo.planner.text.words import Unit, count_text, mesh_text, precision_name, units
 
 __all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.gate.stack import Finding
 from terrazzo.planner.report.schema import (
     CollectiveReport,
     FindingReport,
@@ -20,15 +19,15 @@ from terrazzo.planner.report.schema import (
     TimeReport,
     TrafficReport,
 )
-from terrazzo.planner.report.words import GIB, checkpointing_text, mesh_sizes, precision_name
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.text.words import GIB, checkpointing_text, mesh_sizes, precision_name
 
 __all__ = ["frontier_row", "report_of"]
 
 GB = 1e9
 
 
-def report_of(estimate: Estimate, found: Iterable[Finding] = ()) -> Report:
+def report_of(estimate: Estimate) -> Report:
     """The whole of one plan."""
     memory = estimate.memory
     return Report(
@@ -40,7 +39,7 @@ def report_of(estimate: Estimate, found: Iterable[Finding] = ()) -> Report:
         time=_time(estimate.time) if estimate.time else None,
         no_time=estimate.no_time,
         traffic=_traffic(estimate.traffic),
-        warnings=estimate.warnings,
+        warnings=estimate.notes,
         findings=tuple(
             FindingReport(
                 rule=each.rule,
@@ -49,7 +48,7 @@ def report_of(estimate: Estimate, found: Iterable[Finding] = ()) -> Report:
                 alternative=each.alternative,
                 source=each.source,
             )
-            for each in found
+            for each in estimate.findings
         ),
     )
 

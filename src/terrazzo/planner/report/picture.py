@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.report.bars import KINDS, Bar, Chart
-from terrazzo.planner.report.words import Unit, bytes_text
+from terrazzo.planner.text.words import Unit, bytes_text
 
 __all__ = ["SUFFIXES", "png", "save_picture", "svg"]
 

@@ -141,7 +141,8 @@ class TimeReport(_Model):
     tokens_per_s_per_gpu: float = Field(description="tokens of all ranks per second, over the number of GPUs")
     mfu: float | None = Field(description="share of the dense peak; null where the peak is not known")
     bound_by: str = Field(
-        description="compute, communication, memory bandwidth, pipeline bubble or offload: what limits it"
+        description="what limits it: compute, communication, memory bandwidth, kernel launches, pipeline bubble or "
+        "offload"
     )
     hidden_s: float = Field(description="communication behind computation, no part of `step_s`")
     calibrated: bool = Field(description="whether steps of this model under this plan were measured on this device")

@@ -14,12 +14,13 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.machine import devices as hardware
 from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup import recipes
 from terrazzo.planner.setup.arguments import checked
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.optimizers import optimizer
-from terrazzo.planner.setup.setup import Attention, Loss, Mesh, Pipeline, Ranking, Setup
+from terrazzo.planner.setup.setup import Attention, Loss, Pipeline, Ranking, Setup
 
 __all__ = ["Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
 

@@ -1,55 +1,23 @@
-"""One way of running a model: everything that a user chooses, and the arithmetic that refuses what cannot be."""
+"""One way of running a model: everything that a user chooses."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.planner.machine.devices import Cluster
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 
-__all__ = ["Mesh", "Setup"]
+__all__ = ["Setup"]
 
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "math"]
 Loss = Literal["full", "fused", "chunked"]
 Pipeline = Literal["1f1b", "gpipe"]
 Ranking = Literal["throughput", "gpus", "cost"]
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Sizes of the mesh axes. `ep` divides the data ranks and adds none of its own."""
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that are given different sequences."""
-        return self.dp_replicate * self.dp_shard
-
-    def in_hosts(self, per_node: int) -> Mesh:
-        """The same data ranks in the fewest shard groups that, with tp and cp beside, stay on a host each."""
-        ranks, largest = self.data_ranks, max(1, per_node // (self.tp * self.cp))
-        shard = math.gcd(ranks, largest)
-        return replace(self, dp_replicate=ranks // shard, dp_shard=shard)
-
-    def sizes(self) -> dict[str, int]:
-        """Of the data axes, innermost first, as the engine's plans name them; those of one rank are left out."""
-        data = {"dp_shard": self.dp_shard, "cp": self.cp, "dp_replicate": self.dp_replicate}
-        return {axis: size for axis, size in data.items() if size > 1}
 
 
 @dataclass(frozen=True)
@@ -79,7 +47,7 @@ class Setup:
     model: ModelShape
     cluster: Cluster
     plan: Plan
-    mesh: Mesh = Mesh()
+    mesh: Mesh = field(default_factory=Mesh)
     sequence: int = 0
     micro_batch: int = 1
     micro_batches: int = 1
@@ -101,6 +69,11 @@ class Setup:
     coalesced: bool = True
     whole_gradients: bool = False
     fused_update: bool = False
+
+    @property
+    def sums_locally(self) -> bool:
+        """Whether micro-batches before the last only add up on each rank: asked for, or gradients are not split."""
+        return self.accumulate_locally or not self.plan.grad.among(self.mesh.sizes())
 
     @property
     def tokens(self) -> int:

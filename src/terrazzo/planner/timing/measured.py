@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.stage import PCIE_COPY_SHARE, Stage, slowest_stage
 
@@ -52,9 +52,8 @@ def line_terms(setup: Setup, traffic: Traffic, record: Calibration) -> list[Term
         inputs = {"busy_s": busy, "missing": -setup.micro_batches % setup.mesh.pp, **schedule}
         terms.append(Term("pipeline bubble", idle, idle, "time.bubble", inputs, "s"))
     if copied:
-        sharing = min(setup.cluster.device.per_node, setup.mesh.world_size)
         pcie_s = copied.get("pcie", 0.0) / ((setup.cluster.device.pcie_bandwidth or 1.0) * PCIE_COPY_SHARE)
-        disk_s = copied.get("disk", 0.0) * sharing / (setup.cluster.disk_bandwidth or 1.0)
+        disk_s = copied.get("disk", 0.0) * setup.cluster.ranks_per_host / (setup.cluster.disk_bandwidth or 1.0)
         spent = {"pcie_s": pcie_s, "disk_s": disk_s}
         terms.append(Term("copies to host and disk", pcie_s + disk_s, pcie_s + disk_s, "time.offload", spent, "s"))
     return terms

@@ -145,11 +145,7 @@ class Stage:
             assert cluster.device.pcie_bandwidth is not None
             return move.sent_bytes / (cluster.device.pcie_bandwidth * PCIE_COPY_SHARE)
         assert cluster.disk_bandwidth is not None
-        return move.sent_bytes * self._ranks_per_host / cluster.disk_bandwidth
-
-    @property
-    def _ranks_per_host(self) -> int:
-        return min(self._setup.cluster.device.per_node, self._setup.mesh.world_size)
+        return move.sent_bytes * self._setup.cluster.ranks_per_host / cluster.disk_bandwidth
 
     # -- terms -------------------------------------------------------------------------------------------------
 
@@ -244,7 +240,7 @@ class Stage:
         for move in unit_copies(unit, placement):
             if move.when == "update":
                 copies[move.link] += self._copy_s(move)
-        elements = owned * self._ranks_per_host if placement.tiers.optim != "device" else 0
+        elements = owned * self._setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
         forward, backward = next((part.passes for part in self._blocks if part.unit is unit), (0.0, 0.0))
         return UnitUpdate(elements / HOST_ADAM, copies["pcie"], copies["disk"], forward, backward)
 

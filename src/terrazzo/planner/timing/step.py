@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from terrazzo.planner.figures import Time, Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
-from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import flops_per_token, matmul_rate
 from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_stage, measured_terms
 from terrazzo.planner.timing.stage import slowest_stage

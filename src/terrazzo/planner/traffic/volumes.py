@@ -14,7 +14,7 @@ from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.machine.links import Group, Move, Network, group_of
 from terrazzo.planner.memory.buckets import buckets
-from terrazzo.planner.memory.placement import Placement, placed_units, placement_of
+from terrazzo.planner.memory.placement import Placement, placed_units
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
@@ -106,11 +106,10 @@ def _collect(setup: Setup, stage: int) -> Collected:
 def repetitions(setup: Setup) -> dict[str, int]:
     """How often each kind of move happens in a step."""
     micro_batches = setup.micro_batches
-    local = setup.accumulate_locally or not placement_of(setup).plan.grad.axes
     return {
         "forward": micro_batches,
         "backward": micro_batches,
-        "reduce": 0 if local else micro_batches - 1,
+        "reduce": 0 if setup.sums_locally else micro_batches - 1,
         "last": 1,
         "update": 1,
     }

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
+from terrazzo.planner.choice.frontier import Frontier, Refusal
+from terrazzo.planner.choice.search import TERRAZZO, search, spread
 from terrazzo.planner.gate.stack import Stack
-from terrazzo.planner.machine.calibration import Calibration
 from terrazzo.planner.memory.states import state_terms
-from terrazzo.planner.search.frontier import Frontier, Refusal
-from terrazzo.planner.search.search import TERRAZZO, search, spread
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
+from terrazzo.planner.timing.calibration import Calibration
 
 __all__ = ["Sizing", "floor_gpus", "min_gpus"]
 

@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import estimate
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.gate.stack import Finding
-from terrazzo.planner.report.blocks import Block, Column, Line, Table, plain
-from terrazzo.planner.report.words import GIB, checkpointing_text, mesh_text
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.text.blocks import Block, Column, Line, Table, plain
+from terrazzo.planner.text.words import GIB, checkpointing_text, mesh_text
 
 __all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest"]
 
@@ -93,16 +90,15 @@ class Frontier:
             best = self.best or nearest(self, estimate)
         except BadInput as error:
             return plain([Line(str(error)), *_refusals(self)]).rstrip()
-        return plain(self.blocks(best, findings(best.setup))).rstrip()
+        return plain(self.blocks(best)).rstrip()
 
-    def blocks(self, best: Estimate, found: Sequence[Finding], head: Sequence[Block] = ()) -> list[Block]:
+    def blocks(self, best: Estimate, head: Sequence[Block] = ()) -> list[Block]:
         """All plans in short and `best` in detail.
 
         Args:
-            found: against `best`.
             head: what stands above everything; without it the verdict on `best` does.
         """
-        verdict, *rest = best.blocks(found)
+        verdict, *rest = best.blocks()
         where = Line(f"  {best.setup.plan.name} on {best.setup.cluster.count:,} × {best.setup.cluster.device.name}")
         title = "the best plan in detail" if self.ranked else "what comes nearest"
         return [*(head or (verdict, where)), *_ranking(self), Line(f"\n{title}", "bold"), *rest]

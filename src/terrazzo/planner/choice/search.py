@@ -8,18 +8,18 @@ from dataclasses import replace
 from itertools import product
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import assemble, memory_under
-from terrazzo.planner.estimate import Estimate
+from terrazzo.planner.assemble import Estimate, assemble, memory_under
+from terrazzo.planner.choice.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, plans, strategies
+from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.gate.stack import Stack
-from terrazzo.planner.machine.calibration import Calibration
+from terrazzo.planner.gate.stack import Finding, Stack
 from terrazzo.planner.memory.tiers import on_device
-from terrazzo.planner.search.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, plans, strategies
-from terrazzo.planner.search.frontier import Frontier, Refusal
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.text.words import LABELS
+from terrazzo.planner.timing.calibration import Calibration
 
 __all__ = ["TERRAZZO", "search", "spread"]
 
@@ -101,7 +101,7 @@ class _Found:
             return self._refuse(choice, str(error), untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
-            if reason := _refused_by_gate(leanest, self.stack):  # then it is not what comes nearest
+            if reason := _refusal(findings(leanest, self.stack)):  # then it is not what comes nearest
                 return self._refuse(choice, reason, untried)
             reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             return self._refuse(choice, reason, untried, leanest)
@@ -125,14 +125,15 @@ class _Found:
             except BadInput as error:
                 self._refuse(choice, str(error), 0)
                 continue
-            if reason := _refused_by_gate(setup, self.stack):
+            known = findings(setup, self.stack)
+            if reason := _refusal(known):
                 self._refuse(choice, reason, 0)
                 continue
             if reason := _too_large(setup, memory):
                 if not largest:
                     self._refuse(choice, reason, 0, setup, memory)
                 break
-            found = assemble(setup, memory, self.calibration)
+            found = assemble(setup, memory, self.calibration, known)
             self.fitting.append(found)
             largest = size
             if _tokens_per_s(found) < rate:
@@ -163,8 +164,8 @@ class _Found:
         self.refusals[strategy, choice.gpus] = refusal
 
 
-def _refused_by_gate(setup: Setup, stack: Stack) -> str:
-    return next((str(found) for found in findings(setup, stack) if found.severity == "refuse"), "")
+def _refusal(known: Sequence[Finding]) -> str:
+    return next((str(found) for found in known if found.severity == "refuse"), "")
 
 
 def _states_bytes(setup: Setup) -> float:
@@ -186,7 +187,7 @@ def _too_large(setup: Setup, memory: Memory) -> str:
     with_mode = "" if mode == "none" else f" and {mode} activation checkpointing"
     return (
         f"with micro-batch {setup.micro_batch}{with_mode}, {numbers} are expected, of which {_gib(largest.value)} "
-        f"{largest.name}."
+        f"{LABELS.get(largest.name, largest.name)}."
     )
 
 

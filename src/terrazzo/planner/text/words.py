@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.planner.figures import Memory, Room
+from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.setup.recipes import RECIPES
-from terrazzo.planner.setup.setup import Mesh, Setup
+from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
     "GIB",

@@ -95,7 +95,7 @@ class Calibration(BaseModel):
     """One record, per rank. What follows from it for a step is in `terrazzo.planner.timing.measured`.
 
     Attributes:
-        device: name, as `hardware.this_machine` gives it. `processor`: what it really is, as `processor` gives it.
+        device: name, as `devices.this_machine` gives it. `processor`: what it really is, as `processor` gives it.
         world_size: ranks that were running.
         matmul: format of the matrix products, such as `bf16`.
         run: what was measured; None where that is not known.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.report.blocks import Block, Column, Line, Table
-from terrazzo.planner.report.words import (
+from terrazzo.planner.text.blocks import Block, Column, Line, Table
+from terrazzo.planner.text.words import (
     GIB,
     LABELS,
     Unit,

@@ -1,0 +1,1 @@
+"""How figures are written: amounts, lines and tables of every report."""
