@@ -31,6 +31,7 @@ class TensorEntry:
 
 DcpEntry = TensorEntry | Archive  # a plain value is one archive
 TreePath = tuple[str | int, ...]
+"""Where an entry stands in a nested state dict: keys of dicts and indices of lists."""
 
 
 class _Record:
