@@ -10,10 +10,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from terrazzo.checkpoint.importers.boxes import Box, tiling_problem, whole
-from terrazzo.checkpoint.importers.paths import size_of_plain_file
-from terrazzo.checkpoint.importers.state_dict import StateDictSource
-from terrazzo.checkpoint.importers.values import Chunk, Chunked, Region, Values
+from terrazzo.checkpoint.importers.parts.boxes import Box, tiling_problem, whole
+from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
+from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
+from terrazzo.checkpoint.importers.parts.values import Chunk, Chunked, Region, Values
 from terrazzo.checkpoint.manifest import DTYPES, dtype_of
 from terrazzo.errors import BadInput, Damaged
 
