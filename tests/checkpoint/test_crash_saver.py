@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import saver as saver_module
-from terrazzo.checkpoint import step_path, writer
+from terrazzo.checkpoint import step_path, writer_main
 from terrazzo.checkpoint.local import LocalDraft
 from terrazzo.errors import SaveFailed
 from terrazzo.tether import tie
@@ -59,7 +59,7 @@ class ForkedWriter:
             sys.stdin, sys.stdout = os.fdopen(theirs_in), os.fdopen(theirs_out, "w")
             tie(int(command[command.index("-m") - 1]))
             with Tap(root, fault):
-                writer.main(int(command[-2]), float(command[-1]))
+                writer_main.main(int(command[-2]), float(command[-1]))
 
         self.pid = faults.spawn_child(work)
         os.close(passed)

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters.huggingface import (
     ModelDescription,
-    byte_tokenizer_files,
-    decoder_as_llama,
     describe_folder,
     export_huggingface,
     tokenizer_files,
@@ -27,6 +25,7 @@ from terrazzo.checkpoint.exporters.huggingface import (
 from terrazzo.checkpoint.source import Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 from terrazzo.files import size_inside
+from terrazzo.train.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.data.tokenizer import ByteTokenizer
 from terrazzo.train.model import Decoder, DecoderConfig
 

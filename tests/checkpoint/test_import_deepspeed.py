@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.importers.deepspeed import DeepSpeedCheckpoint, recognises
-from terrazzo.checkpoint.importers.deepspeed_trained import scaler_counters
+from terrazzo.checkpoint.importers.deepspeed.trained import scaler_counters
 from terrazzo.engine.precision import LossScaling
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.errors import BadInput, Damaged

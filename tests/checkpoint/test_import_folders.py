@@ -148,13 +148,13 @@ def test_fsdp_under_accelerate(two_processes: Pool, tmp_path: Path, full: bool) 
 
 
 def test_deepspeed_under_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from terrazzo.checkpoint.importers import folders
+    from terrazzo.checkpoint.importers import huggingface
 
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
     (tmp_path / "global_step2").mkdir()
     (tmp_path / "trainer_state.json").write_text(json.dumps(STATE))
-    monkeypatch.setattr(folders, "is_deepspeed", lambda path: (path / "global_step2").is_dir())
-    monkeypatch.setattr(folders, "DeepSpeedCheckpoint", lambda path: TorchFile(path / "w.pt"))
+    monkeypatch.setattr(huggingface, "is_deepspeed", lambda path: (path / "global_step2").is_dir())
+    monkeypatch.setattr(huggingface, "DeepSpeedCheckpoint", lambda path: TorchFile(path / "w.pt"))
     source = open_foreign(tmp_path)
     assert_same(source, {("w", "weight"): torch.ones(2)})
     assert source.step == 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint import Source
 from terrazzo.checkpoint.importers import open_foreign
-from terrazzo.checkpoint.importers.boxes import Box, boxes_of, tiling_problem, whole
+from terrazzo.checkpoint.importers.parts.boxes import Box, boxes_of, tiling_problem, whole
 from terrazzo.errors import BadInput
 from tests.helpers.imported import Net, RunsCode, assert_same, names_of, states_of, train, trained
 

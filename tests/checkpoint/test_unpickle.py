@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from terrazzo.checkpoint.importers.unpickle import load_pickle, load_torch_file
+from terrazzo.checkpoint.importers.parts.unpickle import load_pickle, load_torch_file
 from terrazzo.errors import BadInput
 from tests.helpers.imported import RunsCode
 

@@ -7,7 +7,8 @@ block is copied; a block that has been written is read back and compared before 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,11 +17,22 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from terrazzo.checkpoint.manifest import BLOCK_BYTES, DTYPES, File, blocks_of, dtype_of
+from terrazzo.checkpoint.manifest import BLOCK_BYTES, DTYPES, File, blocks_of, dtype_of, name_of
 from terrazzo.checkpoint.store import Draft, Folder, Sink
 from terrazzo.errors import Damaged
 
-__all__ = ["Entry", "Written", "arrange", "bytes_of", "checked_block", "digest", "file_name", "header_of", "write_file"]
+__all__ = [
+    "Entry",
+    "Written",
+    "arrange",
+    "bytes_of",
+    "checked_block",
+    "digest",
+    "file_name",
+    "header_of",
+    "safetensors_header",
+    "write_file",
+]
 
 _PAGE_BYTES = 4096
 
@@ -83,12 +95,22 @@ def arrange(entries: Sequence[Entry]) -> list[Entry]:
 
 def header_of(entries: Sequence[Entry]) -> bytes:
     """The safetensors header of arranged `entries`, its own length in front and blanks at its end."""
-    header: dict[str, Any] = {"__metadata__": {"format": "terrazzo"}}
-    for entry in entries:
-        data = [entry.offset, entry.offset + entry.count_bytes]
-        header[entry.key] = {"dtype": DTYPES[entry.dtype], "shape": [entry.stop - entry.start], "data_offsets": data}
+    tensors = ((entry.key, dtype_of(entry.dtype), [entry.stop - entry.start]) for entry in entries)
+    return safetensors_header("terrazzo", tensors, _PAGE_BYTES)
+
+
+def safetensors_header(written_by: str, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], align: int) -> bytes:
+    """The beginning of a file of these tensors, by name, dtype and shape, which begin at a multiple of `align` bytes.
+
+    The JSON's length in eight bytes, and the JSON with blanks at its end.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": written_by}}
+    stop = 0
+    for name, dtype, shape in tensors:
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[name_of(dtype)], "shape": list(shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    length = -(-(8 + len(text)) // _PAGE_BYTES) * _PAGE_BYTES - 8
+    length = -(-(8 + len(text)) // align) * align - 8
     return length.to_bytes(8, "little") + text.ljust(length)
 
 

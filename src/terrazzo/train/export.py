@@ -16,8 +16,6 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.exporters.huggingface import (
     ModelDescription,
-    byte_tokenizer_files,
-    decoder_as_llama,
     describe_folder,
     export_huggingface,
     tokenizer_files,
@@ -26,6 +24,7 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
+from terrazzo.train.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.build import decoder_config
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.session import Session

@@ -30,18 +30,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
+from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, TreePath
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput
 
 __all__ = ["export_dcp"]
 
-DATA_FILE, METADATA_FILE = "__0_0.distcp", ".metadata"
+DATA_FILE = "__0_0.distcp"
 ENTRY_BYTES = 4096  # of description for one entry, at most
 # Kinds that are zero before the first step.
 ADAM_KINDS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-
-TreePath = tuple[str | int, ...]
-"""Where an entry stands in a nested state dict: keys of dicts and indices of lists."""
 
 
 def export_dcp(source: Source, out: Path, names: tuple[str, str] = ("model", "optim")) -> None:

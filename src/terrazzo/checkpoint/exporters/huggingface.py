@@ -1,7 +1,7 @@
 """A Hugging Face model folder from any checkpoint: `AutoModelForCausalLM.from_pretrained` loads it, nothing to merge.
 
-What the folder says besides weights is a `ModelDescription`: that of the folder the model was built from
-(`describe_folder`), or of the built-in decoder as a Llama (`decoder_as_llama`).
+What the folder says besides weights is a `ModelDescription`, such as that of the folder the model was built from
+(`describe_folder`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +18,15 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
-from terrazzo.checkpoint.manifest import DTYPES
+from terrazzo.checkpoint.importers.safetensors import INDEX_FILE, MODEL_FILE
+from terrazzo.checkpoint.manifest import DTYPES, name_of
+from terrazzo.checkpoint.shard import safetensors_header
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.errors import BadInput
 from terrazzo.files import check_model_file, read_json, read_plain
 
 __all__ = [
     "ModelDescription",
-    "byte_tokenizer_files",
-    "decoder_as_llama",
     "describe_folder",
     "export_huggingface",
     "tokenizer_files",
@@ -90,8 +89,11 @@ def export_huggingface(
     shards = _shards(tensors, max_shard_bytes)
     texts = {CONFIG_FILE: _json(_config(model, tensors)), **model.files}
     if len(shards) > 1:
-        texts["model.safetensors.index.json"] = _json(_index(shards))
-    headers = {name: _header(members) for name, members in shards.items()}
+        texts[INDEX_FILE] = _json(_index(shards))
+    headers = {
+        name: safetensors_header("pt", ((each.name, each.dtype, each.shape) for each in members), 8)
+        for name, members in shards.items()
+    }
     overhead_bytes = sum(map(len, [*texts.values(), *headers.values()]))
     with new_folder(out, overhead_bytes + sum(tensor.size_bytes for tensor in tensors)) as folder:
         for name, members in shards.items():
@@ -156,7 +158,7 @@ class _Tensor:
 
 def _tensors(source: Source, model: ModelDescription, dtype: torch.dtype | None) -> Iterator[_Tensor]:
     """What to write. A tied tensor is written once, unless the config says that loading it will not tie it again."""
-    if dtype is not None and (not dtype.is_floating_point or _name_of(dtype) not in DTYPES):
+    if dtype is not None and (not dtype.is_floating_point or name_of(dtype) not in DTYPES):
         raise BadInput(f"Weights cannot be exported as {dtype}: use torch.float32, torch.bfloat16 or torch.float16.")
     names: dict[str, list[str]] = {name: [name] for name in source.tensors}
     if not model.config.get("tie_word_embeddings", True):
@@ -167,7 +169,7 @@ def _tensors(source: Source, model: ModelDescription, dtype: torch.dtype | None)
         if kind not in info.states:
             continue
         stored = info.states[kind].dtype
-        if _name_of(stored) not in DTYPES:
+        if name_of(stored) not in DTYPES:
             raise BadInput(f"'{origin}' in '{source.where}' is {stored}, which safetensors files cannot hold.")
         written = dtype if dtype is not None and kind == WEIGHT and stored.is_floating_point else stored
         for name in names[origin]:
@@ -186,7 +188,7 @@ def _shards(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
         size_bytes += tensor.size_bytes
     ordered = [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
     if len(ordered) == 1:
-        return {"model.safetensors": ordered[0]}
+        return {MODEL_FILE: ordered[0]}
     return {f"model-{i:05d}-of-{len(ordered):05d}.safetensors": shard for i, shard in enumerate(ordered, 1)}
 
 
@@ -195,7 +197,7 @@ def _config(model: ModelDescription, tensors: list[_Tensor]) -> dict[str, Any]:
     floating = [tensor.dtype for tensor in tensors if tensor.kind == WEIGHT and tensor.dtype.is_floating_point]
     if floating:
         # transformers loads all weights in one dtype: with the widest, none of them is rounded.
-        widest = _name_of(max(floating, key=lambda dtype: dtype.itemsize))
+        widest = name_of(max(floating, key=lambda dtype: dtype.itemsize))
         config |= dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or {"dtype"}, widest)
     return config
 
@@ -204,23 +206,6 @@ def _index(shards: Mapping[str, list[_Tensor]]) -> dict[str, Any]:
     total_size = sum(tensor.size_bytes for members in shards.values() for tensor in members)
     weight_map = {tensor.name: name for name, members in shards.items() for tensor in members}
     return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-
-
-# -- safetensors ---------------------------------------------------------------------------------------------------
-
-
-def _header(tensors: Iterable[_Tensor]) -> bytes:
-    """The beginning of a safetensors file: the length of the JSON that follows, and that, padded to eight bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        stop = position + tensor.size_bytes
-        dtype = DTYPES[_name_of(tensor.dtype)]
-        entries[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [position, stop]}
-        position = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write(file: BinaryIO, source: Source, tensor: _Tensor) -> None:
@@ -243,100 +228,3 @@ def _check_range(source: Source, tensor: _Tensor, values: Tensor, cast: Tensor) 
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# -- the built-in decoder and tokenizer ----------------------------------------------------------------------------
-
-_LLAMA = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_LLAMA_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}
-
-
-def decoder_as_llama(
-    values: Mapping[str, Any], files: Mapping[str, bytes], end_of_document: int | None
-) -> ModelDescription:
-    """The built-in decoder as a `LlamaForCausalLM`, which computes the same logits.
-
-    Args:
-        values: the fields of its `DecoderConfig`.
-        files: of the tokenizer, by name: see `tokenizer_files` and `byte_tokenizer_files`.
-        end_of_document: the token at which generation stops.
-    """
-    rope = {"rope_type": "default", "rope_theta": values["rope_theta"]}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": values["vocab_size"],
-        "hidden_size": values["dim"],
-        "intermediate_size": values["ffn_dim"],
-        "num_hidden_layers": values["layers"],
-        "num_attention_heads": values["heads"],
-        "num_key_value_heads": values["kv_heads"],
-        "head_dim": values["dim"] // values["heads"],
-        "max_position_embeddings": values["max_sequence_length"],
-        "rms_norm_eps": values["norm_eps"],
-        "rope_theta": values["rope_theta"],  # where transformers 4 looks
-        "rope_parameters": rope,
-        "tie_word_embeddings": values["tie_embeddings"],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": end_of_document,
-    }
-    return ModelDescription(config, files, _llama_name)
-
-
-def _llama_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    block = re.fullmatch(r"blocks\.([0-9]+)\.(.+)", stem)
-    known = _LLAMA_BLOCK.get(block[2]) if block else _LLAMA.get(stem)
-    if known is None or stem == name:
-        raise BadInput(f"'{name}' is no parameter of the built-in decoder: give the folder the model was built from.")
-    return f"model.layers.{block[1]}.{known}.weight" if block else f"{known}.weight"
-
-
-_END_OF_DOCUMENT, _END_ID = "<|endoftext|>", 256
-
-
-def byte_tokenizer_files() -> dict[str, bytes]:
-    """The built-in tokenizer for `AutoTokenizer`: UTF-8 bytes as ids 0 to 255, and 256 as the end of a document.
-
-    Text that looks like the end of a document is encoded as plain bytes here too.
-    """
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    end = {"id": _END_ID, "content": _END_OF_DOCUMENT, "special": True, "normalized": False}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {char: byte for byte, char in enumerate(_byte_characters())}, "merges": []},
-    }
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _END_OF_DOCUMENT,
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {"tokenizer.json": _json(tokenizer), "tokenizer_config.json": _json(settings)}
-
-
-def _byte_characters() -> list[str]:
-    """The character that byte-level tokenizers have for each byte: itself where it is visible, else one from 256 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

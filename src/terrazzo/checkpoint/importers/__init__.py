@@ -1,4 +1,4 @@
-"""Checkpoints that other programs wrote, one module for each format, imported when one is opened."""
+"""Checkpoints that other programs wrote, one module or folder for each format, imported when one is opened."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def open_foreign(path: Path, names: Sequence[str] = (), frozen: Collection[str] 
 
 
 def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str]) -> Source:
-    from terrazzo.checkpoint.importers import dcp, deepspeed, folders, safetensors
+    from terrazzo.checkpoint.importers import dcp, deepspeed, huggingface, safetensors
 
     if dcp.recognises(path):
         return dcp.DcpCheckpoint(path, names, frozen)
-    if folders.recognises(path):
-        return folders.open_folder(path, names, frozen)
+    if huggingface.recognises(path):
+        return huggingface.open_folder(path, names, frozen)
     if deepspeed.recognises(path):
         return deepspeed.DeepSpeedCheckpoint(path)
     if (path / safetensors.INDEX_FILE).exists() or any(path.glob("*.safetensors")):

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.importers.archive import Archive, ArchivedChunk, PlainValues
 from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, DcpEntry, TreePath, read_metadata
-from terrazzo.checkpoint.importers.optimizer import add_program
-from terrazzo.checkpoint.importers.state_dict import StateDictSource
-from terrazzo.checkpoint.importers.values import Chunked
+from terrazzo.checkpoint.importers.parts.archive import Archive, ArchivedChunk, PlainValues
+from terrazzo.checkpoint.importers.parts.optimizer import add_program
+from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
+from terrazzo.checkpoint.importers.parts.values import Chunked
 from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.errors import BadInput
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.importers.archive import Archive
-from terrazzo.checkpoint.importers.boxes import Box, tiling_problem
-from terrazzo.checkpoint.importers.paths import size_of_plain_file
-from terrazzo.checkpoint.importers.unpickle import load_pickle
+from terrazzo.checkpoint.importers.parts.archive import Archive
+from terrazzo.checkpoint.importers.parts.boxes import Box, tiling_problem
+from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
+from terrazzo.checkpoint.importers.parts.unpickle import load_pickle
 from terrazzo.errors import BadInput
 
 __all__ = ["METADATA_FILE", "DcpEntry", "TensorEntry", "TreePath", "read_metadata"]
@@ -31,6 +31,7 @@ class TensorEntry:
 
 DcpEntry = TensorEntry | Archive  # a plain value is one archive
 TreePath = tuple[str | int, ...]
+"""Where an entry stands in a nested state dict: keys of dicts and indices of lists."""
 
 
 class _Record:

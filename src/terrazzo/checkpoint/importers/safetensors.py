@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
-from terrazzo.checkpoint.importers.boxes import Box, tiling_problem, whole
-from terrazzo.checkpoint.importers.paths import size_of_plain_file
-from terrazzo.checkpoint.importers.state_dict import StateDictSource
-from terrazzo.checkpoint.importers.values import Chunk, Chunked, Region, Values
+from terrazzo.checkpoint.importers.parts.boxes import Box, tiling_problem, whole
+from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
+from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
+from terrazzo.checkpoint.importers.parts.values import Chunk, Chunked, Region, Values
+from terrazzo.checkpoint.manifest import DTYPES, dtype_of
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["INDEX_FILE", "MODEL_FILE", "SafetensorsCheckpoint", "add_safetensors"]
@@ -24,23 +24,8 @@ INDEX_FILE, MODEL_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_INDEX_BYTES = 256 << 20
 _SHARDING = "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter, where each rank writes a file of its blocks
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+_MORE = {"uint16": "U16", "uint32": "U32", "uint64": "U64"}  # that others write
+_DTYPES = {stored: dtype_of(name) for name, stored in (DTYPES | _MORE).items()}
 
 
 class SafetensorsCheckpoint(StateDictSource):

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terrazzo.checkpoint.importers.optimizer import add_program
-from terrazzo.checkpoint.importers.state_dict import StateDictSource
-from terrazzo.checkpoint.importers.tree import as_tree
-from terrazzo.checkpoint.importers.unpickle import load_torch_file
+from terrazzo.checkpoint.importers.parts.optimizer import add_program
+from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
+from terrazzo.checkpoint.importers.parts.tree import as_tree
+from terrazzo.checkpoint.importers.parts.unpickle import load_torch_file
 from terrazzo.errors import BadInput
 
 __all__ = ["TorchFile", "read_torch_file"]

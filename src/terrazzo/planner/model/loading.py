@@ -150,11 +150,11 @@ def _read(file: Path) -> dict[str, Any]:
         if len(content) > MAX_CONFIG_BYTES:
             raise BadInput(f"{str(file)!r} has more than {MAX_CONFIG_BYTES} bytes, so it is no model config.")
         values = json.loads(content)
+    except BadInput:
+        raise
     except OSError as error:
         raise BadInput(f"{str(file)!r} cannot be read ({error.strerror}).") from error
     except (ValueError, RecursionError) as error:
-        if isinstance(error, BadInput):
-            raise
         raise BadInput(f"{str(file)!r} is not valid JSON ({error}). Copy or save the model's config again.") from error
     if not isinstance(values, dict):
         raise BadInput(

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from terrazzo.checkpoint.importers.boxes import Box, boxes_of, whole
+from terrazzo.checkpoint.importers.parts.boxes import Box, boxes_of, whole
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Chunk", "Chunked", "Held", "Region", "Values"]

@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from terrazzo.checkpoint.importers.deepspeed_files import LATEST, TagFolder, Tree, need, optional, shape_in
-from terrazzo.checkpoint.importers.deepspeed_flat import Partitioned, read_stage_1_or_2, read_stage_3, striped
-from terrazzo.checkpoint.importers.deepspeed_trained import Trained, optimizer_name, scaler_counters
-from terrazzo.checkpoint.importers.deepspeed_universal import alike, read_universal, refuse_mixed_up
-from terrazzo.checkpoint.importers.deepspeed_unsharded import read_unsharded
-from terrazzo.checkpoint.importers.optimizer import add_optimizer
-from terrazzo.checkpoint.importers.state_dict import StateDictSource, add_extra
-from terrazzo.checkpoint.importers.values import Values
+from terrazzo.checkpoint.importers.deepspeed.files import LATEST, TagFolder, Tree, need, optional, shape_in
+from terrazzo.checkpoint.importers.deepspeed.flat import Partitioned, read_stage_1_or_2, read_stage_3, striped
+from terrazzo.checkpoint.importers.deepspeed.trained import Trained, optimizer_name, scaler_counters
+from terrazzo.checkpoint.importers.deepspeed.universal import alike, read_universal, refuse_mixed_up
+from terrazzo.checkpoint.importers.deepspeed.unsharded import read_unsharded
+from terrazzo.checkpoint.importers.parts.optimizer import add_optimizer
+from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource, add_extra
+from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, StateInfo, TensorInfo
 from terrazzo.errors import BadInput, Damaged
 

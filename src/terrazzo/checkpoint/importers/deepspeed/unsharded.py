@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from terrazzo.checkpoint.importers.deepspeed_files import Tree, need
-from terrazzo.checkpoint.importers.deepspeed_flat import FlatGroup, Stripes, state_of
-from terrazzo.checkpoint.importers.deepspeed_trained import Trained, add_groups
-from terrazzo.checkpoint.importers.values import Values
+from terrazzo.checkpoint.importers.deepspeed.files import Tree, need
+from terrazzo.checkpoint.importers.deepspeed.flat import FlatGroup, Stripes, state_of
+from terrazzo.checkpoint.importers.deepspeed.trained import Trained, add_groups
+from terrazzo.checkpoint.importers.parts.values import Values
 
 __all__ = ["read_unsharded"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.importers.deepspeed_files import Shape, Tree, need
-from terrazzo.checkpoint.importers.deepspeed_trained import EXPERTS, Trained, add_groups
-from terrazzo.checkpoint.importers.values import Held, Values
+from terrazzo.checkpoint.importers.deepspeed.files import Shape, Tree, need
+from terrazzo.checkpoint.importers.deepspeed.trained import EXPERTS, Trained, add_groups
+from terrazzo.checkpoint.importers.parts.values import Held, Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.errors import BadInput, Damaged
 

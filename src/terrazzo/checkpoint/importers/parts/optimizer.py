@@ -10,10 +10,10 @@ from typing import Any, TypeGuard
 
 import torch
 
-from terrazzo.checkpoint.importers.numbering import Number, name_numbers
-from terrazzo.checkpoint.importers.state_dict import OPTIMIZER_KEYS, StateDictSource, add_extra, divide
-from terrazzo.checkpoint.importers.tree import keep
-from terrazzo.checkpoint.importers.values import Held, Values
+from terrazzo.checkpoint.importers.parts.numbering import Number, name_numbers
+from terrazzo.checkpoint.importers.parts.state_dict import OPTIMIZER_KEYS, StateDictSource, add_extra, divide
+from terrazzo.checkpoint.importers.parts.tree import keep
+from terrazzo.checkpoint.importers.parts.values import Held, Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo
 from terrazzo.errors import BadInput
 

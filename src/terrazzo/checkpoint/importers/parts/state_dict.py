@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from terrazzo.checkpoint.importers.tree import Unusable, flattened, keep
-from terrazzo.checkpoint.importers.values import Values
+from terrazzo.checkpoint.importers.parts.tree import Unusable, flattened, keep
+from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.source import WEIGHT, Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from terrazzo.checkpoint.importers.paths import size_of_plain_file, subfolder
-from terrazzo.checkpoint.importers.tree import Unusable, as_tree
-from terrazzo.checkpoint.importers.unpickle import load_torch_file
+from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file, subfolder
+from terrazzo.checkpoint.importers.parts.tree import Unusable, as_tree
+from terrazzo.checkpoint.importers.parts.unpickle import load_torch_file
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = [

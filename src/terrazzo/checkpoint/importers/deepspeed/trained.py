@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrazzo.checkpoint.importers.deepspeed_files import Attributes, need
-from terrazzo.checkpoint.importers.tree import keep
-from terrazzo.checkpoint.importers.values import Values
+from terrazzo.checkpoint.importers.deepspeed.files import Attributes, need
+from terrazzo.checkpoint.importers.parts.tree import keep
+from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["EXPERTS", "Trained", "add_groups", "optimizer_name", "scaler_counters"]

@@ -14,12 +14,12 @@ from typing import Any
 from terrazzo.checkpoint.importers.dcp import read_dcp, tie
 from terrazzo.checkpoint.importers.deepspeed import DeepSpeedCheckpoint
 from terrazzo.checkpoint.importers.deepspeed import recognises as is_deepspeed
-from terrazzo.checkpoint.importers.optimizer import add_optimizer, add_scaler, optimizer_in
-from terrazzo.checkpoint.importers.paths import size_of_plain_file, subfolder
+from terrazzo.checkpoint.importers.parts.optimizer import add_optimizer, add_scaler, optimizer_in
+from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file, subfolder
+from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource, add_extra, divide
+from terrazzo.checkpoint.importers.parts.tree import as_tree
 from terrazzo.checkpoint.importers.safetensors import add_safetensors
-from terrazzo.checkpoint.importers.state_dict import StateDictSource, add_extra, divide
 from terrazzo.checkpoint.importers.torch_file import read_torch_file
-from terrazzo.checkpoint.importers.tree import as_tree
 from terrazzo.checkpoint.source import Source
 from terrazzo.errors import BadInput
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.importers.deepspeed_files import Shape, TagFolder, Tree, is_name, missing, need, open_file
-from terrazzo.checkpoint.importers.deepspeed_flat import single, state_of
-from terrazzo.checkpoint.importers.deepspeed_trained import EXPERTS, Trained, add_groups
-from terrazzo.checkpoint.importers.paths import subfolder
-from terrazzo.checkpoint.importers.values import Values
+from terrazzo.checkpoint.importers.deepspeed.files import Shape, TagFolder, Tree, is_name, missing, need, open_file
+from terrazzo.checkpoint.importers.deepspeed.flat import single, state_of
+from terrazzo.checkpoint.importers.deepspeed.trained import EXPERTS, Trained, add_groups
+from terrazzo.checkpoint.importers.parts.paths import subfolder
+from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.errors import BadInput, Damaged
 

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from terrazzo.checkpoint.importers.boxes import Box
-from terrazzo.checkpoint.importers.tree import Unusable, as_tree
-from terrazzo.checkpoint.importers.values import Chunk, Region
+from terrazzo.checkpoint.importers.parts.boxes import Box
+from terrazzo.checkpoint.importers.parts.tree import Unusable, as_tree
+from terrazzo.checkpoint.importers.parts.values import Chunk, Region
 from terrazzo.errors import Damaged
 
 __all__ = ["Archive", "ArchivedChunk", "PlainValues"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from terrazzo.checkpoint.importers.values import Held, Values
+from terrazzo.checkpoint.importers.parts.values import Held, Values
 from terrazzo.errors import BadInput
 
 __all__ = ["Unusable", "as_tree", "flattened", "keep"]
