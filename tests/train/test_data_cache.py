@@ -296,15 +296,6 @@ def test_a_vocabulary_that_is_too_small(texts: Path) -> None:
         data.check_vocabulary(256)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"sequence_length": 0}, {"max_bytes": 0}, {"validation_fraction": 0.5}, {"validation_fraction": -1}],
-)
-def test_settings_out_of_range(changes: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=next(iter(changes))):
-        spec_of(tmp_path, **changes)
-
-
 def test_files_that_come_after_the_cache_is_named_are_not_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,7 @@ def test_a_kernel_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="attn_implementation is 'somebody/kernel'"):
         model_shape({**LLAMA, "model_type": "cohere", "attn_implementation": KERNEL})
     for known in ("eager", "sdpa"):
-        found = build_causal_lm({**LLAMA, "attn_implementation": known}, __import__("torch").device("meta"), False)
+        found = build_causal_lm({**LLAMA, "attn_implementation": known}, __import__("torch").device("meta"))
         assert found.config._attn_implementation == known
 
 

@@ -296,7 +296,7 @@ def test_the_planner_knows_the_adapters(tmp_path: Path, values: dict[str, Any], 
     config = config_from_dict({"model": model, "lora": {"rank": 3, **settings}})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft speaks of GPT-2's transposed matrices
-        built = add_adapters(build_model(tmp_path, device="meta", pretrained=False), config)
+        built = add_adapters(build_model(tmp_path, device="meta"), config)
     shape = with_adapters(model_shape(tmp_path), config.lora)
     assert shape.numel == sum(parameter.numel() for parameter in built.parameters())
     assert shape.trainable_numel == sum(p.numel() for p in built.parameters() if p.requires_grad)

@@ -15,7 +15,6 @@ from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_sha
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import OptimizerRecipe
-from terrazzo.train import data
 from terrazzo.train.build import (
     batch_arithmetic,
     build_offload,
@@ -24,6 +23,7 @@ from terrazzo.train.build import (
     decoder_config,
     mesh_shape,
     optimizer_class,
+    vocab_size_of,
 )
 from terrazzo.train.launch import resolve_device
 from terrazzo.train.lora import with_adapters
@@ -107,11 +107,6 @@ def shape_of(config: Config) -> ModelShape:
         return decoder_shape(decoder_config(config, vocab_size_of(config)))
     assert config.model.path is not None
     return with_adapters(model_shape(config.model.path), config.lora)
-
-
-def vocab_size_of(config: Config) -> int:
-    """Of a decoder: as given, or the tokenizer's."""
-    return config.model.vocab_size or data.load_tokenizer(config.data.tokenizer).vocab_size
 
 
 def decoder_shape(config: DecoderConfig) -> ModelShape:
