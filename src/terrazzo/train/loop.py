@@ -73,7 +73,6 @@ class Trainer:
         if session.step == train.steps and session.config.checkpoint.save_format == "hf":
             self.report.exported(export(session, trained=session.step > first_step))
         self.report.end(stopped=stopped and session.step < train.steps)
-        session.loader.close()
         return PREEMPTED if stopped and session.step < train.steps else 0
 
     def train_step(self) -> Tensor:

@@ -54,15 +54,8 @@ def train_rank(path: Path, overrides: list[str]) -> int:
     notes, problem = _tried(lambda: check(config, ranks.world_size))
     refuse_together(problem)
     assert notes is not None
-    session = open_session(config, ranks)
-    session.plan_notes = notes
-    try:
+    with open_session(config, ranks, notes) as session:
         code = Trainer(session, stop).run()
-    except BaseException:
-        session.keeper.leave()
-        raise
-    finally:
-        session.close()
     dist.destroy_process_group()
     return code
 

@@ -59,13 +59,8 @@ def run_trials(config: Config) -> list[Trial]:
     for length in (config.batch.sequence_length, config.batch.sequence_length // 2):
         if length > 1:
             batch = config.batch.model_copy(update={"sequence_length": length})
-            session = open_session(config.model_copy(update={"batch": batch}), ranks)
-            try:
+            with open_session(config.model_copy(update={"batch": batch}), ranks) as session:
                 trials.append(_measure(session))
-            finally:
-                session.close()
-            session.loader.close()
-            session.keeper.release()
     dist.destroy_process_group()
     return trials
 
