@@ -28,7 +28,7 @@ from terrazzo.checkpoint.source import Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 from terrazzo.files import size_inside
 from terrazzo.train.data.tokenizer import ByteTokenizer
-from terrazzo.train.model import Decoder, DecoderConfig
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,8 +21,8 @@ from terrazzo.planner.search.emit import OPTIMIZERS, TrainFiles, train_config
 from terrazzo.planner.setup.recipes import OPTIMIZERS as RECIPES
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.train.build import build_plan, build_precision, check_settings, prepare_model
-from terrazzo.train.model import Decoder, DecoderConfig
-from terrazzo.train.offload import check_folders, swap_folders
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
+from terrazzo.train.promise.swap import check_folders, swap_folders
 
 TINY = {
     "model_type": "llama",

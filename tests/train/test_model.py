@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from terrazzo.errors import BadInput
-from terrazzo.train.huggingface import weight_files
-from terrazzo.train.model import (
+from terrazzo.train.model.decoder import (
     Block,
     Decoder,
     DecoderConfig,
@@ -26,6 +25,7 @@ from terrazzo.train.model import (
     logits_of,
     num_flops_per_token,
 )
+from terrazzo.train.model.huggingface import weight_files
 
 SMALL = {
     "vocab_size": 61,

@@ -17,13 +17,13 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.export import describe_model
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
-from terrazzo.train.lora import add_adapters, with_adapters
-from terrazzo.train.model import build_model
+from terrazzo.train.model.decoder import build_model
+from terrazzo.train.model.lora import add_adapters, with_adapters
 from terrazzo.train.preflight import check
-from terrazzo.train.ranks import Ranks
 from terrazzo.train.session import open_session
-from terrazzo.train.stop import StopRequest
 from tests.helpers.chat import CHATML, MARKED, Messages, conversations, save_tokenizer, turns, write_records
 from tests.helpers.processes import Pool
 
@@ -201,7 +201,7 @@ def lora_run(values: dict[str, Any], start: Path) -> tuple[list[int], list[float
     from terrazzo.engine import engine_of
     from terrazzo.integrations.peft import save_adapter
     from terrazzo.planner.memory.peak import memory_of
-    from terrazzo.train.planning import setup_of
+    from terrazzo.train.promise.as_setup import setup_of
 
     config = config_from_dict(values)
     check(config, 2)

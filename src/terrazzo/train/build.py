@@ -26,8 +26,8 @@ from terrazzo.engine import (
 )
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
-from terrazzo.train.lora import add_adapters
-from terrazzo.train.model import DecoderConfig, build_model
+from terrazzo.train.model.decoder import DecoderConfig, build_model
+from terrazzo.train.model.lora import add_adapters
 
 __all__ = [
     "batch_arithmetic",

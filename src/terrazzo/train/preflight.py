@@ -26,10 +26,10 @@ from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.hub import folder_of_source
 from terrazzo.train.data.sources import PYTHON_STDLIB, find_files
 from terrazzo.train.data.stored import is_url, is_visible
-from terrazzo.train.fit import check_plan
-from terrazzo.train.huggingface import read_config, weight_files
-from terrazzo.train.lora import check_lora
-from terrazzo.train.offload import check_folders
+from terrazzo.train.model.huggingface import read_config, weight_files
+from terrazzo.train.model.lora import check_lora
+from terrazzo.train.promise.room import check_plan
+from terrazzo.train.promise.swap import check_folders
 
 __all__ = ["check", "clear_checkpoints", "make_log_folder", "resume_from"]
 

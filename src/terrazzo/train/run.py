@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from terrazzo.config import LaunchConfig, load_config
 from terrazzo.errors import BadInput
-from terrazzo.train.failure import run_rank
-from terrazzo.train.launch import adopt_slurm, is_rank, launch_ranks, local_ranks, register_rank
+from terrazzo.train.launch.failure import register_rank, run_rank
+from terrazzo.train.launch.ranks import agree_on_config, join, refuse_together
+from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, local_ranks
+from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
 from terrazzo.train.preflight import check
-from terrazzo.train.ranks import agree_on_config, join, refuse_together
 from terrazzo.train.session import open_session
-from terrazzo.train.stop import StopRequest
 
 __all__ = ["train_command"]
 

@@ -28,15 +28,15 @@ from terrazzo.train.build import (
     prepare_model,
 )
 from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
-from terrazzo.train.huggingface import weight_files
 from terrazzo.train.keeping import Keeper
-from terrazzo.train.lora import load_base
-from terrazzo.train.model import num_flops_per_token
-from terrazzo.train.offload import make_folders
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.learning_rate import build_schedule
+from terrazzo.train.model.decoder import num_flops_per_token
+from terrazzo.train.model.huggingface import weight_files
+from terrazzo.train.model.lora import load_base
 from terrazzo.train.preflight import clear_checkpoints, make_log_folder, resume_from
-from terrazzo.train.ranks import Ranks
+from terrazzo.train.promise.swap import make_folders
 from terrazzo.train.resume import resume_notes
-from terrazzo.train.schedule import build_schedule
 
 __all__ = ["Session", "open_session"]
 

@@ -25,9 +25,9 @@ from terrazzo.train.build import (
     optimizer_class,
     vocab_size_of,
 )
-from terrazzo.train.launch import resolve_device
-from terrazzo.train.lora import with_adapters
-from terrazzo.train.model import DecoderConfig
+from terrazzo.train.launch.starting import resolve_device
+from terrazzo.train.model.decoder import DecoderConfig
+from terrazzo.train.model.lora import with_adapters
 
 __all__ = ["STATES", "matmul_format", "ranks_here", "setup_of"]
 

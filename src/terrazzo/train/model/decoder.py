@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.errors import BadInput
-from terrazzo.train import huggingface
+from terrazzo.train.model import huggingface
 
 __all__ = [
     "Block",
