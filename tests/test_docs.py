@@ -29,7 +29,7 @@ from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState,
 from terrazzo.config import Config, Section
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.precision import DTYPE_FIELDS
-from terrazzo.train import failure, stop
+from terrazzo.train.launch import failure, stop
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 

@@ -256,7 +256,7 @@ MUTATIONS = [
     # -- training
     Mutation(
         "the first step of a warm-up learns nothing",
-        "train/schedule.py",
+        "train/learning_rate.py",
         "return (step + 1) / config.warmup_steps",
         "return step / config.warmup_steps",
         "train/test_schedule.py",
@@ -271,8 +271,8 @@ MUTATIONS = [
     Mutation(
         "ranks share out a step's samples by micro-batch first",
         "train/data/loader.py",
-        "indices.reshape(config.world_size, config.micro_batches, config.micro_batch)[config.rank]",
-        "indices.reshape(config.micro_batches, config.world_size, config.micro_batch)[:, config.rank]",
+        "indices.reshape(config.world_size, -1, config.micro_batch)[config.rank]",
+        "indices.reshape(-1, config.world_size, config.micro_batch)[:, config.rank]",
         "train/test_data_loader.py",
     ),
     Mutation(

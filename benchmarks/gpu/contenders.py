@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.contenders import HYPERPARAMETERS, deepspeed_config
-from terrazzo.train.model import Block, Decoder, DecoderConfig
+from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from benchmarks.gpu.process import Failed, Seat
 from benchmarks.gpu.rank import CopyOut, Rank
 from benchmarks.gpu.report import table, targets
 from terrazzo.planner.machine.devices import this_machine
-from terrazzo.train.model import DecoderConfig
+from terrazzo.train.model.decoder import DecoderConfig
 
 LLAMA_8B = DecoderConfig(128_256, 4096, 32, 32, 8, 14_336, 8192, rope_theta=500_000.0, tie_embeddings=False)
 LLAMA_1B = DecoderConfig(128_256, 2048, 16, 32, 8, 8192, 8192, rope_theta=500_000.0)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from benchmarks.gpu.contenders import CONTENDERS, Loop, Setup
 from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.telemetry import PeakMemory
-from terrazzo.train.model import Block, Decoder
+from terrazzo.train.model.decoder import Block, Decoder
 
 WARMUP = 2
 """Steps before those that count, in each turn."""

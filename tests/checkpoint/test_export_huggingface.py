@@ -27,7 +27,7 @@ from terrazzo.errors import BadInput, Damaged, SaveFailed
 from terrazzo.files import size_inside
 from terrazzo.train.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.data.tokenizer import ByteTokenizer
-from terrazzo.train.model import Decoder, DecoderConfig
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
 
 transformers = pytest.importorskip("transformers")
 

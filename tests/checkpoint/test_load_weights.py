@@ -9,7 +9,7 @@ import torch
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.train.model import build_model
+from terrazzo.train.model.decoder import build_model
 from tests.helpers.threads import exclusive, run_in_threads
 
 transformers = pytest.importorskip("transformers")
@@ -34,7 +34,7 @@ def test_a_pretrained_hugging_face_model_is_loaded_shard_by_shard(tmp_path: Path
 
     def body(rank: int) -> None:
         with exclusive():
-            model = build_model(tmp_path, device="meta", pretrained=False)
+            model = build_model(tmp_path, device="meta")
         model, _ = tz.shard(model, torch.optim.AdamW(model.parameters()), plan="zero3")
         checkpoint.load_weights(model, tmp_path)
         model.eval()

@@ -83,6 +83,22 @@ def test_all_problems_are_listed_at_once() -> None:
     assert message.count("\n  - ") == 3
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("data", "max_bytes", 0),
+        ("data", "validation_fraction", 0.5),
+        ("data", "validation_fraction", -1),
+        ("batch", "sequence_length", 0),
+        ("batch", "global_batch", 0),
+        ("batch", "micro_batch", 0),
+        ("train", "seed", -1),
+    ],
+)
+def test_sizes_out_of_range(section: str, key: str, value: float) -> None:
+    assert f"{section}.{key} is {value}, expected a number" in refusal({section: {key: value}})
+
+
 def test_overrides_are_yaml_values_and_reach_into_shorthands(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("plan: zero2\ntrain: {steps: 7}\n")

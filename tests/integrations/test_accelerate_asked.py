@@ -24,8 +24,8 @@ from accelerate.utils import (
     ParallelismConfig,
 )
 
-from terrazzo.integrations.accelerate.asked import Asked, Words, hidden
-from terrazzo.integrations.setup import Setup
+from terrazzo.integrations.accelerate.asked import Asked, hidden
+from terrazzo.integrations.setup import Setup, TerrazzoArguments
 
 CPU = torch.device("cpu")
 FSDP = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16"}
@@ -38,8 +38,8 @@ def _no_noise() -> Any:
         yield
 
 
-def asked(words: Words | None = None, alone: bool = False, **given: Any) -> Asked:
-    return Asked(given, words or Words(), alone)
+def asked(words: TerrazzoArguments | None = None, alone: bool = False, **given: Any) -> Asked:
+    return Asked(given, words or TerrazzoArguments(), alone)
 
 
 def as_launched(monkeypatch: pytest.MonkeyPatch, folder: Path, document: dict[str, Any]) -> None:
@@ -126,11 +126,11 @@ def test_replicas_keep_the_models_dtype_and_weights_whole() -> None:
 
 def test_the_words_of_terrazzo_hold() -> None:
     offload = Offload(threads=1)
-    words = Words("zero3@cpu", "bf16", [nn.Linear], offload)
+    words = TerrazzoArguments("zero3@cpu", "bf16", [nn.Linear], offload=offload)
     setup = asked(words).setup(CPU, 2)
     assert (setup.plan, setup.precision) == (Plan.named("zero3@cpu"), Precision.named("bf16"))
     assert (setup.units, setup.offload) == ([nn.Linear], offload)
-    beside = asked(Words(units=[nn.Linear]), fsdp_plugin=FullyShardedDataParallelPlugin()).setup(CPU, 2)
+    beside = asked(TerrazzoArguments(units=[nn.Linear]), fsdp_plugin=FullyShardedDataParallelPlugin()).setup(CPU, 2)
     assert (beside.plan.name, beside.units) == ("zero3", [nn.Linear])
     axes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     replicated = asked(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), parallelism_config=axes)
@@ -148,10 +148,13 @@ def test_fp16_scales_as_its_handler_says() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"words": Words(plan="zero3"), "fsdp_plugin": 1}, "plan='zero3' was given, and the configuration of FSDP"),
-    ({"words": Words(precision="bf16"), "mixed_precision": "bf16"}, "mixed_precision .bf16"),
-    ({"words": Words(plan="zero4")}, "zero4"),
-    ({"alone": True, "words": Words(plan="zero1")}, "setup= says everything"),
+    (
+        {"words": TerrazzoArguments(plan="zero3"), "fsdp_plugin": 1},
+        "plan='zero3' was given, and the configuration of FSDP",
+    ),
+    ({"words": TerrazzoArguments(precision="bf16"), "mixed_precision": "bf16"}, "mixed_precision .bf16"),
+    ({"words": TerrazzoArguments(plan="zero4")}, "zero4"),
+    ({"alone": True, "words": TerrazzoArguments(plan="zero1")}, "setup= says everything"),
     ({"mixed_precision": "fp8"}, "fp8"),
     ({"mixed_precision": "fp16"}, "on a CPU"),
     ({"megatron_lm_plugin": object()}, "megatron_lm_plugin"),

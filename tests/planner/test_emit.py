@@ -21,9 +21,9 @@ from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.train.build import build_plan, build_precision, check_settings, prepare_model
-from terrazzo.train.model import Decoder, DecoderConfig
-from terrazzo.train.offload import check_folders, swap_folders
-from terrazzo.train.planning import optimizer_recipe
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
+from terrazzo.train.promise.as_setup import optimizer_recipe
+from terrazzo.train.promise.swap import check_folders, swap_folders
 
 TINY = {
     "model_type": "llama",

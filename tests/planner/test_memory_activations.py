@@ -17,7 +17,7 @@ from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.activations import block_activations, head_activations
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.train.model import Block, DecoderConfig, RotaryTable
+from terrazzo.train.model.decoder import Block, DecoderConfig, RotaryTable
 from tests.planner.subjects import gpt, llama
 
 BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, FFN = 2, 256, 128, 4, 2, 448

@@ -22,7 +22,7 @@ from terrazzo.planner.memory.tiers import tier_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.train.model import Decoder, DecoderConfig
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.engine.toys import EVERY_PLAN, TABLE_2D
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group

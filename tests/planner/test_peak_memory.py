@@ -12,8 +12,8 @@ from terrazzo.config import config_from_dict
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.trace import traced_activations, traced_update
-from terrazzo.train.planning import setup_of
-from terrazzo.train.promise import planned, traced_memory
+from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.promise.planned import planned, traced_memory
 from tests.engine.toys import Net, loss_of
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool

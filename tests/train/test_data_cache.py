@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from terrazzo.errors import BadInput
 from terrazzo.train.data import IGNORED, ByteTokenizer, DataSpec, SequenceDataset, TokenData, load_data
-from terrazzo.train.data import build as build_module
+from terrazzo.train.data import load as load_module
 from terrazzo.train.data.cache import TokenCache, open_cache, write_cache
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.sequences import NO_SEQUENCE, split_documents
@@ -186,7 +186,7 @@ def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         built.append(path)
         return write_cache(path, *rest)
 
-    monkeypatch.setattr(build_module, "write_cache", counting)
+    monkeypatch.setattr(load_module, "write_cache", counting)
     return built
 
 
@@ -296,29 +296,20 @@ def test_a_vocabulary_that_is_too_small(texts: Path) -> None:
         data.check_vocabulary(256)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"sequence_length": 0}, {"max_bytes": 0}, {"validation_fraction": 0.5}, {"validation_fraction": -1}],
-)
-def test_settings_out_of_range(changes: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=next(iter(changes))):
-        spec_of(tmp_path, **changes)
-
-
 def test_files_that_come_after_the_cache_is_named_are_not_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name says which files it holds, so those that are read must be the same."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("one " * 50)
-    found = build_module.find_files
+    found = load_module.find_files
 
     def growing(source: Any) -> Any:
         files = found(source)
         (tmp_path / "data" / "b.txt").write_text("two")
         return files
 
-    monkeypatch.setattr(build_module, "find_files", growing)
+    monkeypatch.setattr(load_module, "find_files", growing)
     spec = DataSpec(str(tmp_path / "data"), sequence_length=8, validation_fraction=0.0, cache=tmp_path / "cache")
     assert load_data(spec).train.cache.header.documents == 1
     assert load_data(spec).train.cache.header.documents == 2

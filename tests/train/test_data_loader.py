@@ -49,8 +49,17 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
     return make_dataset(tmp_path_factory.mktemp("data"), 29)
 
 
-def loaders(dataset: SequenceDataset, world_size: int, **config: Any) -> list[Loader]:
-    return [Loader(dataset, LoaderConfig(rank=rank, world_size=world_size, **config)) for rank in range(world_size)]
+def loaders(dataset: SequenceDataset, world_size: int, prefetch: bool = True, **config: Any) -> list[Loader]:
+    configs = [LoaderConfig(rank=rank, world_size=world_size, **config) for rank in range(world_size)]
+    return [loader_of(dataset, one, prefetch) for one in configs]
+
+
+def loader_of(dataset: SequenceDataset, config: LoaderConfig, prefetch: bool) -> Loader:
+    """Once it is closed, it reads each step when it is asked for."""
+    loader = Loader(dataset, config)
+    if not prefetch:
+        loader.close()
+    return loader
 
 
 def rows(ranks: list[Loader]) -> list[list[int]]:
@@ -86,7 +95,6 @@ def test_the_order_does_not_depend_on_how_it_is_taken(seed: int, takes: list[int
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
     orders = [GlobalOrder(50, seed).permutation(epoch).tolist() for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
-    assert GlobalOrder(50, 0, shuffle=False).permutation(3).tolist() == list(range(50))
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -172,7 +180,7 @@ def test_an_error_while_reading_comes_at_its_step_and_leaves_the_cursor(
     dataset: SequenceDataset, prefetch: bool
 ) -> None:
     failing = Failing(dataset.cache, dataset.split, LENGTH, 256)
-    loader = Loader(failing, LoaderConfig(5, 5, prefetch=prefetch))
+    loader = loader_of(failing, LoaderConfig(5, 5), prefetch)
     twin = Loader(dataset, LoaderConfig(5, 5))
     for _ in range(2):
         assert rows([loader]) == rows([twin])
@@ -219,20 +227,6 @@ def test_evaluation_gives_every_sequence_once_in_equal_numbers(
     assert len(kept) == count
     assert Counter(map(tuple, kept)) <= Counter(map(tuple, every))
     assert sum(batch.valid_tokens for batch in batches) == sum(int((b.targets != IGNORED).sum()) for b in batches)
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"global_batch": 12, "micro_batch": 5}, "12 is not a multiple of .* = 5"),
-        ({"global_batch": 12, "micro_batch": 4, "world_size": 2}, "4 × 2 = 8"),
-        ({"global_batch": 0, "micro_batch": 1}, "at least 1"),
-        ({"global_batch": 4, "micro_batch": 4, "seed": -1}, "seed"),
-    ],
-)
-def test_batch_sizes_that_do_not_work(config: dict[str, int], named: str) -> None:
-    with pytest.raises(BadInput, match=named):
-        LoaderConfig(**config)  # type: ignore[arg-type]
 
 
 def test_fewer_sequences_than_a_global_batch(dataset: SequenceDataset) -> None:

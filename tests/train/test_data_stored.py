@@ -17,7 +17,7 @@ import pytest
 from terrazzo.config import config_from_dict, without_passwords
 from terrazzo.errors import BadInput
 from terrazzo.train.data import DataSpec, load_data
-from terrazzo.train.data import build as build_module
+from terrazzo.train.data import load as load_module
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.preflight import check
@@ -155,13 +155,13 @@ def test_a_store_that_fails_on_the_way(bucket: Any, monkeypatch: pytest.MonkeyPa
 def test_tokens_of_a_url_are_cached_until_an_object_changes(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, built = build_module.write_cache, []
+    real, built = load_module.write_cache, []
 
     def counting(path: Path, *rest: Any) -> Any:
         built.append(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(build_module, "write_cache", counting)
+    monkeypatch.setattr(load_module, "write_cache", counting)
     spec = DataSpec(source="memory://bucket/*.txt", sequence_length=2, validation_fraction=0.0, cache=tmp_path)
     assert load_data(spec).train.tokens_numel == len("one") + 1
     load_data(spec)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.train import failure
-from terrazzo.train.failure import FAILED, REPORT, run_rank
+from terrazzo.train.launch import failure
+from terrazzo.train.launch.failure import FAILED, REPORT, run_rank
 from tests.checkpoint.faults import reap, spawn_child
 
 pytestmark = pytest.mark.alone

@@ -22,8 +22,8 @@ from terrazzo.train.data import rendering
 from terrazzo.train.data.chat import chat_fingerprint, load_chat
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.tokenizer import load_tokenizer
-from terrazzo.train.huggingface import build_causal_lm, read_config
-from terrazzo.train.model import build_model
+from terrazzo.train.model.decoder import build_model
+from terrazzo.train.model.huggingface import build_causal_lm, read_config
 from terrazzo.train.preflight import check
 from tests.helpers.chat import save_tokenizer, turns
 
@@ -81,7 +81,7 @@ def test_a_kernel_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="attn_implementation is 'somebody/kernel'"):
         model_shape({**LLAMA, "model_type": "cohere", "attn_implementation": KERNEL})
     for known in ("eager", "sdpa"):
-        found = build_causal_lm({**LLAMA, "attn_implementation": known}, __import__("torch").device("meta"), False)
+        found = build_causal_lm({**LLAMA, "attn_implementation": known}, __import__("torch").device("meta"))
         assert found.config._attn_implementation == known
 
 

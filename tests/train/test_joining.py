@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from terrazzo.errors import BadInput
-from terrazzo.train import joining
-from terrazzo.train.joining import meet
+from terrazzo.train.launch import joining
+from terrazzo.train.launch.joining import meet
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ import torch
 from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
-from terrazzo.train.failure import Failure, first_failure
-from terrazzo.train.launch import _report, adopt_slurm, first_host, local_ranks, resolve_device, set_threads
+from terrazzo.train.launch.failure import Failure, first_failure
+from terrazzo.train.launch.starting import _report, adopt_slurm, first_host, local_ranks, resolve_device, set_threads
 
 RANK = """
 import os, sys, torch, torch.distributed as dist
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
-from terrazzo.train.failure import run_rank
+from terrazzo.train.launch.failure import run_rank
 rank = int(os.environ["RANK"])
 
 def work():
@@ -43,7 +43,7 @@ run_rank(rank, work)
 
 LAUNCH = """
 import sys
-from terrazzo.train.launch import launch_ranks
+from terrazzo.train.launch.starting import launch_ranks
 sys.exit(launch_ranks(2, sys.argv[1:]))
 """
 

@@ -17,7 +17,7 @@ import pytest
 from terrazzo.checkpoint.exchange import agree, gather_json
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
-from terrazzo.train.ranks import agree_on_config
+from terrazzo.train.launch.ranks import agree_on_config
 from tests.helpers.threads import run_in_threads
 
 CONFIG = """

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from terrazzo.errors import BadInput
-from terrazzo.train.huggingface import weight_files
-from terrazzo.train.model import (
+from terrazzo.train.model.decoder import (
     Block,
     Decoder,
     DecoderConfig,
@@ -26,6 +25,7 @@ from terrazzo.train.model import (
     logits_of,
     num_flops_per_token,
 )
+from terrazzo.train.model.huggingface import weight_files
 
 SMALL = {
     "vocab_size": 61,
@@ -274,9 +274,8 @@ def test_huggingface_model_from_a_config_and_from_a_folder(tmp_path: Path) -> No
     assert logits_of(output).shape == (2, 8, 61)
     assert output.past_key_values is None
     model.save_pretrained(tmp_path)
-    loaded = build_model(tmp_path)
-    assert torch.equal(logits_of(loaded.eval()(tokens)), logits_of(model.eval()(tokens)))
-    random = build_model(tmp_path, pretrained=False)
+    random = build_model(tmp_path)  # its config.json alone
+    assert logits_of(random(tokens)).shape == (2, 8, 61)
     assert not torch.equal(logits_of(random(tokens)), logits_of(model(tokens)))
     assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
 
@@ -335,15 +334,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
     with pytest.raises(BadInput, match=r"no \*\.safetensors"):
-        build_model(tmp_path)
-
-
-def test_weights_that_lack_a_parameter(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    build_model(LLAMA).save_pretrained(tmp_path)  # type: ignore[operator]
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 3}))
-    with pytest.raises(BadInput, match=r"model\.layers\.2"):
-        build_model(tmp_path)
+        weight_files(tmp_path)
 
 
 def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,18 +21,19 @@ from terrazzo.engine.offload.settings import Offload
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes, memory
-from terrazzo.train import fit, offload
 from terrazzo.train.build import build_offload, build_plan
-from terrazzo.train.fit import check_plan
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
-from terrazzo.train.offload import check_folders, lacks_room, make_folders, offload_notes, swap_folders
-from terrazzo.train.planning import setup_of
 from terrazzo.train.preflight import check
-from terrazzo.train.promise import planned
-from terrazzo.train.ranks import Ranks
+from terrazzo.train.promise import room as fit
+from terrazzo.train.promise import swap as offload
+from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.promise.planned import planned
+from terrazzo.train.promise.room import check_plan
+from terrazzo.train.promise.summary import summary_lines
+from terrazzo.train.promise.swap import check_folders, lacks_room, make_folders, offload_notes, swap_folders
 from terrazzo.train.session import open_session
-from terrazzo.train.stop import StopRequest
-from terrazzo.train.summary import summary_lines
 from tests.helpers.threads import run_in_threads
 
 GIB = 2**30

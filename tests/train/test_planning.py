@@ -24,13 +24,17 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.telemetry import available_host_bytes, resident_bytes
-from terrazzo.train import fit, planning, promise, report, summary
+from terrazzo.train import report
 from terrazzo.train.build import decoder_config, prepare_model
-from terrazzo.train.fit import check_plan
-from terrazzo.train.planning import setup_of
-from terrazzo.train.promise import planned, traced_memory
+from terrazzo.train.promise import as_setup as planning
+from terrazzo.train.promise import planned as promise
+from terrazzo.train.promise import room as fit
+from terrazzo.train.promise import summary
+from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.promise.planned import planned, traced_memory
+from terrazzo.train.promise.room import check_plan
+from terrazzo.train.promise.summary import Pace, summary_lines
 from terrazzo.train.run import train_command
-from terrazzo.train.summary import Pace, summary_lines
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]

@@ -23,11 +23,11 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.launch.stop import INTERRUPTED, StopRequest
 from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.preflight import check
-from terrazzo.train.ranks import Ranks
 from terrazzo.train.session import Session, open_session
-from terrazzo.train.stop import INTERRUPTED, StopRequest
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 from tests.train.test_launch import LAUNCH

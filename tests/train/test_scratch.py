@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from terrazzo.errors import BadInput
-from terrazzo.train import scratch
-from terrazzo.train.scratch import Scratch
+from terrazzo.train.launch import scratch
+from terrazzo.train.launch.scratch import Scratch
 
 PREFIX = f".terrazzo-scratch-{os.getuid()}-"
 

@@ -16,12 +16,12 @@ from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
 from terrazzo.train import loop, session
-from terrazzo.train.huggingface import weight_files
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
+from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.preflight import check
-from terrazzo.train.ranks import Ranks
 from terrazzo.train.session import open_session
-from terrazzo.train.stop import StopRequest
 from tests.helpers.threads import run_in_threads
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

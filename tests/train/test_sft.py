@@ -17,13 +17,13 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.export import describe_model
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
-from terrazzo.train.lora import add_adapters, with_adapters
-from terrazzo.train.model import build_model
+from terrazzo.train.model.decoder import build_model
+from terrazzo.train.model.lora import add_adapters, with_adapters
 from terrazzo.train.preflight import check
-from terrazzo.train.ranks import Ranks
 from terrazzo.train.session import open_session
-from terrazzo.train.stop import StopRequest
 from tests.helpers.chat import CHATML, MARKED, Messages, conversations, save_tokenizer, turns, write_records
 from tests.helpers.processes import Pool
 
@@ -201,7 +201,7 @@ def lora_run(values: dict[str, Any], start: Path) -> tuple[list[int], list[float
     from terrazzo.engine import engine_of
     from terrazzo.integrations.peft import save_adapter
     from terrazzo.planner.memory.peak import memory_of
-    from terrazzo.train.planning import setup_of
+    from terrazzo.train.promise.as_setup import setup_of
 
     config = config_from_dict(values)
     check(config, 2)
@@ -296,7 +296,7 @@ def test_the_planner_knows_the_adapters(tmp_path: Path, values: dict[str, Any], 
     config = config_from_dict({"model": model, "lora": {"rank": 3, **settings}})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft speaks of GPT-2's transposed matrices
-        built = add_adapters(build_model(tmp_path, device="meta", pretrained=False), config)
+        built = add_adapters(build_model(tmp_path, device="meta"), config)
     shape = with_adapters(model_shape(tmp_path), config.lora)
     assert shape.numel == sum(parameter.numel() for parameter in built.parameters())
     assert shape.trainable_numel == sum(p.numel() for p in built.parameters() if p.requires_grad)

@@ -14,13 +14,13 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from terrazzo.config.files import parse_value, read_text
-from terrazzo.config.schema import Config
+from terrazzo.config.schema import Config, Named
 from terrazzo.config.secrets import without_passwords
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["config_from_dict", "flatten", "load_config"]
 
-SHORTHANDS = ("plan", "precision")  # sections that may be given as just their name
+SHORTHANDS = {name for name in Config.model_fields if isinstance(getattr(Config(), name), Named)}
 
 
 # How pydantic's kinds of error read in plain words: bounds by (name of the limit, comparison), types by their

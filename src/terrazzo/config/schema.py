@@ -45,6 +45,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, validate_default=True)
 
 
+class Named(Section):
+    """A section that may be given as just its name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class ModelConfig(Section):
     """Which model is trained: the built-in decoder by its sizes, or a Hugging Face causal LM by folder."""
 
@@ -126,7 +135,7 @@ class MeshConfig(Section):
     dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by dp_replicate")
 
 
-class PlanConfig(Section):
+class PlanConfig(Named):
     """The row of the table: a preset by name, or four custom places such as "-", "D" or "S,R"."""
 
     name: str | None = Field(
@@ -139,11 +148,6 @@ class PlanConfig(Section):
     mesh: MeshConfig = MeshConfig()
     units: list[str] | None = Field(None, description="class names or name globs; default: found by themselves")
     prefetch: int = Field(1, ge=0, description="units gathered ahead of the one that runs")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_form(self) -> PlanConfig:
@@ -191,7 +195,7 @@ class OffloadConfig(Section):
         return "device" if set(Place(tier=text).shares) == {"device"} else text
 
 
-class PrecisionConfig(Section):
+class PrecisionConfig(Named):
     """A named precision, and single dtypes of it replaced where given."""
 
     name: Literal["fp32", "bf16", "bf16-pure", "fp16"] = "fp32"
@@ -201,11 +205,6 @@ class PrecisionConfig(Section):
     accumulate: DtypeName | None = Field(None, description="gradient sums")
     master: DtypeName | None = Field(None, description="weights that the optimizer updates")
     moments: DtypeName | None = Field(None, description="optimizer state")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
 
 class BatchConfig(Section):

@@ -16,10 +16,20 @@ from torch.optim import Optimizer
 from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.dialects.description import LOADED, Description, Setting
 from terrazzo.dialects.meaning import degrees
-from terrazzo.engine import DTYPES, LossScaling, Offload, Plan, Precision, checkpoint_activations, compile_units, shard
+from terrazzo.engine import (
+    DTYPES,
+    LossScaling,
+    Offload,
+    Plan,
+    Precision,
+    Units,
+    checkpoint_activations,
+    compile_units,
+    shard,
+)
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["ActivationCheckpointing", "Setup", "setup_for", "trained_dtypes"]
+__all__ = ["ActivationCheckpointing", "Setup", "TerrazzoArguments", "setup_for", "trained_dtypes"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -98,6 +108,31 @@ class Setup:
             prefetch=self.prefetch,
             offload=self.offload,
         )
+
+
+@dataclass(frozen=True)
+class TerrazzoArguments:
+    """What goes before the other library's own arguments, as for `tz.shard`; None leaves it to them.
+
+    Attributes:
+        plan: such as `zero3`. TrainingArguments say it by `fsdp` or `deepspeed`, and without those mean `zero0`, DDP.
+        precision: such as `bf16`. TrainingArguments' `bf16` without FSDP is autocast on fp32 weights.
+        units: class names of the modules that are gathered as one.
+        mesh: of all ranks.
+        prefetch: units gathered ahead.
+        offload: how states on `cpu` or `nvme` are kept.
+    """
+
+    plan: Plan | str | None = None
+    precision: Precision | str | None = None
+    units: Units | None = None
+    mesh: DeviceMesh | None = None
+    prefetch: int | None = None
+    offload: Offload | None = None
+
+    def over(self, setup: Setup) -> Setup:
+        """The setup with what is given here."""
+        return replace(setup.over(**vars(self)), autocast=None if self.precision is not None else setup.autocast)
 
 
 def setup_for(description: Description, device: torch.device, loaded: torch.dtype | None = None) -> Setup:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo.config import BatchConfig, Config, MeshConfig, ModelConfig, OffloadConfig, OptimizerConfig
+from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig, OptimizerConfig
 from terrazzo.engine import (
     DTYPE_FIELDS,
     ELEMENTWISE,
@@ -27,8 +26,8 @@ from terrazzo.engine import (
 )
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train import data
-from terrazzo.train.lora import add_adapters
-from terrazzo.train.model import DecoderConfig, build_model
+from terrazzo.train.model.decoder import DecoderConfig, build_model
+from terrazzo.train.model.lora import add_adapters
 
 __all__ = [
     "batch_arithmetic",
@@ -44,6 +43,7 @@ __all__ = [
     "mesh_shape",
     "optimizer_class",
     "prepare_model",
+    "vocab_size_of",
 ]
 
 OFFLOADED_STATES = ("weight", "grad", "optim")
@@ -156,6 +156,11 @@ def data_spec(config: Config) -> data.DataSpec:
     return data.DataSpec(sequence_length=config.batch.sequence_length, **settings)
 
 
+def vocab_size_of(config: Config) -> int:
+    """Of a decoder: as given, or the tokenizer's."""
+    return config.model.vocab_size or data.load_tokenizer(config.data.tokenizer).vocab_size
+
+
 def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
     """The built-in decoder's shape, with the defaults that depend on other settings filled in."""
     model = config.model
@@ -179,8 +184,9 @@ def prepare_model(config: Config, vocab_size: int) -> nn.Module:
 
     Its storage is allocated and initialised unit by unit while it is sharded, so no rank ever holds all of it.
     """
-    spec = model_spec(config.model, config, vocab_size)
-    model = add_adapters(build_model(spec, device="meta", pretrained=False), config)
+    spec = decoder_config(config, vocab_size) if config.model.kind == "decoder" else config.model.path
+    assert spec is not None
+    model = add_adapters(build_model(spec, device="meta"), config)
     units = config.plan.units
     mode, every = config.train.checkpointing
     if mode != "none":
@@ -189,14 +195,6 @@ def prepare_model(config: Config, vocab_size: int) -> nn.Module:
     if config.train.compile:
         compile_units(model, units=units)
     return model
-
-
-def model_spec(model: ModelConfig, config: Config, vocab_size: int) -> DecoderConfig | Path:
-    """What `build_model` is given."""
-    if model.kind == "decoder":
-        return decoder_config(config, vocab_size)
-    assert model.path is not None
-    return model.path
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:

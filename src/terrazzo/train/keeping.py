@@ -15,7 +15,7 @@ from terrazzo.checkpoint import Resumed, Saver
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.config import Config
 from terrazzo.errors import Misuse, SaveFailed
-from terrazzo.train.ranks import Ranks
+from terrazzo.train.launch.ranks import Ranks
 
 __all__ = ["Keeper", "refuse_lost"]
 

@@ -17,12 +17,12 @@ from terrazzo.telemetry import PeakMemory, Stopwatch
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
 from terrazzo.train.export import export
-from terrazzo.train.failure import PREEMPTED
 from terrazzo.train.keeping import refuse_lost
-from terrazzo.train.offload import swap_folders
+from terrazzo.train.launch.failure import PREEMPTED
+from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.promise.swap import swap_folders
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
-from terrazzo.train.stop import StopRequest
 
 __all__ = ["Trainer", "step_on"]
 
@@ -73,7 +73,6 @@ class Trainer:
         if session.step == train.steps and session.config.checkpoint.save_format == "hf":
             self.report.exported(export(session, trained=session.step > first_step))
         self.report.end(stopped=stopped and session.step < train.steps)
-        session.loader.close()
         return PREEMPTED if stopped and session.step < train.steps else 0
 
     def train_step(self) -> Tensor:

@@ -11,7 +11,6 @@ from terrazzo.checkpoint import clear, latest
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.transformers import harmless
-from terrazzo.train import data
 from terrazzo.train.build import (
     batch_arithmetic,
     build_offload,
@@ -21,15 +20,16 @@ from terrazzo.train.build import (
     data_spec,
     decoder_config,
     mesh_shape,
+    vocab_size_of,
 )
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.hub import folder_of_source
 from terrazzo.train.data.sources import PYTHON_STDLIB, find_files
 from terrazzo.train.data.stored import is_url, is_visible
-from terrazzo.train.fit import check_plan
-from terrazzo.train.huggingface import read_config, weight_files
-from terrazzo.train.lora import check_lora
-from terrazzo.train.offload import check_folders
+from terrazzo.train.model.huggingface import read_config, weight_files
+from terrazzo.train.model.lora import check_lora
+from terrazzo.train.promise.room import check_plan
+from terrazzo.train.promise.swap import check_folders
 
 __all__ = ["check", "clear_checkpoints", "make_log_folder", "resume_from"]
 
@@ -48,7 +48,6 @@ def check(config: Config, world_size: int) -> list[str]:
     _check_model(config)
     _check_data(config)
     _check_folders(config)
-    resume_from(config)
     notes = [f"offload: {note}" for note in check_folders(config)]
     return [*notes, *check_plan(config, world_size)]
 
@@ -81,8 +80,7 @@ def clear_checkpoints(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     if config.model.kind == "decoder":
-        vocab_size = config.model.vocab_size or data.load_tokenizer(config.data.tokenizer).vocab_size
-        decoder_config(config, vocab_size)
+        decoder_config(config, vocab_size_of(config))
         return
     assert config.model.path is not None
     harmless(read_config(config.model.path), f"'{config.model.path}'")
@@ -100,7 +98,7 @@ def _check_data(config: Config) -> None:
 
 
 def _check_folders(config: Config) -> None:
-    """Checkpoints and logs must not be mixed with the data that is read."""
+    """Checkpoints and logs must not be mixed with the data that is read, nor with another run's."""
     given = [config.data.source, config.data.validation_source]
     sources = [source for one in given if one for source in ([one] if isinstance(one, str) else one)]
     local = [source for source in sources if source != PYTHON_STDLIB and not is_url(source)]

@@ -15,9 +15,9 @@ from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
 from terrazzo.train.build import build_precision
 from terrazzo.train.evaluate import Validation
-from terrazzo.train.planning import matmul_format
+from terrazzo.train.promise.as_setup import matmul_format
+from terrazzo.train.promise.summary import Pace, summarize, summary_lines
 from terrazzo.train.session import Session
-from terrazzo.train.summary import Pace, summarize, summary_lines
 
 __all__ = ["Measured", "Report"]
 

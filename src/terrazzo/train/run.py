@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from terrazzo.config import Config, LaunchConfig, load_config
+from terrazzo.config import LaunchConfig, load_config
 from terrazzo.errors import BadInput
-from terrazzo.train.failure import run_rank
-from terrazzo.train.launch import adopt_slurm, is_rank, launch_ranks, local_ranks, register_rank
+from terrazzo.train.launch.failure import register_rank, run_rank
+from terrazzo.train.launch.ranks import agree_on_config, join, refuse_together
+from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, local_ranks
+from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
 from terrazzo.train.preflight import check
-from terrazzo.train.ranks import agree_on_config, join, refuse_together
 from terrazzo.train.session import open_session
-from terrazzo.train.stop import StopRequest
 
 __all__ = ["train_command"]
 
+T = TypeVar("T")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -43,37 +46,23 @@ def train_rank(path: Path, overrides: list[str]) -> int:
     """One rank's whole life; its exit code."""
     stop = StopRequest()
     register_rank()
-    config, problem = _try_load(path, overrides)
+    config, problem = _tried(lambda: load_config(path, overrides))
     ranks = join(LaunchConfig() if config is None else config.launch)
     refuse_together(problem)
     assert config is not None
     agree_on_config(config)
-    notes, problem = _try_check(config, ranks.world_size)
+    notes, problem = _tried(lambda: check(config, ranks.world_size))
     refuse_together(problem)
-    session = open_session(config, ranks)
-    session.plan_notes = notes
-    try:
+    assert notes is not None
+    with open_session(config, ranks, notes) as session:
         code = Trainer(session, stop).run()
-    except BaseException:
-        session.keeper.leave()
-        raise
-    finally:
-        session.close()
     dist.destroy_process_group()
     return code
 
 
-def _try_load(path: Path, overrides: list[str]) -> tuple[Config | None, str | None]:
-    """The configuration, or what is wrong with it: other ranks may have read another file."""
+def _tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What it returns, or what is wrong on this rank: others may have read another file."""
     try:
-        return load_config(path, overrides), None
+        return work(), None
     except BadInput as error:
         return None, str(error)
-
-
-def _try_check(config: Config, world_size: int) -> tuple[list[str], str | None]:
-    """What the planner has to say, or what is wrong."""
-    try:
-        return check(config, world_size), None
-    except BadInput as error:
-        return [], str(error)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -27,15 +28,15 @@ from terrazzo.train.build import (
     prepare_model,
 )
 from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
-from terrazzo.train.huggingface import weight_files
 from terrazzo.train.keeping import Keeper
-from terrazzo.train.lora import load_base
-from terrazzo.train.model import num_flops_per_token
-from terrazzo.train.offload import make_folders
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.learning_rate import build_schedule
+from terrazzo.train.model.decoder import num_flops_per_token
+from terrazzo.train.model.huggingface import weight_files
+from terrazzo.train.model.lora import load_base
 from terrazzo.train.preflight import clear_checkpoints, make_log_folder, resume_from
-from terrazzo.train.ranks import Ranks
+from terrazzo.train.promise.swap import make_folders
 from terrazzo.train.resume import resume_notes
-from terrazzo.train.schedule import build_schedule
 
 __all__ = ["Session", "open_session"]
 
@@ -58,14 +59,14 @@ class Session:
     schedule: LambdaLR
     flops_per_token: int
     keeper: Keeper
+    plan_notes: Sequence[str]
+    base_bytes: int
     step: int = 0
     samples: int = 0
     tokens: int = 0
     metric: float | None = None
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
-    base_bytes: int = 0
-    plan_notes: list[str] = field(default_factory=list)
 
     @property
     def micro_batches(self) -> int:
@@ -91,8 +92,24 @@ class Session:
         """Remove what the run has put on drives beside its checkpoints: ranks end without the interpreter's help."""
         engine_of(self.model).close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the folder to others, and close. Of a run that failed, nothing that is being read is waited for."""
+        try:
+            self.keeper.leave()
+            if kind is None:
+                self.loader.close()
+        finally:
+            self.close()
+
+    @property
+    def _evaluation(self) -> str | None:
+        """The fingerprint of the validation data."""
+        return None if self.data.validation is None else self.data.validation.fingerprint
+
     def _extra(self) -> dict[str, Any]:
-        validation = self.data.validation
         return {
             "step": self.step,
             "samples": self.samples,
@@ -101,7 +118,7 @@ class Session:
             "best": self.best,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
-            "evaluation": None if validation is None else validation.fingerprint,
+            "evaluation": self._evaluation,
             "tokenizer": self.data.tokenizer.fingerprint,
             "config": without_passwords(self.config.model_dump(mode="json")),
         }
@@ -118,7 +135,7 @@ class Session:
         self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
         self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
         self.resume_notes += resume_notes(self.config, extra["config"])
-        if self._extra()["evaluation"] != extra["evaluation"]:
+        if self._evaluation != extra["evaluation"]:
             self.resume_notes.append("resume: the validation data are not those of the checkpoint")
         if not resumed.generators:
             torch.manual_seed(_seed(self.config.train.seed, self.step, ranks.rank))
@@ -128,18 +145,18 @@ class Session:
             )
 
 
-def open_session(config: Config, ranks: Ranks) -> Session:
+def open_session(config: Config, ranks: Ranks, plan_notes: Sequence[str] = ()) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
     together(lambda: make_log_folder(config) if ranks.is_first else None, BadInput)
     keeper = Keeper(config, ranks)
     try:
-        return _open(config, ranks, keeper)
+        return _open(config, ranks, keeper, plan_notes)
     except BaseException:
         keeper.release()
         raise
 
 
-def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
+def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str]) -> Session:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
     data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
@@ -164,8 +181,9 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper) -> Session:
             _load_pretrained(config, model)
         torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
         schedule = build_schedule(config.schedule, config.train.steps, sharded)
-        session = Session(config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper)
-        session.base_bytes = base_bytes
+        session = Session(
+            config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, plan_notes, base_bytes
+        )
         if newest:
             session.resume()
         else:  # last, so that nothing is lost to a run that cannot start

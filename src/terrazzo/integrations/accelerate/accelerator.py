@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach, clip_grad_norm_, engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
-from terrazzo.integrations.accelerate.asked import Asked, Words, hidden
+from terrazzo.integrations.accelerate.asked import Asked, hidden
 from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_sharded
-from terrazzo.integrations.setup import Setup
+from terrazzo.integrations.setup import Setup, TerrazzoArguments
 from terrazzo.integrations.weights import full_state_dict
 
 __all__ = ["Accelerator"]
@@ -57,7 +57,8 @@ class Accelerator(accelerate.Accelerator):
         **arguments: Any,
     ) -> None:
         given = inspect.signature(super().__init__).bind(*positional, **arguments).arguments
-        self._asked, self.setup = Asked(given, Words(plan, precision, units, offload), setup is not None), setup
+        words = TerrazzoArguments(plan, precision, units, offload=offload)
+        self._asked, self.setup = Asked(given, words, setup is not None), setup
         if self._asked.deepspeed:
             given["mixed_precision"] = "no"
         if not torch.accelerator.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1:

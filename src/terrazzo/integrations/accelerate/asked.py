@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import LossScaling, Offload, Plan, Precision, Units
+from terrazzo.engine import LossScaling, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import Setup, setup_for, trained_dtypes
+from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for, trained_dtypes
 
-__all__ = ["DEFAULT_PLAN", "Asked", "Words", "hidden"]
+__all__ = ["DEFAULT_PLAN", "Asked", "hidden"]
 
 DEFAULT_PLAN = "zero2"
 """Where nothing names a plan. Weights stay whole, so that what a script for replicas does with them still works."""
@@ -37,16 +36,6 @@ _REFUSED = {
     "megatron_lm_plugin": "it is another engine",
     "torch_tp_plugin": "it splits tensors, and this door trains data-parallel only",
 }
-
-
-@dataclass(frozen=True)
-class Words:
-    """The arguments that Accelerate's class does not have; None where not given."""
-
-    plan: Plan | str | None = None
-    precision: Precision | str | None = None
-    units: Units | None = None
-    offload: Offload | None = None
 
 
 @contextlib.contextmanager
@@ -75,7 +64,7 @@ class Asked:
     Errors: `BadInput` naming the setting that cannot be honoured.
     """
 
-    def __init__(self, given: dict[str, Any], words: Words, alone: bool) -> None:
+    def __init__(self, given: dict[str, Any], words: TerrazzoArguments, alone: bool) -> None:
         self.words = words
         self.mixed = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
         self.scaling = LossScaling()
@@ -112,7 +101,7 @@ class Asked:
                 raise BadInput(f"{name} cannot be honoured: {why}. Leave it out.")
         if self.mixed == "fp8":
             raise BadInput("mixed_precision is fp8, in which Terrazzo does not train: use bf16.")
-        if alone and (engine or self.compile or words != Words()):
+        if alone and (engine or self.compile or words != TerrazzoArguments()):
             raise BadInput("setup= says everything by itself: leave out plugins and Terrazzo's other arguments.")
         if words.plan is not None and engine:
             raise BadInput(
@@ -139,7 +128,7 @@ class Asked:
             setup = setup_for(description, device, loaded)
         else:
             setup = Setup(Plan.named(DEFAULT_PLAN), self._of_replicas(loaded, device))
-        return setup.over(**vars(self.words), compile=self.compile or None)
+        return self.words.over(setup).over(compile=self.compile or None)
 
     def _of_replicas(self, loaded: torch.dtype, device: torch.device) -> Precision:
         """Of plain replicas: all in the model's dtype, under autocast if `mixed_precision` says so."""

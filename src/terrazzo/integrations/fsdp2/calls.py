@@ -107,7 +107,7 @@ def _realize(module: nn.Module) -> None:
     root = _root_of(module)
     marked: dict[str, Any] = {name: inner for name, inner in root.named_modules() if isinstance(inner, FSDPModule)}
     setup = _setup(root, {name: inner._mark.arguments for name, inner in marked.items()})
-    for inner in marked.values():
+    for inner in marked.values():  # first: the engine looks for `_terrazzo`, which would else come back to here
         inner._mark.root = weakref.ref(root)
     try:
         setup.shard(root, None)

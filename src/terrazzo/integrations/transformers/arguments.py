@@ -1,58 +1,31 @@
-"""What a Trainer's arguments ask of the engine: those of Terrazzo, and `transformers.TrainingArguments`."""
+"""What `transformers.TrainingArguments` ask of the engine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.dialects.description import PATHS, Description
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.meaning import agree
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import SHORT, Offload, Plan, Precision
+from terrazzo.engine import SHORT
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import Setup, trained_dtypes
+from terrazzo.integrations.setup import trained_dtypes
 
-__all__ = ["TerrazzoArguments", "check", "describe"]
+__all__ = ["check", "describe"]
 
 _OURS: tuple[str, ...] = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "bf16", "fp16", "torch_compile")
 _OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_steps")
 """Fields of TrainingArguments that Terrazzo honours in place of Accelerate. The Trainer itself does the others."""
 _THEIRS = ("optimizer.", "schedule.", "training.clip")
 """Settings that a DeepSpeed document may have, too, and the Trainer carries out."""
-
-
-@dataclass(frozen=True)
-class TerrazzoArguments:
-    """What goes before the TrainingArguments, as for `tz.shard`; None leaves it to them.
-
-    Attributes:
-        plan: such as `zero3`. TrainingArguments say it by `fsdp` or `deepspeed`, and without those mean `zero0`, DDP.
-        precision: such as `bf16`. TrainingArguments' `bf16` without FSDP is autocast on fp32 weights.
-        units: class names of the modules that are gathered as one.
-        mesh: of all ranks.
-        prefetch: units gathered ahead.
-        offload: how states on `cpu` or `nvme` are kept.
-    """
-
-    plan: Plan | str | None = None
-    precision: Precision | str | None = None
-    units: tuple[str, ...] | None = None
-    mesh: DeviceMesh | None = None
-    prefetch: int | None = None
-    offload: Offload | None = None
-
-    def over(self, setup: Setup) -> Setup:
-        """The setup with what is given here."""
-        return replace(setup.over(**vars(self)), autocast=None if self.precision is not None else setup.autocast)
 
 
 def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Description:

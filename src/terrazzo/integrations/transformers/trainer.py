@@ -23,8 +23,8 @@ from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
 from terrazzo.integrations.accelerate import Accelerator
 from terrazzo.integrations.saving import save_over
-from terrazzo.integrations.setup import Setup, setup_for
-from terrazzo.integrations.transformers.arguments import TerrazzoArguments, check, describe
+from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for
+from terrazzo.integrations.transformers.arguments import check, describe
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

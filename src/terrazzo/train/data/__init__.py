@@ -9,7 +9,7 @@ Example:
     step = loader.next_step()          # step.micro_batches: this rank's; step.valid_tokens: of all ranks
 """
 
-from terrazzo.train.data.build import DataSpec, TokenData, load_data
+from terrazzo.train.data.load import DataSpec, TokenData, load_data
 from terrazzo.train.data.loader import (
     Cursor,
     GlobalBatch,

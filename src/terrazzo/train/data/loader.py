@@ -34,18 +34,15 @@ class Cursor:
 class GlobalOrder:
     """The order of all samples: per epoch, a permutation of `range(num_sequences)` from (seed, epoch)."""
 
-    def __init__(self, num_sequences: int, seed: int, shuffle: bool = True) -> None:
-        self.num_sequences, self.seed, self.shuffle = num_sequences, seed, shuffle
+    def __init__(self, num_sequences: int, seed: int) -> None:
+        self.num_sequences, self.seed = num_sequences, seed
         self.drawn: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         """Int64 `[num_sequences]`. The last one drawn is kept; two threads may ask at once."""
         drawn = self.drawn
         if drawn is None or drawn[0] != epoch:
-            generator = np.random.default_rng([self.seed, epoch])
-            count = self.num_sequences
-            drawn = (epoch, generator.permutation(count) if self.shuffle else np.arange(count))
-            self.drawn = drawn
+            self.drawn = drawn = (epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences))
         return drawn[1]
 
     def take(self, cursor: Cursor, count: int) -> tuple[npt.NDArray[np.int64], Cursor]:
@@ -67,9 +64,9 @@ class GlobalOrder:
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """Batch sizes in sequences. `global_batch` is what one optimizer step consumes over all ranks.
+    """Batch sizes in sequences, and which rank's share to read. `seed` draws the order.
 
-    `seed` draws the order. `prefetch` reads the next step in a thread while the current one is trained on.
+    `global_batch` is what one optimizer step consumes over all ranks, a multiple of `micro_batch` × `world_size`.
     """
 
     global_batch: int
@@ -77,37 +74,14 @@ class LoaderConfig:
     rank: int = 0
     world_size: int = 1
     seed: int = 0
-    shuffle: bool = True
-    prefetch: bool = True
-
-    def __post_init__(self) -> None:
-        if self.global_batch < 1 or self.micro_batch < 1 or self.seed < 0:
-            raise BadInput(
-                f"global_batch = {self.global_batch}, micro_batch = {self.micro_batch}, seed = {self.seed}: "
-                f"batch sizes must be at least 1 and the seed at least 0."
-            )
-        if self.global_batch % (self.micro_batch * self.world_size):
-            raise BadInput(
-                f"global_batch = {self.global_batch} is not a multiple of micro_batch × data-parallel ranks "
-                f"= {self.micro_batch} × {self.world_size} = {self.micro_batch * self.world_size}, so the "
-                f"ranks would not all run the same number of micro-batches. Change one of the three."
-            )
-
-    @property
-    def micro_batches(self) -> int:
-        """How many micro-batches each rank accumulates per step."""
-        return self.global_batch // (self.micro_batch * self.world_size)
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One step's data. `micro_batches` are this rank's; `valid_tokens` counts targets over all ranks (the
-    denominator of a mean loss); `indices` are the sequences of all ranks, in order.
-    """
+    """One step's data: this rank's micro-batches, and the targets over all ranks, the denominator of a mean loss."""
 
     micro_batches: tuple[Batch, ...]
     valid_tokens: int
-    indices: npt.NDArray[np.int64]
 
 
 class Loader:
@@ -126,9 +100,9 @@ class Loader:
                 "global batch."
             )
         self.dataset, self.config = dataset, config
-        self.order = GlobalOrder(len(dataset), config.seed, config.shuffle)
+        self.order = GlobalOrder(len(dataset), config.seed)
         self.cursor = Cursor()
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data") if config.prefetch else None
+        self.thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data")
         self.ahead: Future[tuple[GlobalBatch, Cursor]] | None = None  # the step at the cursor, being read
 
     def next_step(self) -> GlobalBatch:
@@ -143,9 +117,9 @@ class Loader:
         """The step at `cursor`, and the cursor after it."""
         config = self.config
         indices, following = self.order.take(cursor, config.global_batch)
-        share = indices.reshape(config.world_size, config.micro_batches, config.micro_batch)[config.rank]
+        share = indices.reshape(config.world_size, -1, config.micro_batch)[config.rank]
         micro_batches = tuple(self.dataset.batch(one) for one in share)
-        return GlobalBatch(micro_batches, self.dataset.valid_tokens(indices), indices), following
+        return GlobalBatch(micro_batches, self.dataset.valid_tokens(indices)), following
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor as plain numbers, with what it is only valid for; the same on every rank."""
@@ -153,7 +127,6 @@ class Loader:
             "epoch": self.cursor.epoch,
             "samples": self.cursor.samples,
             "seed": self.config.seed,
-            "shuffle": self.config.shuffle,
             "dataset": self.dataset.fingerprint,
             "order": self.order.fingerprint(self.cursor.epoch),
         }
@@ -171,7 +144,6 @@ class Loader:
         found = {
             "dataset": self.dataset.fingerprint,
             "seed": self.config.seed,
-            "shuffle": self.config.shuffle,
             "order": self.order.fingerprint(cursor.epoch),
         }
         for name, value in found.items():

@@ -17,8 +17,8 @@ import torch
 from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.errors import BadInput
-from terrazzo.train.failure import BAD_INPUT, FAILED, Failure, first_failure, register_rank
-from terrazzo.train.local import LocalRank, LocalRanks, Signals
+from terrazzo.train.launch.failure import BAD_INPUT, FAILED, Failure, first_failure
+from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals
 
 __all__ = [
     "adopt_slurm",
@@ -26,7 +26,6 @@ __all__ = [
     "is_rank",
     "launch_ranks",
     "local_ranks",
-    "register_rank",
     "resolve_device",
     "set_threads",
 ]

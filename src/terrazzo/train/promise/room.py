@@ -17,10 +17,10 @@ from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
-from terrazzo.train.huggingface import read_config
-from terrazzo.train.launch import resolve_device
-from terrazzo.train.offload import lacks_room, offload_notes
-from terrazzo.train.planning import ranks_here, setup_of
+from terrazzo.train.launch.starting import resolve_device
+from terrazzo.train.model.huggingface import read_config
+from terrazzo.train.promise.as_setup import ranks_here, setup_of
+from terrazzo.train.promise.swap import lacks_room, offload_notes
 
 __all__ = ["Available", "available", "check_plan"]
 

@@ -14,7 +14,6 @@ from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_sha
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
-from terrazzo.train import data
 from terrazzo.train.build import (
     batch_arithmetic,
     build_offload,
@@ -23,10 +22,11 @@ from terrazzo.train.build import (
     decoder_config,
     mesh_shape,
     optimizer_class,
+    vocab_size_of,
 )
-from terrazzo.train.launch import resolve_device
-from terrazzo.train.lora import with_adapters
-from terrazzo.train.model import DecoderConfig
+from terrazzo.train.launch.starting import resolve_device
+from terrazzo.train.model.decoder import DecoderConfig
+from terrazzo.train.model.lora import with_adapters
 
 __all__ = ["matmul_format", "ranks_here", "setup_of"]
 
@@ -89,11 +89,6 @@ def shape_of(config: Config) -> ModelShape:
         return decoder_shape(decoder_config(config, vocab_size_of(config)))
     assert config.model.path is not None
     return with_adapters(model_shape(config.model.path), config.lora)
-
-
-def vocab_size_of(config: Config) -> int:
-    """Of a decoder: as given, or the tokenizer's."""
-    return config.model.vocab_size or data.load_tokenizer(config.data.tokenizer).vocab_size
 
 
 def decoder_shape(config: DecoderConfig) -> ModelShape:

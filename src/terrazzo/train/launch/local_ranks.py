@@ -18,7 +18,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from terrazzo.tether import tethered
-from terrazzo.train.failure import PREEMPTED, REPORT, SIBLING_GRACE_S, Failure
+from terrazzo.train.launch.failure import PREEMPTED, REPORT, SIBLING_GRACE_S, Failure
 
 __all__ = ["LocalRank", "LocalRanks", "Signals"]
 

@@ -23,7 +23,7 @@ from terrazzo.planner.timing.calibration import find_calibration, measured_memor
 from terrazzo.train.build import construct, prepare_model
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
-from terrazzo.train.planning import setup_of
+from terrazzo.train.promise.as_setup import setup_of
 
 __all__ = ["planned", "traced_memory"]
 

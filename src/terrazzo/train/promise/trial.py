@@ -1,8 +1,8 @@
 """A few timed steps of a configuration, as `terrazzo train` would make them: what a calibration is made of.
 
-`python -m terrazzo.train.trial CONFIG OUT [section.key=value ...]` starts the ranks of the configuration. Each opens a
-run, makes steps, and does it again with sequences half as long, so that what grows with the tokens can be told from
-what does not. Rank 0 writes both trials to OUT. Nothing is printed, logged or saved.
+`python -m terrazzo.train.promise.trial CONFIG OUT [section.key=value ...]` starts the ranks of the configuration. Each
+opens a run, makes steps, and does it again with sequences half as long, so that what grows with the tokens can be told
+from what does not. Rank 0 writes both trials to OUT. Nothing is printed, logged or saved.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.config import Config, load_config
 from terrazzo.engine import engine_of
 from terrazzo.telemetry import PeakMemory
-from terrazzo.train.failure import run_rank
-from terrazzo.train.launch import is_rank, launch_ranks, local_ranks, register_rank
+from terrazzo.train.launch.failure import register_rank, run_rank
+from terrazzo.train.launch.ranks import join
+from terrazzo.train.launch.starting import is_rank, launch_ranks, local_ranks
 from terrazzo.train.loop import step_on
-from terrazzo.train.ranks import join
 from terrazzo.train.session import Session, open_session
 
 __all__ = ["Trial", "run_trials"]
@@ -59,13 +59,8 @@ def run_trials(config: Config) -> list[Trial]:
     for length in (config.batch.sequence_length, config.batch.sequence_length // 2):
         if length > 1:
             batch = config.batch.model_copy(update={"sequence_length": length})
-            session = open_session(config.model_copy(update={"batch": batch}), ranks)
-            try:
+            with open_session(config.model_copy(update={"batch": batch}), ranks) as session:
                 trials.append(_measure(session))
-            finally:
-                session.close()
-            session.loader.close()
-            session.keeper.release()
     dist.destroy_process_group()
     return trials
 
@@ -115,7 +110,7 @@ def main() -> int:
     config = load_config(path, overrides)
     if is_rank():
         run_rank(int(os.environ["RANK"]), lambda: _rank(config, Path(out)))
-    return launch_ranks(local_ranks(config.launch), ["-m", "terrazzo.train.trial", *sys.argv[1:]])
+    return launch_ranks(local_ranks(config.launch), ["-m", "terrazzo.train.promise.trial", *sys.argv[1:]])
 
 
 def _rank(config: Config, out: Path) -> int:

@@ -24,7 +24,7 @@ from typing import NoReturn, Protocol
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, SwapFailed
 from terrazzo.tether import PARENT
-from terrazzo.train.scratch import Scratch
+from terrazzo.train.launch.scratch import Scratch
 
 __all__ = [
     "BAD_INPUT",

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from terrazzo.checkpoint.exchange import agree, gather_json
 from terrazzo.config import Config, LaunchConfig, flatten
 from terrazzo.errors import BadInput
-from terrazzo.train.joining import meet
-from terrazzo.train.launch import resolve_device, set_threads
+from terrazzo.train.launch.joining import meet
+from terrazzo.train.launch.starting import resolve_device, set_threads
 
 __all__ = ["Ranks", "agree_on_config", "join", "refuse_together"]
 

@@ -20,7 +20,7 @@ from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner import ModelShape, model_shape
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
-from terrazzo.train.huggingface import read_config
+from terrazzo.train.model.huggingface import read_config
 
 __all__ = ["ALL_LINEAR", "add_adapters", "check_lora", "load_base", "with_adapters"]
 

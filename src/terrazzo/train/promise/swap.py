@@ -16,8 +16,8 @@ from terrazzo.planner import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.build import build_offload, build_plan
-from terrazzo.train.launch import resolve_device
-from terrazzo.train.planning import ranks_here
+from terrazzo.train.launch.starting import resolve_device
+from terrazzo.train.promise.as_setup import ranks_here
 
 __all__ = ["check_folders", "lacks_room", "make_folders", "offload_notes", "swap_folders"]
 

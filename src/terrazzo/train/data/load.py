@@ -53,19 +53,10 @@ class DataSpec:
     cache: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 1:
-            raise BadInput(f"sequence_length is {self.sequence_length}; give at least 1 token.")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise BadInput(f"data.max_bytes is {self.max_bytes}; give at least 1, or leave it out for no cap.")
         if self.tokenizer == BYTES and self.chat_template is not None:
             raise BadInput(
                 f"data.chat_template is '{self.chat_template}', but the tokenizer '{BYTES}' has a template of its own. "
                 "Leave data.chat_template out, or set data.tokenizer to the folder of a Hugging Face tokenizer."
-            )
-        if not 0.0 <= self.validation_fraction < 0.5:
-            raise BadInput(
-                f"data.validation_fraction is {self.validation_fraction}; give a share from 0 (no "
-                f"validation) up to, not including, 0.5."
             )
 
 

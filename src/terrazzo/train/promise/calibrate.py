@@ -16,14 +16,14 @@ from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
-from terrazzo.train.failure import BAD_INPUT
-from terrazzo.train.launch import local_ranks
-from terrazzo.train.offload import make_folders
-from terrazzo.train.planning import setup_of
+from terrazzo.train.launch.failure import BAD_INPUT
+from terrazzo.train.launch.scratch import Scratch
+from terrazzo.train.launch.starting import local_ranks
 from terrazzo.train.preflight import check
-from terrazzo.train.promise import planned
-from terrazzo.train.scratch import Scratch
-from terrazzo.train.trial import Trial
+from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.promise.planned import planned
+from terrazzo.train.promise.swap import make_folders
+from terrazzo.train.promise.trial import Trial
 
 __all__ = ["calibrate", "record_of"]
 
@@ -50,7 +50,7 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
 
 def _run(arguments: list[str]) -> None:
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = tethered("-m", "terrazzo.train.trial", *arguments)
+    command = tethered("-m", "terrazzo.train.promise.trial", *arguments)
     done = subprocess.run(command, env=kept, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         kind = BadInput if done.returncode == BAD_INPUT else TerrazzoError

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.engine import engine_of
 from terrazzo.planner import Estimate
-from terrazzo.train.promise import planned
+from terrazzo.train.promise.planned import planned
 from terrazzo.train.session import Session
 
 __all__ = ["Pace", "summarize", "summary_lines"]

@@ -25,14 +25,11 @@ __all__ = ["build_causal_lm", "num_flops_per_token", "read_config", "weight_file
 CONFIG_FILE = "config.json"
 
 
-def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, pretrained: bool) -> nn.Module:
-    """See `terrazzo.train.model.build_model`, which is the public way in."""
+def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
+    """See `terrazzo.train.model.decoder.build_model`, which is the public way in."""
     transformers = import_transformers()
-    folder = None if isinstance(spec, Mapping) else Path(spec)
     values = dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec))
     config = causal_lm_config(transformers, values)
-    if folder is not None and pretrained and device.type != "meta":
-        return load_weights(transformers, folder, config).to(device)
     try:
         with device, bounded("The model's config"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -97,29 +94,6 @@ def causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
         )
     config.use_cache = False
     return config
-
-
-def load_weights(transformers: Any, folder: Path, config: Any) -> nn.Module:
-    """The model with the safetensors of `folder`, fp32; one left at random is refused."""
-    weight_files(folder)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        raise BadInput(
-            f"The weights in {str(folder)!r} lack {len(names)} parameters of the model in its {CONFIG_FILE}, "
-            f"such as {names[0]!r}. Use the config.json that was saved with them, or set model.weights to "
-            "random for new ones."
-        )
-    loaded: nn.Module = model
-    return loaded
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.errors import BadInput
-from terrazzo.train import huggingface
+from terrazzo.train.model import huggingface
 
 __all__ = [
     "Block",
@@ -247,19 +247,13 @@ class Decoder(nn.Module):
 
 
 def build_model(
-    spec: DecoderConfig | Mapping[str, Any] | str | Path,
-    *,
-    device: torch.device | str | None = None,
-    pretrained: bool = True,
+    spec: DecoderConfig | Mapping[str, Any] | str | Path, *, device: torch.device | str | None = None
 ) -> nn.Module:
-    """The model that `spec` describes: parameters fp32, on `device` (default: the current default device).
+    """The model that `spec` describes: parameters fp32 and random, on `device` (default: the current default device).
 
     Args:
-        spec: a `DecoderConfig`; or the contents of a `transformers` config.json (random initial weights); or a local
-            folder with config.json and, when `pretrained`, safetensors weights.
-        device: `"meta"` gives a model without storage whose modules all have `reset_parameters()`. No weights are
-            read then: `huggingface.weight_files` names the files to read into it.
-        pretrained: False takes only config.json from a folder.
+        spec: a `DecoderConfig`; or the contents of a `transformers` config.json, or a local folder with one.
+        device: `"meta"` gives a model without storage whose modules all have `reset_parameters()`.
 
     Raises:
         BadInput: `transformers` is not installed, or the folder or config cannot be used; the message says how.
@@ -268,7 +262,7 @@ def build_model(
     if isinstance(spec, DecoderConfig):
         with target:
             return Decoder(spec)
-    return huggingface.build_causal_lm(spec, target, pretrained)
+    return huggingface.build_causal_lm(spec, target)
 
 
 def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
