@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate.read_fsdp import Settings
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.description import Setting, settings
+from terrazzo.dialects.description import Setting, Settings, settings
 from terrazzo.dialects.dialect import Context, Reading
 from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested
 

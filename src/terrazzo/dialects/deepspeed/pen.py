@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from terrazzo.dialects.deepspeed.auto import AUTO
@@ -43,7 +43,9 @@ class Pen(Draft):
         names = [paths] if isinstance(paths, str) else paths
         return self.own and any(key in self.setting(path).keys for path in names)
 
-    def option(self, paths: str | list[str], key: str, value: Any, note: tuple[Kind, str] = ("applied", "")) -> None:
+    def option(
+        self, paths: str | Sequence[str], key: str, value: Any, note: tuple[Kind, str] = ("applied", "")
+    ) -> None:
         """Write one key for some settings, unless DeepSpeed does so by itself and the key did not stand there.
 
         Args:

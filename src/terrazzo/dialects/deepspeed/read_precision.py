@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.description import LOADED, Setting
+from terrazzo.dialects.description import LOADED, Setting, Settings
 from terrazzo.dialects.reader import derived
 from terrazzo.engine import LossScaling
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.deepspeed.pen import Pen
 from terrazzo.dialects.deepspeed.versions import REMOVED
+from terrazzo.dialects.description import SHARDING
 from terrazzo.dialects.fsdp_words import ON_CPU
 from terrazzo.dialects.meaning import TWO_AXES, tier_and_share
 from terrazzo.dialects.verdict import Kind
@@ -12,7 +13,6 @@ __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "wri
 
 ZERO = "zero_optimization"
 MICS = f"{ZERO}.mics_shard_size"
-_ROWS = ["sharding.weight", "sharding.between", "sharding.grad", "sharding.optim"]
 _STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hpz": 3}
 _GROUP = "DeepSpeed splits over all ranks and keeps a second copy of the weights in the group (hpZ)"
 _NEAREST = {
@@ -25,20 +25,20 @@ _NEAREST = {
 
 def write_sharding(pen: Pen) -> int:
     """Write the stage and return it."""
-    if not any(pen.is_set(path) for path in _ROWS):
+    if not any(pen.is_set(path) for path in SHARDING):
         return 0
     row = pen.description.row
     stage, why = (_STAGES[row], "") if row in _STAGES else _NEAREST.get(row or "", _by_states(pen))
     mics = row == "hybrid_shard" and pen.version < REMOVED[MICS].since
-    key = ZERO if pen.stood(_ROWS, ZERO) else f"{ZERO}.stage"
+    key = ZERO if pen.stood(SHARDING, ZERO) else f"{ZERO}.stage"
     note = f"{why}; MiCS, which had it, is gone from DeepSpeed" if row == "hybrid_shard" and not mics else why
     kind: Kind = "lossy" if why and not mics else "applied"
     if key == ZERO:
-        pen.put(_ROWS, key, bool(stage))
+        pen.put(SHARDING, key, bool(stage))
     elif pen.own:
-        pen.option(_ROWS, key, stage, (kind, note))
+        pen.option(SHARDING, key, stage, (kind, note))
     else:
-        pen.put(_ROWS, key, stage, note if kind == "lossy" else "", kind)
+        pen.put(SHARDING, key, stage, note if kind == "lossy" else "", kind)
     if row in TWO_AXES:
         _group(pen, MICS if mics else f"{ZERO}.zero_hpz_partition_size")
     return stage
@@ -56,7 +56,7 @@ def _group(pen: Pen, key: str) -> None:
     """The group's size."""
     size = pen.value("mesh.dp_shard")
     if size is None:
-        pen.lossy(_ROWS, f"how many ranks share a copy is not known: set {key}")
+        pen.lossy(SHARDING, f"how many ranks share a copy is not known: set {key}")
     else:
         pen.put("mesh.dp_shard", key, size)
         pen.implied("mesh.dp_replicate")

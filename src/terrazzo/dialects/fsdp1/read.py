@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
 from terrazzo.dialects.fsdp1.keys import KEYS
 from terrazzo.dialects.fsdp_policy import keep_casts, loaded, otherwise
@@ -50,7 +50,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
     return reader.finish("fsdp1", given, unknown="raises a TypeError")
 
 
-def _mesh(reader: Reader, strategy: Setting[Any]) -> dict[str, Setting[Any]]:
+def _mesh(reader: Reader, strategy: Setting[Any]) -> Settings:
     if reader.get("process_group") is not None:
         why = KEYS["process_group"].why
         reader.keep("process_group", why, refused=True)
@@ -68,14 +68,14 @@ def _mesh(reader: Reader, strategy: Setting[Any]) -> dict[str, Setting[Any]]:
     return {**found, "mesh.dp_replicate": Setting(sizes[0] if hybrid else 1, "file", "device_mesh")}
 
 
-def _ignored(reader: Reader) -> dict[str, Setting[Any]]:
+def _ignored(reader: Reader) -> Settings:
     for key in ("ignored_states", "ignored_modules"):
         if reader.get(key) is not None:
             return {"units.ignored": reader.any(key)}
     return {}
 
 
-def _precision(reader: Reader, context: Context) -> dict[str, Setting[Any]]:
+def _precision(reader: Reader, context: Context) -> Settings:
     section = "mixed_precision"
     words = {name: dtype(reader, f"{section}.{name}_dtype") for name in ("param", "reduce", "buffer")}
     base = loaded(context, any(found.value for found in words.values()))
@@ -98,7 +98,7 @@ def _precision(reader: Reader, context: Context) -> dict[str, Setting[Any]]:
     }
 
 
-def _prefetch(reader: Reader) -> dict[str, Setting[Any]]:
+def _prefetch(reader: Reader) -> Settings:
     key = "backward_prefetch"
     if key in reader.flat and reader.get(key) is None:
         backward = Setting(0, "file", key)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, Description
+from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING, Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, SHARDING, TORCH_NAMES, nearest_row, write_offload
+from terrazzo.dialects.fsdp_words import HYBRID_ROWS, TORCH_NAMES, nearest_row, write_offload
 from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS
 
 __all__ = ["write"]
 
-AXES = ("mesh.dp_replicate", "mesh.dp_shard")
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
 _REPLICAS, _SHARDS = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
 _KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
@@ -84,7 +83,7 @@ def _degrees(pen: Pen, row: str, context: Context) -> None:
     elif row in HYBRID_ROWS:
         if pen.value("mesh.dp_replicate") is None:
             why = "the number of replicas is not known: set it, or every rank is a shard of one replica"
-            pen.refuse((*AXES, *SHARDING), why)
+            pen.refuse((*DATA_AXES, *SHARDING), why)
             return
         pen.put("mesh.dp_replicate", _REPLICAS, replicas)
         _shard_degree(pen, shards)
@@ -118,13 +117,13 @@ def _replicated(pen: Pen, replicas: int, shards: int | None, context: Context) -
     ranks = replicas * shards if shards else _left(pen, context)
     if ranks is None:
         why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
-        pen.refuse((*SHARDING, *AXES), why)
+        pen.refuse((*SHARDING, *DATA_AXES), why)
         pen.write(_SHARDS, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
         return
     if not pen.own or _REPLICAS in pen.setting("mesh.dp_shard").keys:
-        pen.put(AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
+        pen.put(DATA_AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
     else:
-        pen.implied(AXES)
+        pen.implied(DATA_AXES)
     pen.write(_SHARDS, 1)
 
 
