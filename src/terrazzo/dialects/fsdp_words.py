@@ -30,16 +30,17 @@ __all__ = [
     "DTYPES",
     "HYBRID",
     "HYBRID_ROWS",
-    "NAMES",
     "NEAREST",
     "NUMBERED",
     "ON_CPU",
+    "ROW_NAMES",
     "STRATEGIES",
     "TORCH_NAMES",
     "WRAP_KEYS",
     "alone",
     "canonical",
     "dtype",
+    "is_size",
     "leave_to_loop",
     "mesh_sizes",
     "nearest_row",
@@ -82,7 +83,7 @@ STRATEGIES = {
     "hybrid_shard_zero2": "hybrid_shard_zero2",
 }
 """Row of the table by the name of FSDP1's `ShardingStrategy`."""
-NAMES = {
+ROW_NAMES = {
     "zero3": "FULL_SHARD",
     "shard_grad_op": "SHARD_GRAD_OP",
     "zero0": "NO_SHARD",
@@ -217,13 +218,14 @@ def mesh_sizes(reader: Reader, key: str) -> tuple[int | None, ...] | None:
     if raw is None:
         return None
     sizes = list(raw.values()) if isinstance(raw, Mapping) else raw if isinstance(raw, list | tuple) else [raw]
-    if not sizes or not all(size is None or _is_size(size) for size in sizes):
+    if not sizes or not all(size is None or is_size(size) for size in sizes):
         reader.refuse(key, f"it is {raw!r}, expected the sizes of the axes, such as [2, 4]: replicas, then shards")
         return None
     return tuple(sizes)
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
+    """Whether it is a number of ranks."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

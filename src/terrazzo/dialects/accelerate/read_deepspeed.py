@@ -25,7 +25,6 @@ PLUGIN = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
 }
 """DeepSpeed's key by the one that Accelerate's plugin has for it."""
-_PATHS = ("offload_optimizer_nvme_path", "offload_param_nvme_path")
 
 
 def read_deepspeed(source: Source, half: Setting[Any], world: int | None) -> Settings:

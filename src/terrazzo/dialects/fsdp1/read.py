@@ -11,7 +11,7 @@ from terrazzo.dialects.fsdp_policy import keep_casts, loaded, otherwise
 from terrazzo.dialects.fsdp_words import (
     ALONE_WORDS,
     HYBRID_ROWS,
-    NAMES,
+    ROW_NAMES,
     alone,
     canonical,
     dtype,
@@ -31,7 +31,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
     reader = Reader(document, "FullyShardedDataParallel", ("device_mesh",), KEYS)
     reader.keep_nulls()
     strategy = reader.take("sharding_strategy")
-    strategy = canonical(reader, "sharding_strategy", strategy, NAMES.get(strategy.value))
+    strategy = canonical(reader, "sharding_strategy", strategy, ROW_NAMES.get(strategy.value))
     where = "cpu_offload.offload_params" if "cpu_offload.offload_params" in reader.flat else "cpu_offload"
     given = {
         **row_settings(strategy.value, strategy),
@@ -59,7 +59,7 @@ def _mesh(reader: Reader, strategy: Setting[Any]) -> Settings:
     hybrid = strategy.value in HYBRID_ROWS
     if sizes is not None and len(sizes) != (2 if hybrid else 1):
         shape = "two axes, replicas and shards" if hybrid else "one axis"
-        reader.refuse("device_mesh", f"it has {len(sizes)} axes; {NAMES[strategy.value]} takes {shape}")
+        reader.refuse("device_mesh", f"it has {len(sizes)} axes; {ROW_NAMES[strategy.value]} takes {shape}")
         sizes = None
     if sizes is None:
         replicas = derived(None, strategy, origin="default") if hybrid else Setting(1, "default")

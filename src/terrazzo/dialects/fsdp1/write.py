@@ -8,7 +8,7 @@ from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp_policy import FSDP1_POLICY, write_policy
 from terrazzo.dialects.fsdp_words import (
     HYBRID_ROWS,
-    NAMES,
+    ROW_NAMES,
     leave_to_loop,
     nearest_row,
     shard_ranks,
@@ -24,11 +24,11 @@ def write(description: Description, context: Context, library: str) -> Writing:
     pen = Pen(description, library, "fsdp1")
     world = context.world
     leave_to_loop(pen)
-    row, why = nearest_row(pen.description, NAMES)
+    row, why = nearest_row(pen.description, ROW_NAMES)
     if row is not None:
         _write_row(pen, row, why, world)
     elif why:
-        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(NAMES.values())}")
+        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(ROW_NAMES.values())}")
     pen.implied("mesh.world")
     write_wrap_policy(pen, "auto_wrap_policy")
     older = pen.own and "ignored_modules" in pen.setting("units.ignored").keys
@@ -43,7 +43,7 @@ def write(description: Description, context: Context, library: str) -> Writing:
 
 def _write_row(pen: Pen, row: str, why: str, world: int | None) -> None:
     if pen.wanted("sharding.weight", "D", "sharding_strategy") or (not pen.own and row != "zero3"):
-        pen.put(SHARDING, "sharding_strategy", NAMES[row], why, "lossy" if why else "applied")
+        pen.put(SHARDING, "sharding_strategy", ROW_NAMES[row], why, "lossy" if why else "applied")
     elif why:
         pen.lossy(SHARDING, why)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.dialects.description import Extra, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.fsdp_words import alone
+from terrazzo.dialects.fsdp_words import alone, is_size
 from terrazzo.dialects.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.lightning.precision import precision_row
 from terrazzo.dialects.lightning.read_loop import read_loop
@@ -111,15 +111,11 @@ class _Read:
 def _by_nodes(given: Settings, nodes: Any) -> Settings:
     """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh."""
     replicas, world = given.get("mesh.dp_replicate"), given.get("mesh.world")
-    if replicas is None or replicas.value is not None or world is None or not _is_count(nodes):
+    if replicas is None or replicas.value is not None or world is None or not is_size(nodes):
         return given
     sizes = {"mesh.dp_replicate": nodes, "mesh.dp_shard": world.value // nodes}
     given = {**given, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}
     return {**given, **alone(given)}
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _name_class(strategy: Strategy, given: Settings) -> None:

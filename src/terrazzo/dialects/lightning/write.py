@@ -12,7 +12,7 @@ import torch
 from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import NAMES, TORCH_NAMES, nearest_row, wants_deepspeed
+from terrazzo.dialects.fsdp_words import ROW_NAMES, TORCH_NAMES, nearest_row, wants_deepspeed
 from terrazzo.dialects.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, placed
 from terrazzo.dialects.verdict import Verdict
@@ -34,7 +34,7 @@ def write(description: Description, context: Context, name: str) -> Writing:
     pen = Pen(description, "Lightning", name)
     pen.implied("mesh.world")
     _loop(pen)
-    row, why = nearest_row(description, NAMES)
+    row, why = nearest_row(description, ROW_NAMES)
     clipped = pen.value("training.clip") is not None and description.dialect in _STAGES
     if wants_deepspeed(description) or (row == "zero3" and clipped):
         return _deepspeed(pen, context)
@@ -43,7 +43,7 @@ def write(description: Description, context: Context, name: str) -> Writing:
     elif row is not None:
         _fsdp(pen, context)
     elif why:
-        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(NAMES)}")
+        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(ROW_NAMES)}")
     return pen.finish(name)
 
 

@@ -35,8 +35,9 @@ def write(description: Description, context: Context) -> Writing:
     return pen.finish("torchtitan")
 
 
-def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None, default: Any = None) -> None:
-    pen.option(path, key, KEYS[key].default if default is None and words is None else default, words)
+def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None) -> None:
+    """Write a setting unless it is the key's default; the words are those of neutral values."""
+    pen.option(path, key, KEYS[key].default if words is None else KEYS[key].neutral, words)
 
 
 # -- plan ----------------------------------------------------------------------------------------------------------
@@ -159,10 +160,10 @@ def _dtypes(pen: Pen) -> None:
     if master == LOADED:
         pen.lossy("precision.master", "the model is built in training.dtype, float32, whatever the weights come in")
     else:
-        pen.option("precision.master", "training.dtype", "fp32", words)
+        _option(pen, "precision.master", "training.dtype", words)
     _half(pen, words)
     if pen.value("precision.reduce", "fp32") == "fp32":
-        pen.option("precision.reduce", "training.mixed_precision_reduce", "fp32", words)
+        _option(pen, "precision.reduce", "training.mixed_precision_reduce", words)
     elif pen.value("precision.reduce") == LOADED:
         pen.lossy("precision.reduce", "torchtitan reduces in float32, whatever the weights come in")
     else:
@@ -175,7 +176,7 @@ def _dtypes(pen: Pen) -> None:
     if pen.value("precision.saved") == LOADED:
         pen.lossy("precision.saved", "weights are saved in checkpoint.export_dtype, float32")
         return
-    pen.option("precision.saved", "checkpoint.export_dtype", "fp32", {**words, "fp16": "float16"})
+    _option(pen, "precision.saved", "checkpoint.export_dtype", {**words, "fp16": "float16"})
 
 
 def _half(pen: Pen, words: dict[str, str]) -> None:
@@ -188,7 +189,7 @@ def _half(pen: Pen, words: dict[str, str]) -> None:
     elif compute == LOADED:
         pen.put("precision.compute", "training.mixed_precision_param", "float32", "say --load-dtype", "lossy")
     else:
-        pen.option("precision.compute", "training.mixed_precision_param", "bf16", words)
+        _option(pen, "precision.compute", "training.mixed_precision_param", words)
 
 
 def _states(pen: Pen, master: str) -> None:
