@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, Setting
+from terrazzo.dialects.description import LOADED, Setting, Settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.fsdp_policy import loaded
 from terrazzo.engine import LossScaling
@@ -22,7 +22,7 @@ AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losse
 _STATES = ("weight", "compute", "reduce", "accumulate", "master", "moments", "saved")
 
 
-def precision_row(stack: str, half: Setting[Any], deferred: bool, context: Context) -> dict[str, Setting[Any]]:
+def precision_row(stack: str, half: Setting[Any], deferred: bool, context: Context) -> Settings:
     """The dtype of every state.
 
     Args:

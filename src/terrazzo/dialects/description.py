@@ -15,15 +15,20 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 from terrazzo.engine import PLANS, LossScaling, Place, Plan
 
 __all__ = [
+    "DATA_AXES",
     "DTYPES",
     "LOADED",
     "MEANING",
     "PATHS",
+    "SHARDING",
+    "STATES",
+    "TIERS",
     "UNSET",
     "Description",
     "Extra",
     "Origin",
     "Setting",
+    "Settings",
     "build",
     "inactive",
     "keys_in",
@@ -36,6 +41,10 @@ T = TypeVar("T")
 Origin = Literal["file", "default", "auto", "derived", "unset"]
 """Who gave a value: the file, the default, a rule that replaced "auto", arithmetic on other values, or nobody."""
 
+STATES = ("weight", "between", "grad", "optim")
+SHARDING = tuple(f"sharding.{state}" for state in STATES)
+TIERS = ("offload.weight", "offload.grad", "offload.optim")
+DATA_AXES = ("mesh.dp_replicate", "mesh.dp_shard")
 LOADED = "loaded"
 """The dtype in which the model was loaded, where a stack keeps it and the configuration does not say it."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "fp8", LOADED)
@@ -48,8 +57,7 @@ class Setting(Generic[T]):
     Attributes:
         value: plain, in neutral words: `"bf16"`, `8`, `("LlamaDecoderLayer",)`.
         origin: who gave it.
-        key: the source's dotted key that it came from; several are joined by `", "`, see `keys_in`; empty where no
-            key gave it.
+        key: the source's dotted key that it came from; several as `keys_in` splits them; empty where no key gave it.
     """
 
     value: T
@@ -65,6 +73,8 @@ class Setting(Generic[T]):
         return self.origin != "unset"
 
 
+Settings = dict[str, Setting[Any]]
+"""Settings by path."""
 UNSET: Setting[Any] = Setting(None, "unset")
 """Left to the user's code: the dialect has no such setting, or gives it no default."""
 
@@ -286,17 +296,15 @@ class Description:
     @property
     def row(self) -> str | None:
         """The name of the row of the table that `sharding` is; None: it has none, or is not said."""
-        return row_name(*(self[f"sharding.{state}"].value for state in ("weight", "between", "grad", "optim")))
+        return row_name(*(self[path].value for path in SHARDING))
 
     @property
     def plan(self) -> Plan | None:
         """The row with its tiers, as the engine takes it; None where the source does not say it."""
-        if not all(self[f"sharding.{state}"].is_set for state in ("weight", "between", "grad", "optim")):
+        if not all(self[path].is_set for path in SHARDING):
             return None
-        places = {
-            state: Place.parse(self.value(f"sharding.{state}")) for state in ("weight", "between", "grad", "optim")
-        }
-        tiers = {state: self.value(f"offload.{state}") or "device" for state in ("weight", "grad", "optim")}
+        places = {state: Place.parse(self.value(f"sharding.{state}")) for state in STATES}
+        tiers = {path.partition(".")[2]: self.value(path) or "device" for path in TIERS}
         placed = {state: Place(place.axes, tiers.get(state, "device")) for state, place in places.items()}
         return Plan(**placed, name=self.row or "custom")
 
@@ -371,29 +379,13 @@ MEANING: dict[str, str] = {
 PATHS = tuple(MEANING)
 """Every setting that there is, as `section.name`."""
 _OFF: dict[str, Any] = {
-    "mesh.dp_replicate": 1,
-    "mesh.tp": 1,
-    "mesh.cp": 1,
-    "mesh.sp": 1,
-    "mesh.ep": 1,
-    "mesh.pp": 1,
-    "units.classes": (),
-    "precision.autocast": False,
+    **dict.fromkeys(("mesh.dp_replicate", "mesh.tp", "mesh.cp", "mesh.sp", "mesh.ep", "mesh.pp"), 1),
+    **dict.fromkeys(("precision.autocast", "training.compile", "activation_checkpointing.offload"), False),
+    **dict.fromkeys(("offload.digest", "loading.low_memory", "loading.broadcast", "saving.background"), False),
+    **dict.fromkeys(("activation_checkpointing.mode", "saving.export"), "none"),
+    **dict.fromkeys(("schedule.warmup_steps", "schedule.warmup_fraction"), 0),
     "optimizer.options": {},
-    "schedule.warmup_steps": 0,
-    "schedule.warmup_fraction": 0,
     "schedule.options": {},
-    "training.compile": False,
-    "activation_checkpointing.mode": "none",
-    "activation_checkpointing.ops": (),
-    "activation_checkpointing.offload": False,
-    "offload.weight": "device",
-    "offload.grad": "device",
-    "offload.optim": "device",
-    "offload.path": (),
-    "offload.digest": False,
-    "loading.low_memory": False,
-    "loading.broadcast": False,
-    "saving.export": "none",
-    "saving.background": False,
+    **dict.fromkeys(("units.classes", "activation_checkpointing.ops", "offload.path"), ()),
+    **dict.fromkeys(TIERS, "device"),
 }

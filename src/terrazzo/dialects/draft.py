@@ -28,13 +28,16 @@ class Draft:
     Args:
         description: what is to be said.
         library: the target's name in messages.
+        dialect: the target's name.
 
     Attributes:
         document: nested, so far.
+        own: the description was read from this very dialect.
     """
 
-    def __init__(self, description: Description, library: str) -> None:
+    def __init__(self, description: Description, library: str, dialect: str = "") -> None:
         self.description, self.library = description, library
+        self.own = bool(dialect) and description.dialect == dialect
         self.document: dict[str, Any] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._missing: list[Verdict] = []
@@ -134,16 +137,7 @@ class Pen(Draft):
     """A draft that leaves out what the target does by itself.
 
     Written for the dialect that the description was read from, it repeats exactly the keys that stood there.
-
-    Args:
-        description: what is to be said.
-        library: the target's name in messages.
-        dialect: the target's name.
     """
-
-    def __init__(self, description: Description, library: str, dialect: str) -> None:
-        super().__init__(description, library)
-        self.own = description.dialect == dialect
 
     def wanted(self, path: str, default: Any, key: str = "") -> bool:
         """Whether a setting needs its key.

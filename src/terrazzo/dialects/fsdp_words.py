@@ -7,7 +7,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.description import PATHS, Description, Origin, Setting, inactive, row_name
+from terrazzo.dialects.description import (
+    PATHS,
+    SHARDING,
+    TIERS,
+    Description,
+    Origin,
+    Setting,
+    Settings,
+    inactive,
+    row_name,
+)
 from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.keys import words
 from terrazzo.dialects.meaning import NVME_ONLY
@@ -20,18 +30,17 @@ __all__ = [
     "DTYPES",
     "HYBRID",
     "HYBRID_ROWS",
-    "NAMES",
     "NEAREST",
     "NUMBERED",
-    "OFFLOAD",
     "ON_CPU",
-    "SHARDING",
+    "ROW_NAMES",
     "STRATEGIES",
     "TORCH_NAMES",
     "WRAP_KEYS",
     "alone",
     "canonical",
     "dtype",
+    "is_size",
     "leave_to_loop",
     "mesh_sizes",
     "nearest_row",
@@ -46,8 +55,6 @@ __all__ = [
     "write_wrap_policy",
 ]
 
-SHARDING = ("sharding.weight", "sharding.between", "sharding.grad", "sharding.optim")
-OFFLOAD = ("offload.weight", "offload.grad", "offload.optim")
 LOOP = ("batch", "optimizer", "schedule", "training", "activation_checkpointing", "saving", "loading")
 
 ON_CPU = "the optimizer steps on the CPU once backward is done"
@@ -76,7 +83,7 @@ STRATEGIES = {
     "hybrid_shard_zero2": "hybrid_shard_zero2",
 }
 """Row of the table by the name of FSDP1's `ShardingStrategy`."""
-NAMES = {
+ROW_NAMES = {
     "zero3": "FULL_SHARD",
     "shard_grad_op": "SHARD_GRAD_OP",
     "zero0": "NO_SHARD",
@@ -133,14 +140,14 @@ def origin_of(*sources: Setting[Any]) -> Origin:
     return "file" if any(source.origin == "file" for source in sources) else "default"
 
 
-def row_settings(row: str, *sources: Setting[Any], origin: Origin | None = None) -> dict[str, Setting[Any]]:
+def row_settings(row: str, *sources: Setting[Any], origin: Origin | None = None) -> Settings:
     """The four places of a row, under the keys of what chose it."""
     chosen = origin or origin_of(*sources)
     places = Plan.named(row).places()
     return {f"sharding.{state}": derived(str(place), *sources, origin=chosen) for state, place in places.items()}
 
 
-def alone(given: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+def alone(given: Mapping[str, Setting[Any]]) -> Settings:
     """The places of a row on two axes whose ranks are one group, under the same keys; empty for all else."""
     row = row_name(*(given[path].value for path in SHARDING))
     if row not in ALONE or given["mesh.dp_replicate"].value != 1:
@@ -149,7 +156,7 @@ def alone(given: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
     return {path: replace(given[path], value=str(places[path.partition(".")[2]])) for path in SHARDING}
 
 
-def uniform(kind: str, *states: str) -> dict[str, Setting[Any]]:
+def uniform(kind: str, *states: str) -> Settings:
     """One dtype for each of some states, by default."""
     return {f"precision.{state}": Setting(kind, "default") for state in states}
 
@@ -167,10 +174,10 @@ def canonical(reader: Reader, key: str, found: Setting[Any], word: str | None) -
     return found
 
 
-def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> dict[str, Setting[Any]]:
+def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> Settings:
     """FSDP's all-or-nothing offload: weights, gradients and optimizer in host memory, or none of them."""
     tier = derived("cpu" if enabled.value else "device", enabled, origin=enabled.origin)
-    given = dict.fromkeys(OFFLOAD, tier)
+    given = dict.fromkeys(TIERS, tier)
     return {**given, "offload.pin": pin or Setting(True, "default")} if enabled.value else given
 
 
@@ -187,7 +194,7 @@ WRAP_KEYS = (*_CLASS_KEYS, *_SIZE_KEYS, ".size_based_auto_wrap_policy.<argument>
 """What may stand at and below a wrap policy."""
 
 
-def wrap_policy(reader: Reader, key: str) -> dict[str, Setting[Any]]:
+def wrap_policy(reader: Reader, key: str) -> Settings:
     """Units by FSDP1's `auto_wrap_policy`: class names, or a smallest size. Names of functions are refused."""
     for name in (key + suffix for suffix in _SIZE_KEYS if key + suffix in reader.flat):
         size = reader.integer(name, 10**8, low=1)
@@ -211,13 +218,14 @@ def mesh_sizes(reader: Reader, key: str) -> tuple[int | None, ...] | None:
     if raw is None:
         return None
     sizes = list(raw.values()) if isinstance(raw, Mapping) else raw if isinstance(raw, list | tuple) else [raw]
-    if not sizes or not all(size is None or _is_size(size) for size in sizes):
+    if not sizes or not all(size is None or is_size(size) for size in sizes):
         reader.refuse(key, f"it is {raw!r}, expected the sizes of the axes, such as [2, 4]: replicas, then shards")
         return None
     return tuple(sizes)
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
+    """Whether it is a number of ranks."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -226,31 +234,31 @@ def _is_size(value: Any) -> bool:
 
 def write_offload(pen: Pen, key: str, value: Any = True, off: Any = False) -> bool:
     """Write FSDP's offload if any state is off the device; whether it is."""
-    tiers = {path: pen.value(path, "device") for path in OFFLOAD}
-    idle = [path for path in PATHS if path.startswith("offload.") and path not in OFFLOAD]
+    tiers = {path: pen.value(path, "device") for path in TIERS}
+    idle = [path for path in PATHS if path.startswith("offload.") and path not in TIERS]
     if set(tiers.values()) == {"device"}:
         pen.implied(idle)
         if pen.wanted("offload.weight", "device", key):
-            pen.put(OFFLOAD, pen.place("offload.weight", key), off)
+            pen.put(TIERS, pen.place("offload.weight", key), off)
         else:
-            pen.implied(OFFLOAD)
+            pen.implied(TIERS)
         return False
     if not any("nvme" in tier for tier in tiers.values()):
         pen.implied([path for path in idle if path in NVME_ONLY])
     if pen.value("offload.step") in ("auto", "synchronous"):
         pen.implied("offload.step", ON_CPU)
     if set(tiers.values()) == {"cpu"}:
-        pen.put(OFFLOAD, pen.place("offload.weight", key), value)
+        pen.put(TIERS, pen.place("offload.weight", key), value)
         return True
     asked = ", ".join(f"{path.partition('.')[2]} {tier}" for path, tier in tiers.items())
     why = f"{pen.library} moves all of weights, gradients and optimizer to the CPU or nothing; asked was {asked}"
-    pen.put(OFFLOAD, key, value, why, "lossy")
+    pen.put(TIERS, key, value, why, "lossy")
     return True
 
 
 def wants_deepspeed(description: Description) -> bool:
     """Whether DeepSpeed says this and FSDP cannot: stages 1 and 2, a second copy in the node, a part off the device."""
-    tiers = {description.value(path) or "device" for path in OFFLOAD}
+    tiers = {description.value(path) or "device" for path in TIERS}
     partly = tiers not in ({"device"}, {"cpu"})
     return description.dialect == "deepspeed" or description.row in ("zero1", "zero2", "hpz") or partly
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.description import Description, Extra, inactive, settings
+from terrazzo.dialects.description import TIERS, Description, Extra, inactive, settings
 from terrazzo.engine import PLANS, Place, Plan
 from terrazzo.errors import BadInput
 
 __all__ = ["NVME_ONLY", "TWO_AXES", "agree", "data_ranks", "degrees", "extras_by_key", "idle", "same", "tier_and_share"]
 
-TIERS = ("offload.weight", "offload.grad", "offload.optim")
 TWO_AXES = tuple(name for name in PLANS if any("S" in place.axes for place in Plan.named(name).places().values()))
 """Rows that need replicas and shards."""
 NVME_ONLY = tuple(f"offload.{name}" for name in ("path", "buffers", "direct", "block_bytes", "depth", "digest"))

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from terrazzo.dialects.description import Extra, Origin, Setting, build
+from terrazzo.dialects.description import Extra, Origin, Setting, Settings, build
 from terrazzo.dialects.dialect import Document, Reading
 from terrazzo.dialects.keys import MISSING, NAMES, SWITCH, TEXT, Key, Type, number, row_of, whole, words
 from terrazzo.dialects.verdict import Kind, Verdict
@@ -266,7 +266,7 @@ def derived(value: Any, *sources: Setting[Any], origin: Origin = "derived") -> S
     return Setting(value, origin, ", ".join(keys))
 
 
-def given_only(settings: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+def given_only(settings: Mapping[str, Setting[Any]]) -> Settings:
     """Those that the file gives a value: a default that says nothing to others is left unset."""
     return {path: setting for path, setting in settings.items() if setting.origin == "file"}
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from terrazzo.config.files import Loaded, load
-from terrazzo.dialects.description import Description, Setting
+from terrazzo.dialects.description import Description, Setting, Settings
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Reading
 from terrazzo.dialects.meaning import data_ranks
 from terrazzo.dialects.reader import derived
@@ -48,14 +47,14 @@ def understand(path: str | Path, name: str | None = None, context: Context = NO_
 def read_document(found: Dialect, document: Document, context: Context = NO_CONTEXT) -> Reading:
     """What a document means, with the number of ranks of the context and the third of the batch's three sizes."""
     reading = found.read(document, context)
-    given: dict[str, Setting[Any]] = {}
+    given: Settings = {}
     if reading.description.value("mesh.world") is None and context.world is not None:
         given["mesh.world"] = Setting(context.world, "derived")
     description = reading.description.replace(given)
     return Reading(description.replace(_batch(description)), reading.verdicts)
 
 
-def _batch(description: Description) -> dict[str, Setting[Any]]:
+def _batch(description: Description) -> Settings:
     """The one size that follows from the others and the number of ranks, if one is missing."""
     whole, micro, count = (description[f"batch.{name}"] for name in ("global_batch", "micro_batch", "accumulation"))
     ranks = data_ranks(description)

@@ -29,7 +29,7 @@ _HALF = words({"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"})
 _VERSION = words({1: 1, 2: 2, "1": 1, "2": 2})
 _POLICY = words({"transformer_based_wrap": "classes", "size_based_wrap": "min_numel", "no_wrap": "none"})
 _PREFETCH = words({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, 1: 1, 2: 0, "1": 1, "2": 0})
-STATES = {"full_state_dict": "full", "local_state_dict": "local", "sharded_state_dict": "sharded"}
+CHECKPOINTS = {"full_state_dict": "full", "local_state_dict": "local", "sharded_state_dict": "sharded"}
 """Kind of checkpoint by its name."""
 
 
@@ -41,7 +41,7 @@ def _numbered(choices: Mapping[str, str]) -> Type:
 
 STRATEGIES = {name: row for name, row in FSDP_STRATEGIES.items() if not name.startswith("_")}
 """Row by the strategy's name."""
-_STATE, _STRATEGY = _numbered(STATES), _numbered(STRATEGIES)
+_STATE, _STRATEGY = _numbered(CHECKPOINTS), _numbered(STRATEGIES)
 _DEVICE = words({"none": "none", "cpu": "cpu", "nvme": "nvme"})
 
 _TOP: Rows = {

@@ -7,10 +7,10 @@ from typing import Any
 
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import read_deepspeed
-from terrazzo.dialects.accelerate.read_fsdp import Settings, read_fsdp, read_mesh, version_of
+from terrazzo.dialects.accelerate.read_fsdp import read_fsdp, read_mesh, version_of
 from terrazzo.dialects.accelerate.source import Source
 from terrazzo.dialects.accelerate_precision import precision_row
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.fsdp_words import offload, row_settings
 

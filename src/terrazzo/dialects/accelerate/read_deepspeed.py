@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate.read_fsdp import Settings
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.description import Setting, settings
+from terrazzo.dialects.description import Setting, Settings, settings
 from terrazzo.dialects.dialect import Context, Reading
 from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested
 
@@ -26,7 +25,6 @@ PLUGIN = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
 }
 """DeepSpeed's key by the one that Accelerate's plugin has for it."""
-_PATHS = ("offload_optimizer_nvme_path", "offload_param_nvme_path")
 
 
 def read_deepspeed(source: Source, half: Setting[Any], world: int | None) -> Settings:

@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.fsdp_words import ALONE_WORDS, HYBRID, alone, offload, row_settings
 from terrazzo.dialects.reader import derived
 
-__all__ = ["Settings", "read_fsdp", "read_mesh", "version_of"]
-
-Settings = dict[str, Setting[Any]]
+__all__ = ["read_fsdp", "read_mesh", "version_of"]
 
 _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 

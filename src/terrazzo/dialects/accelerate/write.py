@@ -5,10 +5,10 @@ from __future__ import annotations
 from terrazzo.dialects.accelerate.write_engines import write_deepspeed, write_replicas
 from terrazzo.dialects.accelerate.write_fsdp import write_fsdp
 from terrazzo.dialects.accelerate.write_own import write_own
-from terrazzo.dialects.description import Description
+from terrazzo.dialects.description import SHARDING, TIERS, Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import OFFLOAD, SHARDING, leave_to_loop
+from terrazzo.dialects.fsdp_words import leave_to_loop
 
 __all__ = ["write"]
 
@@ -38,7 +38,7 @@ def write(description: Description, context: Context) -> Writing:
 
 def _engine(pen: Pen) -> str:
     """FSDP where it has the row, DeepSpeed for what only that can do, plain replicas where nothing is split."""
-    tiers = {str(pen.value(path, "device")) for path in OFFLOAD}
+    tiers = {str(pen.value(path, "device")) for path in TIERS}
     finer = len(tiers) > 1 or not tiers <= {"device", "cpu"}
     row, sequence = pen.description.row, pen.value("mesh.sp", 1) > 1
     split = all(pen.is_set(path) for path in SHARDING) and row != "zero0"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from terrazzo.dialects.accelerate_precision import AUTOCAST
-from terrazzo.dialects.description import LOADED
+from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING, TIERS
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import ON_CPU, SHARDING
+from terrazzo.dialects.fsdp_words import ON_CPU
 from terrazzo.dialects.meaning import NVME_ONLY, TWO_AXES, tier_and_share
 
 __all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]
@@ -155,9 +155,9 @@ def _axes(pen: Pen, stage: int) -> None:
             pen.refuse(f"mesh.{axis}", f"Accelerate's keys for DeepSpeed have none: {instead}, which {_IN_FILE[5:]}")
     if pen.value("mesh.cp", 1) > 1:
         pen.refuse("mesh.cp", "DeepSpeed has no ring attention: take sequence parallelism (mesh.sp)")
-    pen.implied(["mesh.dp_replicate", "mesh.dp_shard"], "all ranks that are started")
+    pen.implied(DATA_AXES, "all ranks that are started")
     if pen.description.row in TWO_AXES:
-        pen.lossy(["mesh.dp_replicate", "mesh.dp_shard"], f"groups of ranks are in no key of Accelerate's: {_IN_FILE}")
+        pen.lossy(DATA_AXES, f"groups of ranks are in no key of Accelerate's: {_IN_FILE}")
     pen.implied(["units.policy", "units.classes", "units.min_numel"], "DeepSpeed gathers parameter by parameter")
     for path in ("prefetch.forward", "prefetch.backward"):
         if stage == 3 and pen.value(path, 1) != 1:
@@ -172,8 +172,8 @@ def _axes(pen: Pen, stage: int) -> None:
 def write_replicas(pen: Pen, half: str | None) -> None:
     """Plain data parallelism says little: nothing is split, and compute is autocast's."""
     pen.implied(SHARDING, key="distributed_type")
-    pen.implied(["mesh.dp_replicate", "mesh.dp_shard"], "all ranks that are started")
-    for path in ("offload.weight", "offload.grad", "offload.optim"):
+    pen.implied(DATA_AXES, "all ranks that are started")
+    for path in TIERS:
         if pen.value(path, "device") != "device":
             pen.refuse(path, "plain replicas have no offload: take a plan that splits, such as zero3")
     kept = dict.fromkeys(("weight", "reduce", "accumulate", "master", "moments", "saved", "buffers"), LOADED)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from terrazzo.dialects.accelerate.keys import STRATEGIES
 from terrazzo.dialects.accelerate.write_engines import write_autocast, write_precision
-from terrazzo.dialects.description import LOADED
+from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, SHARDING, nearest_row, shard_ranks, write_offload
+from terrazzo.dialects.fsdp_words import HYBRID_ROWS, nearest_row, shard_ranks, write_offload
 
 __all__ = ["write_fsdp"]
 
 _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 _NAMES = {row: name.upper() for name, row in STRATEGIES.items()}
-_AXES = ("mesh.dp_replicate", "mesh.dp_shard")
 
 
 def write_fsdp(pen: Pen, half: str | None, context: Context) -> None:
@@ -57,15 +56,15 @@ def _sizes(pen: Pen, row: str, version: int, shards: int | None) -> None:
         if pen.value(f"mesh.{axis}", 1) > 1:
             pen.refuse(f"mesh.{axis}", "Accelerate has no such axis under FSDP")
     if version == 1:
-        pen.implied(_AXES)
-        said = [path for path in _AXES if pen.value(path) is not None]
+        pen.implied(DATA_AXES)
+        said = [path for path in DATA_AXES if pen.value(path) is not None]
         pen.lossy(said, "both sizes must be known (--world); else nodes are replicas, and the ranks of a node shards")
         for axis in [axis for axis, size in sizes.items() if size > 1]:
             pen.refuse(f"mesh.{axis}", "it needs all sizes of the mesh: say the number of ranks (--world)")
     elif row in HYBRID_ROWS or max(sizes.values()) > 1:
         _parallel(pen, row in HYBRID_ROWS, shards, sizes)
     else:
-        pen.implied(_AXES, "all data ranks are one axis")
+        pen.implied(DATA_AXES, "all data ranks are one axis")
 
 
 def _one_axis(pen: Pen, world: int | None) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from terrazzo.dialects.keys import ANY, NAMES, SWITCH, TEXT, Key, number, section, whole
 
 __all__ = ["CORE_ROWS", "OPTIMIZER_DEFAULTS", "OPTIMIZER_PARAMS", "SCHEDULER_PARAMS"]
@@ -82,7 +84,7 @@ OPTIMIZER_PARAMS = {
     "per_head_muon": Key(ANY, None, "Muon: heads are made orthogonal one by one"),
 }
 """Arguments of the optimizers that DeepSpeed builds itself, with the defaults of its Adam."""
-OPTIMIZER_DEFAULTS: dict[str, dict[str, object]] = {
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Adagrad": {"lr": 1e-2, "betas": None, "eps": 1e-10},
     "Lion": {"eps": None},
     "MuSGD": {"betas": None, "eps": None},
@@ -90,7 +92,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, object]] = {
 }
 """Where another one's are not Adam's; None: it has no such argument. Muon's rate is that of its matrices."""
 _SCHEDULER = {"type": Key(TEXT, None, "name of the schedule")}
-SCHEDULER_PARAMS: dict[str, dict[str, object]] = {
+SCHEDULER_PARAMS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},
     "WarmupDecayLR": {
         "total_num_steps": None,

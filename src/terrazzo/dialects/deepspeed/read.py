@@ -7,7 +7,6 @@ from terrazzo.dialects.deepspeed.read_precision import read_precision
 from terrazzo.dialects.deepspeed.read_schedule import read_schedule
 from terrazzo.dialects.deepspeed.read_training import read_batch, read_optimizer, read_training
 from terrazzo.dialects.deepspeed.read_zero import (
-    Settings,
     one_group,
     read_mesh,
     read_offload,
@@ -18,7 +17,7 @@ from terrazzo.dialects.deepspeed.read_zero import (
     stage_of,
 )
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.description import UNSET, Setting
+from terrazzo.dialects.description import UNSET, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
 
 __all__ = ["read"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.description import LOADED, Setting
+from terrazzo.dialects.description import LOADED, Setting, Settings
 from terrazzo.dialects.reader import derived
 from terrazzo.engine import LossScaling
 
@@ -79,10 +78,11 @@ def _moments(source: Source, masters: bool) -> Settings:
 def _scaling(source: Source) -> Settings:
     """fp16's loss scale: fixed if one is given, else dynamic."""
     fixed = source.take("fp16.loss_scale")
-    power = source.integer("fp16.initial_scale_power", 16, high=120)
-    window = source.integer("fp16.loss_scale_window", 1000, low=1)
-    hysteresis = source.integer("fp16.hysteresis", 2, low=1)
-    minimum = source.integer("fp16.min_loss_scale", 1, low=1)
+    bounds = {"initial_scale_power": (0, 120), "loss_scale_window": (1, None), "hysteresis": (1, None)}
+    power, window, hysteresis, minimum = (
+        source.integer(key := f"fp16.{name}", source.default(key), low=low, high=high)
+        for name, (low, high) in {**bounds, "min_loss_scale": (1, None)}.items()
+    )
     if fixed.value:
         for found in (power, window, hysteresis, minimum):
             if found.origin == "file":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
-from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import STRICT_WARMUP
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.errors import did_you_mean
 
 __all__ = ["NEUTRAL", "read_schedule"]
@@ -30,15 +30,15 @@ def read_schedule(source: Source) -> Settings:
         return {}
     given: Settings = {"schedule.name": Setting(NEUTRAL.get(name.value, name.value), "file", name.key)}
     if name.value in NEUTRAL:
-        given |= _warm_up(source) | _end(source, name.value)
+        given |= _warm_up(source, SCHEDULER_PARAMS[name.value]) | _end(source, name.value)
     return given | _options(source, name)
 
 
-def _warm_up(source: Source) -> Settings:
+def _warm_up(source: Source, usual: Mapping[str, Any]) -> Settings:
     """At least 2 steps, whatever is asked."""
     key = f"{_PARAMS}.warmup_num_steps"
     least = 1 if source.version >= STRICT_WARMUP else 0
-    steps = source.integer(key, 1000, low=least)
+    steps = source.integer(key, usual["warmup_num_steps"], low=least)
     if steps.origin == "auto" and steps.value is not None:
         return {"schedule.warmup_steps": Setting(max(2, steps.value), "auto", key)}
     if steps.origin == "file" and steps.value < 2:
@@ -49,13 +49,15 @@ def _warm_up(source: Source) -> Settings:
 
 
 def _end(source: Source, name: str) -> Settings:
+    usual = SCHEDULER_PARAMS[name]
     if name == "WarmupLR":
-        return _peak(source, None)
+        return _peak(source, usual["warmup_max_lr"])
     total = source.integer(f"{_PARAMS}.total_num_steps", None, low=1)
     given: Settings = {"schedule.total_steps": total} if total.origin != "default" else {}
     if name == "WarmupDecayLR":
-        return given | {"schedule.final_fraction": Setting(0.0, "default")} | _peak(source, 0.001)
-    return given | {"schedule.final_fraction": source.number(f"{_PARAMS}.cos_min_ratio", 0.0001, high=1.0)}
+        return given | {"schedule.final_fraction": Setting(0.0, "default")} | _peak(source, usual["warmup_max_lr"])
+    end = source.number(f"{_PARAMS}.cos_min_ratio", usual["cos_min_ratio"], high=1.0)
+    return given | {"schedule.final_fraction": end}
 
 
 def _peak(source: Source, default: float | None) -> Settings:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
-from terrazzo.dialects.deepspeed.read_zero import Settings
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED_OPTIMIZERS
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.reader import derived, split
 from terrazzo.errors import did_you_mean
 

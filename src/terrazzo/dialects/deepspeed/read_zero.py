@@ -6,13 +6,12 @@ from typing import Any
 
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
-from terrazzo.dialects.description import Origin, Setting
+from terrazzo.dialects.description import Origin, Setting, Settings
 from terrazzo.dialects.fsdp_words import ALONE_WORDS, alone
 from terrazzo.dialects.reader import derived
 from terrazzo.engine import Plan
 
 __all__ = [
-    "Settings",
     "one_group",
     "read_mesh",
     "read_offload",
@@ -22,8 +21,6 @@ __all__ = [
     "read_sharding",
     "stage_of",
 ]
-
-Settings = dict[str, Setting[Any]]
 
 ZERO = "zero_optimization"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.deepspeed.pen import NAME, Pen
+from terrazzo.dialects.deepspeed.draft import NAME, DeepSpeedDraft
 from terrazzo.dialects.deepspeed.write_precision import write_precision
 from terrazzo.dialects.deepspeed.write_training import write_batch, write_optimizer, write_schedule, write_training
 from terrazzo.dialects.deepspeed.write_zero import (
@@ -20,16 +20,16 @@ __all__ = ["write"]
 
 def write(description: Description, context: Context) -> Writing:
     """A document that DeepSpeed's loader takes, with a verdict for every setting."""
-    pen = Pen(description, context)
-    write_batch(pen)
-    stage = write_sharding(pen)
-    write_mesh(pen, stage)
-    write_offload(pen, stage)
-    write_prefetch(pen, stage)
-    on_cpu = str(pen.value("offload.optim", "device")).startswith(("cpu", "nvme"))
-    write_precision(pen, stage, on_cpu)
-    write_optimizer(pen)
-    write_schedule(pen)
-    write_training(pen)
-    write_saving(pen, stage)
-    return pen.finish(NAME)
+    draft = DeepSpeedDraft(description, context)
+    write_batch(draft)
+    stage = write_sharding(draft)
+    write_mesh(draft, stage)
+    write_offload(draft, stage)
+    write_prefetch(draft, stage)
+    on_cpu = str(draft.value("offload.optim", "device")).startswith(("cpu", "nvme"))
+    write_precision(draft, stage, on_cpu)
+    write_optimizer(draft)
+    write_schedule(draft)
+    write_training(draft)
+    write_saving(draft, stage)
+    return draft.finish(NAME)

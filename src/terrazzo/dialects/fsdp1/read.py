@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
 from terrazzo.dialects.fsdp1.keys import KEYS
 from terrazzo.dialects.fsdp_policy import keep_casts, loaded, otherwise
 from terrazzo.dialects.fsdp_words import (
     ALONE_WORDS,
     HYBRID_ROWS,
-    NAMES,
+    ROW_NAMES,
     alone,
     canonical,
     dtype,
@@ -31,7 +31,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
     reader = Reader(document, "FullyShardedDataParallel", ("device_mesh",), KEYS)
     reader.keep_nulls()
     strategy = reader.take("sharding_strategy")
-    strategy = canonical(reader, "sharding_strategy", strategy, NAMES.get(strategy.value))
+    strategy = canonical(reader, "sharding_strategy", strategy, ROW_NAMES.get(strategy.value))
     where = "cpu_offload.offload_params" if "cpu_offload.offload_params" in reader.flat else "cpu_offload"
     given = {
         **row_settings(strategy.value, strategy),
@@ -50,7 +50,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
     return reader.finish("fsdp1", given, unknown="raises a TypeError")
 
 
-def _mesh(reader: Reader, strategy: Setting[Any]) -> dict[str, Setting[Any]]:
+def _mesh(reader: Reader, strategy: Setting[Any]) -> Settings:
     if reader.get("process_group") is not None:
         why = KEYS["process_group"].why
         reader.keep("process_group", why, refused=True)
@@ -59,7 +59,7 @@ def _mesh(reader: Reader, strategy: Setting[Any]) -> dict[str, Setting[Any]]:
     hybrid = strategy.value in HYBRID_ROWS
     if sizes is not None and len(sizes) != (2 if hybrid else 1):
         shape = "two axes, replicas and shards" if hybrid else "one axis"
-        reader.refuse("device_mesh", f"it has {len(sizes)} axes; {NAMES[strategy.value]} takes {shape}")
+        reader.refuse("device_mesh", f"it has {len(sizes)} axes; {ROW_NAMES[strategy.value]} takes {shape}")
         sizes = None
     if sizes is None:
         replicas = derived(None, strategy, origin="default") if hybrid else Setting(1, "default")
@@ -68,14 +68,14 @@ def _mesh(reader: Reader, strategy: Setting[Any]) -> dict[str, Setting[Any]]:
     return {**found, "mesh.dp_replicate": Setting(sizes[0] if hybrid else 1, "file", "device_mesh")}
 
 
-def _ignored(reader: Reader) -> dict[str, Setting[Any]]:
+def _ignored(reader: Reader) -> Settings:
     for key in ("ignored_states", "ignored_modules"):
         if reader.get(key) is not None:
             return {"units.ignored": reader.any(key)}
     return {}
 
 
-def _precision(reader: Reader, context: Context) -> dict[str, Setting[Any]]:
+def _precision(reader: Reader, context: Context) -> Settings:
     section = "mixed_precision"
     words = {name: dtype(reader, f"{section}.{name}_dtype") for name in ("param", "reduce", "buffer")}
     base = loaded(context, any(found.value for found in words.values()))
@@ -98,7 +98,7 @@ def _precision(reader: Reader, context: Context) -> dict[str, Setting[Any]]:
     }
 
 
-def _prefetch(reader: Reader) -> dict[str, Setting[Any]]:
+def _prefetch(reader: Reader) -> Settings:
     key = "backward_prefetch"
     if key in reader.flat and reader.get(key) is None:
         backward = Setting(0, "file", key)

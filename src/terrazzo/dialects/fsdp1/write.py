@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.description import Description
+from terrazzo.dialects.description import DATA_AXES, SHARDING, Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp_policy import FSDP1_POLICY, write_policy
 from terrazzo.dialects.fsdp_words import (
     HYBRID_ROWS,
-    NAMES,
-    SHARDING,
+    ROW_NAMES,
     leave_to_loop,
     nearest_row,
     shard_ranks,
@@ -25,11 +24,11 @@ def write(description: Description, context: Context, library: str) -> Writing:
     pen = Pen(description, library, "fsdp1")
     world = context.world
     leave_to_loop(pen)
-    row, why = nearest_row(pen.description, NAMES)
+    row, why = nearest_row(pen.description, ROW_NAMES)
     if row is not None:
         _write_row(pen, row, why, world)
     elif why:
-        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(NAMES.values())}")
+        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(ROW_NAMES.values())}")
     pen.implied("mesh.world")
     write_wrap_policy(pen, "auto_wrap_policy")
     older = pen.own and "ignored_modules" in pen.setting("units.ignored").keys
@@ -44,7 +43,7 @@ def write(description: Description, context: Context, library: str) -> Writing:
 
 def _write_row(pen: Pen, row: str, why: str, world: int | None) -> None:
     if pen.wanted("sharding.weight", "D", "sharding_strategy") or (not pen.own and row != "zero3"):
-        pen.put(SHARDING, "sharding_strategy", NAMES[row], why, "lossy" if why else "applied")
+        pen.put(SHARDING, "sharding_strategy", ROW_NAMES[row], why, "lossy" if why else "applied")
     elif why:
         pen.lossy(SHARDING, why)
     else:
@@ -52,28 +51,26 @@ def _write_row(pen: Pen, row: str, why: str, world: int | None) -> None:
     replicas, shards = pen.value("mesh.dp_replicate"), pen.value("mesh.dp_shard")
     if row in HYBRID_ROWS and not pen.own:
         shards = shard_ranks(pen, world)
-    axes = ("mesh.dp_replicate", "mesh.dp_shard")
     if pen.own and not pen.setting("mesh.dp_shard").keys:
-        pen.implied(axes)
+        pen.implied(DATA_AXES)
     elif row not in HYBRID_ROWS:
         _write_flat_mesh(pen, shards)
     elif replicas is not None and shards is not None:
-        pen.put(axes, "device_mesh", [replicas, shards])
+        pen.put(DATA_AXES, "device_mesh", [replicas, shards])
     else:
-        said = [path for path in axes if pen.value(path) is not None]
-        pen.implied(axes, "by default the ranks of a node are shards, and the nodes replicas")
+        said = [path for path in DATA_AXES if pen.value(path) is not None]
+        pen.implied(DATA_AXES, "by default the ranks of a node are shards, and the nodes replicas")
         pen.lossy(said, "device_mesh needs both sizes, and the number of ranks is not known: say --world")
 
 
 def _write_flat_mesh(pen: Pen, shards: int | None) -> None:
     """All data ranks are one axis, whatever axes the source has."""
-    axes = ("mesh.dp_replicate", "mesh.dp_shard")
     replicas = pen.setting("mesh.dp_replicate").value if pen.is_set("mesh.dp_replicate") else 1
     if shards is not None and replicas is not None:
         kept = replicas == 1
-        pen.put(axes, "device_mesh", [replicas * shards], "" if kept else "all data ranks are one axis")
+        pen.put(DATA_AXES, "device_mesh", [replicas * shards], "" if kept else "all data ranks are one axis")
     else:
-        pen.implied(axes, "all data ranks are one axis")
+        pen.implied(DATA_AXES, "all data ranks are one axis")
 
 
 def _write_prefetch(pen: Pen) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
 from terrazzo.dialects.fsdp2.keys import KEYS
 from terrazzo.dialects.fsdp2.read_mesh import read_mesh
@@ -41,8 +39,8 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def _units(reader: Reader) -> dict[str, Setting[Any]]:
-    found: dict[str, Setting[Any]] = {}
+def _units(reader: Reader) -> Settings:
+    found: Settings = {}
     classes = reader.take("module")
     if classes.value:
         found = {"units.policy": derived("classes", classes, origin="file"), "units.classes": classes}
@@ -56,7 +54,7 @@ def reduces_in_parameter_dtype(context: Context) -> bool:
     return context.version("torch", torch.__version__) >= REDUCE_CHANGED
 
 
-def _precision(reader: Reader, context: Context) -> dict[str, Setting[Any]]:
+def _precision(reader: Reader, context: Context) -> Settings:
     words = {name: dtype(reader, f"mp_policy.{name}_dtype") for name in ("param", "reduce", "output")}
     base = loaded(context, any(words[name].value for name in ("param", "reduce")))
     compute = otherwise(words["param"], base)
@@ -77,7 +75,7 @@ def _precision(reader: Reader, context: Context) -> dict[str, Setting[Any]]:
     return {**given, "precision.output": words["output"]} if words["output"].value else given
 
 
-def _offload(reader: Reader) -> dict[str, Setting[Any]]:
+def _offload(reader: Reader) -> Settings:
     key = "offload_policy"
     if f"{key}.pin_memory" in reader.flat:
         pin = reader.take(f"{key}.pin_memory")
@@ -86,8 +84,8 @@ def _offload(reader: Reader) -> dict[str, Setting[Any]]:
     return offload(canonical(reader, key, enabled, "CPUOffloadPolicy" if enabled.value else "OffloadPolicy"))
 
 
-def _prefetch(reader: Reader) -> dict[str, Setting[Any]]:
-    found: dict[str, Setting[Any]] = {}
+def _prefetch(reader: Reader) -> Settings:
+    found: Settings = {}
     for way in ("forward", "backward"):
         key = f"set_modules_to_{way}_prefetch"
         raw = reader.get(key)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.fsdp_words import mesh_sizes, row_settings
 from terrazzo.dialects.reader import Reader, derived
@@ -47,12 +47,10 @@ class _Mesh:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_mesh(reader: Reader, context: Context) -> dict[str, Setting[Any]]:
+def read_mesh(reader: Reader, context: Context) -> Settings:
     """The row, and the sizes of all axes."""
     mesh = _mesh(reader)
-    found: dict[str, Setting[Any]] = {
-        f"mesh.{axis}": derived(n, mesh.keys, origin="file") for axis, n in mesh.others.items()
-    }
+    found: Settings = {f"mesh.{axis}": derived(n, mesh.keys, origin="file") for axis, n in mesh.others.items()}
     return {**found, **_row(reader, mesh)}
 
 
@@ -112,7 +110,7 @@ def product(sizes: Any) -> int | None:
     return whole
 
 
-def _row(reader: Reader, mesh: _Mesh) -> dict[str, Setting[Any]]:
+def _row(reader: Reader, mesh: _Mesh) -> Settings:
     key = "reshard_after_forward"
     raw = reader.get(key)
     if isinstance(raw, int) and not isinstance(raw, bool):
@@ -125,7 +123,7 @@ def _row(reader: Reader, mesh: _Mesh) -> dict[str, Setting[Any]]:
     return _plain(mesh, reshard)
 
 
-def _plain(mesh: _Mesh, reshard: Setting[Any]) -> dict[str, Setting[Any]]:
+def _plain(mesh: _Mesh, reshard: Setting[Any]) -> Settings:
     row = _KEPT[not reshard.value][mesh.replicas != 1]
     if mesh.shards == 1 and mesh.given:
         row = "zero0"
@@ -139,7 +137,7 @@ def _plain(mesh: _Mesh, reshard: Setting[Any]) -> dict[str, Setting[Any]]:
     }
 
 
-def _partial(reader: Reader, mesh: _Mesh, size: int) -> dict[str, Setting[Any]]:
+def _partial(reader: Reader, mesh: _Mesh, size: int) -> Settings:
     """A number for `reshard_after_forward`."""
     key = "reshard_after_forward"
     number = reader.integer(key, None, low=1)

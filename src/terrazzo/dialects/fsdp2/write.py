@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.description import Description
+from terrazzo.dialects.description import TIERS, Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp2.write_mesh import write_sharding
 from terrazzo.dialects.fsdp_policy import FSDP2_POLICY, write_policy
-from terrazzo.dialects.fsdp_words import OFFLOAD, leave_to_loop, write_offload
+from terrazzo.dialects.fsdp_words import leave_to_loop, write_offload
 
 __all__ = ["write"]
 
@@ -44,7 +44,7 @@ def _offload(pen: Pen) -> None:
     pin = pen.value("offload.pin", True)
     key = "offload_policy"
     said = pen.own and f"{key}.pin_memory" in pen.setting("offload.pin").keys
-    if (said or not pin) and any(pen.value(path, "device") != "device" for path in OFFLOAD):
+    if (said or not pin) and any(pen.value(path, "device") != "device" for path in TIERS):
         write_offload(pen, f"{key}.pin_memory", pin)
         pen.implied("offload.pin", key=f"{key}.pin_memory")
         return

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from terrazzo.dialects.description import DATA_AXES, SHARDING
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp2.read_mesh import MODEL_AXES, product
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, SHARDING, nearest_row, shard_ranks
+from terrazzo.dialects.fsdp_words import HYBRID_ROWS, nearest_row, shard_ranks
 
 __all__ = ["write_sharding"]
 
-AXES = ("mesh.dp_replicate", "mesh.dp_shard")
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "hpz", "zero0")
 
 
@@ -43,8 +43,8 @@ def _write_reshard(pen: Pen, row: str, why: str) -> None:
 
 
 def _write_mesh(pen: Pen, row: str, context: Context) -> None:
-    if pen.own and (pen.kept("mesh") or not any("mesh" in pen.setting(path).keys for path in AXES)):
-        pen.implied((*AXES, *(f"mesh.{axis}" for axis in MODEL_AXES)))
+    if pen.own and (pen.kept("mesh") or not any("mesh" in pen.setting(path).keys for path in DATA_AXES)):
+        pen.implied((*DATA_AXES, *(f"mesh.{axis}" for axis in MODEL_AXES)))
         return
     others = {axis: pen.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}
     others = {axis: size for axis, size in others.items() if size != 1}
@@ -52,12 +52,12 @@ def _write_mesh(pen: Pen, row: str, context: Context) -> None:
     if others:
         _write_named(pen, sizes, others)
     elif len(sizes) == 1 and sizes[0] is None:
-        pen.implied(AXES, "all ranks are one axis")
+        pen.implied(DATA_AXES, "all ranks are one axis")
     else:
         open_ended = None in sizes
         why = "null stands for a number of ranks that is not known here: fill it in" if open_ended else ""
         named = dict(zip(("dp_replicate", "dp_shard"), sizes, strict=False)) if len(sizes) == 2 else list(sizes)
-        pen.put(AXES, "mesh", list(sizes) if pen.own else named, why, "lossy" if open_ended else "applied")
+        pen.put(DATA_AXES, "mesh", list(sizes) if pen.own else named, why, "lossy" if open_ended else "applied")
         if open_ended and row != "zero0":
             pen.lossy(SHARDING, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
 
@@ -79,7 +79,7 @@ def _write_named(pen: Pen, sizes: tuple[int | None, ...], others: Mapping[str, i
     names = ("dp_shard",) if len(sizes) == 1 else ("dp_replicate", "dp_shard")
     outer = {axis: size for axis, size in others.items() if axis == "pp"}
     inner = {axis: size for axis, size in others.items() if axis != "pp"}
-    pen.put(AXES, "mesh", {**outer, **dict(zip(names, sizes, strict=True)), **inner})
+    pen.put(DATA_AXES, "mesh", {**outer, **dict(zip(names, sizes, strict=True)), **inner})
     for axis in others:
         pen.implied(f"mesh.{axis}", "an axis of the mesh; modules are split over it by your code", "mesh")
     shard = ["dp_shard", "cp"] if "cp" in others else "dp_shard"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, Setting
+from terrazzo.dialects.description import LOADED, Setting, Settings
 from terrazzo.engine import LossScaling
 
 __all__ = ["WORDS", "precision_row"]
@@ -26,7 +26,7 @@ _DTYPES = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp64"}
 _STATES = ("weight", "compute", "reduce", "accumulate", "master", "moments", "saved")
 
 
-def precision_row(strategy: str, word: Setting[Any]) -> dict[str, Setting[Any]]:
+def precision_row(strategy: str, word: Setting[Any]) -> Settings:
     """The dtype of every state, under a word of `WORDS`.
 
     FSDP gathers and reduces in the 16-bit type, `mixed` or `true`; `true` alone stores the weights in it as well. DDP

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.description import Extra, Setting
+from terrazzo.dialects.description import Extra, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.fsdp_words import alone
+from terrazzo.dialects.fsdp_words import alone, is_size
 from terrazzo.dialects.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.lightning.precision import precision_row
 from terrazzo.dialects.lightning.read_loop import read_loop
@@ -108,21 +108,17 @@ class _Read:
         return Strategy(kind, arguments, frozenset(map(str, arguments)), where, f"{where}.class_path")
 
 
-def _by_nodes(given: dict[str, Setting[Any]], nodes: Any) -> dict[str, Setting[Any]]:
+def _by_nodes(given: Settings, nodes: Any) -> Settings:
     """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh."""
     replicas, world = given.get("mesh.dp_replicate"), given.get("mesh.world")
-    if replicas is None or replicas.value is not None or world is None or not _is_count(nodes):
+    if replicas is None or replicas.value is not None or world is None or not is_size(nodes):
         return given
     sizes = {"mesh.dp_replicate": nodes, "mesh.dp_shard": world.value // nodes}
     given = {**given, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}
     return {**given, **alone(given)}
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _name_class(strategy: Strategy, given: dict[str, Setting[Any]]) -> None:
+def _name_class(strategy: Strategy, given: Settings) -> None:
     """Say of the plan, or of the axes where code makes the plan, that the strategy's class chose it too."""
     if not strategy.name or any(strategy.name in setting.keys for setting in given.values()):
         return
@@ -135,9 +131,7 @@ def _name_class(strategy: Strategy, given: dict[str, Setting[Any]]) -> None:
         given[path] = Setting(setting.value, origin, ", ".join((*setting.keys, strategy.name)))
 
 
-def _chosen(
-    strategy: Strategy, row: dict[str, Setting[Any]], said: Mapping[str, Setting[Any]]
-) -> dict[str, Setting[Any]]:
+def _chosen(strategy: Strategy, row: Settings, said: Mapping[str, Setting[Any]]) -> Settings:
     """The row, with what the strategy's own `mixed_precision` says of gather, reduction and buffers."""
     if strategy.kind == "ModelParallelStrategy":
         return {path: setting for path, setting in row.items() if path != "precision.reduce"}

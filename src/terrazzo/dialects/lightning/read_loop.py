@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.reader import Reader, derived, given_only
 
 __all__ = ["read_loop"]
 
-_Settings = dict[str, Setting[Any]]
 
-
-def read_loop(reader: Reader, prefix: str) -> _Settings:
+def read_loop(reader: Reader, prefix: str) -> Settings:
     """Accumulation, clipping, length, seed, ranks, optimizer."""
     steps, total = f"{prefix}max_steps", Setting(None, "default")
     if reader.get(steps, -1) == -1:
@@ -47,10 +45,10 @@ def _clip(reader: Reader, prefix: str) -> Setting[Any]:
     return Setting(clipped, value.origin, value.key)
 
 
-def _ranks(reader: Reader, prefix: str) -> _Settings:
+def _ranks(reader: Reader, prefix: str) -> Settings:
     devices, nodes = reader.get(f"{prefix}devices"), reader.get(f"{prefix}num_nodes", 1)
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
-    found: _Settings = {}
+    found: Settings = {}
     keys = [key for key in (f"{prefix}devices", f"{prefix}num_nodes") if key in reader.flat]
     for key in keys:
         reader.say(key, "applied")
@@ -66,7 +64,7 @@ def _ranks(reader: Reader, prefix: str) -> _Settings:
     return found
 
 
-def _optimizer(reader: Reader) -> _Settings:
+def _optimizer(reader: Reader) -> Settings:
     """LightningCLI's `optimizer`. The class is named, never imported."""
     key = "optimizer.class_path"
     path = reader.take(key)
@@ -76,7 +74,7 @@ def _optimizer(reader: Reader) -> _Settings:
     known = path.value.startswith("torch.optim") or path.value == name
     named = name if known and hasattr(torch.optim, name) else path.value
     section = "optimizer.init_args"
-    found: _Settings = {"optimizer.name": Setting(named, "file", key)}
+    found: Settings = {"optimizer.name": Setting(named, "file", key)}
     for argument in ("lr", "eps", "weight_decay"):
         found |= given_only({f"optimizer.{argument}": reader.number(f"{section}.{argument}", None)})
     betas = reader.get(f"{section}.betas")

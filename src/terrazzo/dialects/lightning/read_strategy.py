@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.dialects.description import Extra, Setting
+from terrazzo.dialects.description import SHARDING, Extra, Setting, Settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.fsdp_words import offload, row_settings
 from terrazzo.dialects.lightning.keys import DEEPSPEED as DEEPSPEED_KEYS
@@ -55,7 +55,7 @@ class Strategy:
 class Found:
     """What was read of a strategy."""
 
-    given: dict[str, Setting[Any]]
+    given: Settings
     verdicts: list[Verdict]
     extras: list[Extra]
 
@@ -105,7 +105,7 @@ def _fsdp(strategy: Strategy, reader: Reader, context: Context) -> Found:
     nested = read_nested(FSDP_STRATEGY, inner, context, section)
     given = {path: _at_strategy(setting, strategy, section) for path, setting in nested.given.items()}
     if "sharding_strategy" not in strategy.arguments:  # the name of the strategy asks for full sharding
-        for path in ("sharding.weight", "sharding.between", "sharding.grad", "sharding.optim"):
+        for path in SHARDING:
             given[path] = replace(given[path], origin="file", key=strategy.name)
     verdicts = [verdict for verdict in nested.verdicts if _argument(verdict.key, section) in strategy.given]
     reader.verdicts.update({verdict.key: verdict for verdict in verdicts})
@@ -123,13 +123,13 @@ def _at_strategy(setting: Setting[Any], strategy: Strategy, section: str) -> Set
     return replace(setting, key=", ".join(dict.fromkeys(keys)))
 
 
-def _state(reader: Reader, section: str) -> dict[str, Setting[Any]]:
+def _state(reader: Reader, section: str) -> Settings:
     state = reader.take(f"{section}.state_dict_type")
     written = "full" if state.value == "full" else "none"
     return {"saving.state": state, "saving.export": Setting(written, state.origin, state.key)}
 
 
-def _recomputed(reader: Reader, section: str) -> dict[str, Setting[Any]]:
+def _recomputed(reader: Reader, section: str) -> Settings:
     mode = "activation_checkpointing.mode"
     for name in ("activation_checkpointing_policy", "activation_checkpointing"):
         key = f"{section}.{name}"
@@ -148,7 +148,7 @@ def _recomputed(reader: Reader, section: str) -> dict[str, Setting[Any]]:
 def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, Any]) -> Found:
     section = f"{strategy.where}.init_args"
     sizes = {"data_parallel_size": trainer.get("num_nodes", 1), "tensor_parallel_size": trainer.get("devices")}
-    found: dict[str, Setting[Any]] = {}
+    found: Settings = {}
     for (name, left), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
         key = f"{section}.{name}"
         known = left if isinstance(left, int) and left > 0 else None
@@ -306,7 +306,7 @@ def _configured(strategy: Strategy, config: Any, context: Context, trainer: Mapp
     return Found(given, verdicts + _ignored(strategy), extras)
 
 
-def _without_loop(given: Mapping[str, Setting[Any]], said: set[str]) -> dict[str, Setting[Any]]:
+def _without_loop(given: Mapping[str, Setting[Any]], said: set[str]) -> Settings:
     """Without what Lightning's Trainer decides: accumulation, and clipping unless the document says it."""
     trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in said else {"training.clip"})
     return {path: setting for path, setting in given.items() if path not in trainers}

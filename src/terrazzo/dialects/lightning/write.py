@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.description import LOADED, PATHS, Description, Setting
+from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import NAMES, OFFLOAD, SHARDING, TORCH_NAMES, nearest_row, wants_deepspeed
+from terrazzo.dialects.fsdp_words import ROW_NAMES, TORCH_NAMES, nearest_row, wants_deepspeed
 from terrazzo.dialects.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, placed
 from terrazzo.dialects.verdict import Verdict
@@ -34,7 +34,7 @@ def write(description: Description, context: Context, name: str) -> Writing:
     pen = Pen(description, "Lightning", name)
     pen.implied("mesh.world")
     _loop(pen)
-    row, why = nearest_row(description, NAMES)
+    row, why = nearest_row(description, ROW_NAMES)
     clipped = pen.value("training.clip") is not None and description.dialect in _STAGES
     if wants_deepspeed(description) or (row == "zero3" and clipped):
         return _deepspeed(pen, context)
@@ -43,7 +43,7 @@ def write(description: Description, context: Context, name: str) -> Writing:
     elif row is not None:
         _fsdp(pen, context)
     elif why:
-        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(NAMES)}")
+        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(ROW_NAMES)}")
     return pen.finish(name)
 
 
@@ -130,10 +130,10 @@ def _clip(pen: Pen, sharded: bool) -> None:
 
 def _ddp(pen: Pen) -> None:
     pen.put(SHARDING, _STRATEGY, "ddp")
-    pen.implied(("mesh.dp_replicate", "mesh.dp_shard"), "every rank is a replica", _STRATEGY)
+    pen.implied(DATA_AXES, "every rank is a replica", _STRATEGY)
     pen.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
-    if any(pen.value(path, "device") != "device" for path in OFFLOAD):
-        pen.refuse(OFFLOAD, "DDP moves nothing to the CPU: shard with zero3")
+    if any(pen.value(path, "device") != "device" for path in TIERS):
+        pen.refuse(TIERS, "DDP moves nothing to the CPU: shard with zero3")
     else:
         pen.implied([path for path in PATHS if path.startswith("offload.")])
     pen.implied("loading.broadcast", "DDP does so")

@@ -14,8 +14,8 @@ class HubDraft(Draft):
     """A document of the hub under way: what is left to defaults, and what is taken over as it is."""
 
     def __init__(self, description: Description, name: str) -> None:
-        super().__init__(description, "Terrazzo")
-        self.foreign = description.dialect != name
+        super().__init__(description, "Terrazzo", name)
+        self.foreign = not self.own
 
     def left(self, *paths: str) -> bool:
         """Whether there is nothing to write for these: not set, or Terrazzo's own defaults."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["KEY_OF", "PATHS", "STATES", "WORDS"]
-
-STATES = ("weight", "between", "grad", "optim")
+__all__ = ["KEY_OF", "PATHS", "WORDS"]
 
 _SAME = (
     "offload.step", "offload.threads", "offload.pin", "offload.direct", "offload.depth", "offload.digest",

@@ -8,17 +8,17 @@ from typing import Any
 
 from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import tier_text
-from terrazzo.dialects.description import LOADED, Setting
+from terrazzo.dialects.description import LOADED, STATES, TIERS, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
-from terrazzo.dialects.terrazzo.paths import PATHS, STATES, WORDS
+from terrazzo.dialects.terrazzo.paths import PATHS, WORDS
 from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Place, Plan
 from terrazzo.errors import BadInput
 
 __all__ = ["read"]
 
-_OPAQUE = ("optimizer.options", "offload.weight", "offload.grad", "offload.optim")
+_OPAQUE = ("optimizer.options", *TIERS)
 _HARMLESS = (
     "log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.check_replicas_every",
     "train.sample_tokens", "launch",
@@ -66,13 +66,13 @@ def _take(reader: Reader, key: str) -> Setting[Any]:
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
-def _plan(reader: Reader) -> dict[str, Setting[Any]]:
+def _plan(reader: Reader) -> Settings:
     ahead = _take(reader, "plan.prefetch")
     shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **_units(reader)}
     return {**shared, **(_places(reader) or _row(reader))}
 
 
-def _units(reader: Reader) -> dict[str, Setting[Any]]:
+def _units(reader: Reader) -> Settings:
     units = _take(reader, "plan.units")
     if isinstance(raw := reader.get("plan.units"), str):
         reader.refuse("plan.units", f"it is {raw!r}, expected a list: [{raw}]")
@@ -82,7 +82,7 @@ def _units(reader: Reader) -> dict[str, Setting[Any]]:
     return {"units.policy": Setting(policy, "file", units.key), "units.classes": units}
 
 
-def _places(reader: Reader) -> dict[str, Setting[Any]]:
+def _places(reader: Reader) -> Settings:
     """Custom places, if the plan is given by them."""
     keys = {state: f"plan.{state}" for state in STATES}
     given = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
@@ -98,7 +98,7 @@ def _places(reader: Reader) -> dict[str, Setting[Any]]:
     return _placed({state: Place.parse(setting.value) for state, setting in given.items()}, keys)
 
 
-def _row(reader: Reader) -> dict[str, Setting[Any]]:
+def _row(reader: Reader) -> Settings:
     key = "plan" if "plan" in reader.flat else "plan.name"
     named = reader.text(key, SCHEMA["plan.name"].default, null=key == "plan.name")
     try:
@@ -110,8 +110,8 @@ def _row(reader: Reader) -> dict[str, Setting[Any]]:
     return _placed(places, dict.fromkeys(STATES, named.key), named.origin)
 
 
-def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = "file") -> dict[str, Setting[Any]]:
-    settings: dict[str, Setting[Any]] = {}
+def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = "file") -> Settings:
+    settings: Settings = {}
     for state, place in places.items():
         settings[f"sharding.{state}"] = Setting(",".join(place.axes) or "-", origin, keys[state])
         if place.tier != "device":
@@ -122,7 +122,7 @@ def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = 
 # -- offload -------------------------------------------------------------------------------------------------------
 
 
-def _offload(reader: Reader) -> dict[str, Setting[Any]]:
+def _offload(reader: Reader) -> Settings:
     path = reader.names("offload.path", ())
     if isinstance(reader.get("offload.path"), str):  # one folder, commas and all
         path = Setting((reader.get("offload.path"),), "file", "offload.path")
@@ -133,7 +133,7 @@ def _offload(reader: Reader) -> dict[str, Setting[Any]]:
     }
 
 
-def _tiers_of_name(reader: Reader, given: dict[str, Setting[Any]]) -> None:
+def _tiers_of_name(reader: Reader, given: Settings) -> None:
     """The section's tiers in place of the plan's; all three are known then."""
     for state in ("weight", "grad", "optim"):
         key = path = f"offload.{state}"
@@ -164,11 +164,11 @@ def _shortest(tier: str) -> str:
 # -- precision, and what follows --------------------------------------------------------------------------------------
 
 
-def _precision(reader: Reader) -> dict[str, Setting[Any]]:
+def _precision(reader: Reader) -> Settings:
     key = "precision" if "precision" in reader.flat else "precision.name"
     name = reader.choice(key, {preset: preset for preset in PRECISIONS}, "fp32", fold=False)
     preset = PRECISIONS[name.value]
-    found: dict[str, Setting[Any]] = {}
+    found: Settings = {}
     for field in DTYPE_FIELDS:
         own = _take(reader, f"precision.{field}")
         named = Setting(SHORT[getattr(preset, field)], name.origin, name.key)
@@ -181,7 +181,7 @@ def _precision(reader: Reader) -> dict[str, Setting[Any]]:
     return found
 
 
-_ALWAYS: dict[str, Setting[Any]] = {
+_ALWAYS: Settings = {
     "precision.buffers": Setting(LOADED, "default"),
     "precision.autocast": Setting(False, "default"),
     "saving.state": Setting("sharded", "default"),
@@ -190,7 +190,7 @@ _ALWAYS: dict[str, Setting[Any]] = {
 }
 
 
-def _followed(given: Mapping[str, Setting[Any]], reader: Reader, context: Context) -> dict[str, Setting[Any]]:
+def _followed(given: Mapping[str, Setting[Any]], reader: Reader, context: Context) -> Settings:
     """What other settings say together."""
     found = {}
     whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
@@ -203,7 +203,7 @@ def _followed(given: Mapping[str, Setting[Any]], reader: Reader, context: Contex
     return found
 
 
-def _options(reader: Reader) -> dict[str, Setting[Any]]:
+def _options(reader: Reader) -> Settings:
     """Further arguments of the optimizer; betas and eps have settings of their own."""
     options = reader.any("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
@@ -218,7 +218,7 @@ def _options(reader: Reader) -> dict[str, Setting[Any]]:
     return {**found, "optimizer.options": Setting(raw, options.origin, options.key)}
 
 
-def _checkpointing(reader: Reader) -> dict[str, Setting[Any]]:
+def _checkpointing(reader: Reader) -> Settings:
     mode = _take(reader, "train.activation_checkpointing")
     match = re.fullmatch(r"none|full|selective|every_([1-9][0-9]{0,8})", mode.value)
     if match is None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 
 from terrazzo.config import KEYS
-from terrazzo.dialects.description import Description, shown
+from terrazzo.dialects.description import STATES, Description, shown
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.meaning import degrees
 from terrazzo.dialects.terrazzo.draft import HubDraft
-from terrazzo.dialects.terrazzo.paths import STATES
 from terrazzo.dialects.terrazzo.precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
 

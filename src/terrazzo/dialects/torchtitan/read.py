@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
 from terrazzo.dialects.fsdp_words import offload, row_settings
 from terrazzo.dialects.reader import Reader, derived, given_only
@@ -37,7 +37,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
 # -- plan ----------------------------------------------------------------------------------------------------------
 
 
-def _parallelism(reader: Reader) -> dict[str, Setting[Any]]:
+def _parallelism(reader: Reader) -> Settings:
     replicas, shards = reader.take("parallelism.data_parallel_replicate_degree"), _shards(reader)
     found = {
         **{path: reader.take(key) for path, key in DEGREES.items()},
@@ -58,9 +58,7 @@ def _shards(reader: Reader) -> Setting[Any]:
     return reader.take(key)
 
 
-def _row(
-    reader: Reader, mesh: Mapping[str, Setting[Any]], replicas: Setting[Any], shards: Setting[Any]
-) -> dict[str, Setting[Any]]:
+def _row(reader: Reader, mesh: Mapping[str, Setting[Any]], replicas: Setting[Any], shards: Setting[Any]) -> Settings:
     key = "parallelism.fsdp_reshard_after_forward"
     policy = reader.take(key)
     if reader.get(key) == "default":
@@ -79,7 +77,7 @@ def _row(
 # -- precision, batch ----------------------------------------------------------------------------------------------
 
 
-def _precision(reader: Reader) -> dict[str, Setting[Any]]:
+def _precision(reader: Reader) -> Settings:
     kept = reader.take("training.dtype")
     compute, way = reader.take("training.mixed_precision_param"), reader.take("optimizer.implementation")
     narrow = way.value == "fused_opt_states_bf16"
@@ -97,7 +95,7 @@ def _precision(reader: Reader) -> dict[str, Setting[Any]]:
     }
 
 
-def _batch(reader: Reader) -> dict[str, Setting[Any]]:
+def _batch(reader: Reader) -> Settings:
     key = "training.global_batch_size"
     found = {
         "batch.micro_batch": reader.take("training.local_batch_size"),
@@ -113,7 +111,7 @@ def _batch(reader: Reader) -> dict[str, Setting[Any]]:
 # -- optimizer, schedule, loop -------------------------------------------------------------------------------------
 
 
-def _optimizer(reader: Reader) -> dict[str, Setting[Any]]:
+def _optimizer(reader: Reader) -> Settings:
     key = "optimizer.param_groups"
     groups = reader.get(key)
     if not groups:
@@ -137,7 +135,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _schedule(reader: Reader) -> dict[str, Setting[Any]]:
+def _schedule(reader: Reader) -> Settings:
     total = reader.take("training.steps")
     kind, ratio = reader.take("lr_scheduler.decay_type"), reader.take("lr_scheduler.decay_ratio")
     found = {
@@ -160,7 +158,7 @@ def _schedule(reader: Reader) -> dict[str, Setting[Any]]:
     return found
 
 
-def _training(reader: Reader) -> dict[str, Setting[Any]]:
+def _training(reader: Reader) -> Settings:
     return {
         "training.clip": reader.take("training.max_norm"),
         "training.compile": reader.take("compile.enable"),
@@ -169,7 +167,7 @@ def _training(reader: Reader) -> dict[str, Setting[Any]]:
     }
 
 
-def _checkpointing(reader: Reader) -> dict[str, Setting[Any]]:
+def _checkpointing(reader: Reader) -> Settings:
     section, path = "activation_checkpoint", "activation_checkpointing.mode"
     below = [key.partition(".")[2] for key in reader.flat if key.startswith(f"{section}.")]
     if section in reader.flat and reader.get(section) is None:
@@ -187,7 +185,7 @@ def _checkpointing(reader: Reader) -> dict[str, Setting[Any]]:
     return {path: Setting(mode_name, "derived", ", ".join(f"{section}.{name}" for name in below))}
 
 
-def _saving(reader: Reader) -> dict[str, Setting[Any]]:
+def _saving(reader: Reader) -> Settings:
     enabled = reader.take("checkpoint.enable")
     found = {
         "saving.state": Setting("sharded", "default"),

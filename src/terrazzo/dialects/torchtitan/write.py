@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, Description
+from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING, Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, SHARDING, TORCH_NAMES, nearest_row, write_offload
+from terrazzo.dialects.fsdp_words import HYBRID_ROWS, TORCH_NAMES, nearest_row, write_offload
 from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS
 
 __all__ = ["write"]
 
-AXES = ("mesh.dp_replicate", "mesh.dp_shard")
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
 _REPLICAS, _SHARDS = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
 _KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
@@ -36,8 +35,9 @@ def write(description: Description, context: Context) -> Writing:
     return pen.finish("torchtitan")
 
 
-def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None, default: Any = None) -> None:
-    pen.option(path, key, KEYS[key].default if default is None and words is None else default, words)
+def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None) -> None:
+    """Write a setting unless it is the key's default; the words are those of neutral values."""
+    pen.option(path, key, KEYS[key].default if words is None else KEYS[key].neutral, words)
 
 
 # -- plan ----------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def _degrees(pen: Pen, row: str, context: Context) -> None:
     elif row in HYBRID_ROWS:
         if pen.value("mesh.dp_replicate") is None:
             why = "the number of replicas is not known: set it, or every rank is a shard of one replica"
-            pen.refuse((*AXES, *SHARDING), why)
+            pen.refuse((*DATA_AXES, *SHARDING), why)
             return
         pen.put("mesh.dp_replicate", _REPLICAS, replicas)
         _shard_degree(pen, shards)
@@ -118,13 +118,13 @@ def _replicated(pen: Pen, replicas: int, shards: int | None, context: Context) -
     ranks = replicas * shards if shards else _left(pen, context)
     if ranks is None:
         why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
-        pen.refuse((*SHARDING, *AXES), why)
+        pen.refuse((*SHARDING, *DATA_AXES), why)
         pen.write(_SHARDS, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
         return
     if not pen.own or _REPLICAS in pen.setting("mesh.dp_shard").keys:
-        pen.put(AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
+        pen.put(DATA_AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
     else:
-        pen.implied(AXES)
+        pen.implied(DATA_AXES)
     pen.write(_SHARDS, 1)
 
 
@@ -160,10 +160,10 @@ def _dtypes(pen: Pen) -> None:
     if master == LOADED:
         pen.lossy("precision.master", "the model is built in training.dtype, float32, whatever the weights come in")
     else:
-        pen.option("precision.master", "training.dtype", "fp32", words)
+        _option(pen, "precision.master", "training.dtype", words)
     _half(pen, words)
     if pen.value("precision.reduce", "fp32") == "fp32":
-        pen.option("precision.reduce", "training.mixed_precision_reduce", "fp32", words)
+        _option(pen, "precision.reduce", "training.mixed_precision_reduce", words)
     elif pen.value("precision.reduce") == LOADED:
         pen.lossy("precision.reduce", "torchtitan reduces in float32, whatever the weights come in")
     else:
@@ -176,7 +176,7 @@ def _dtypes(pen: Pen) -> None:
     if pen.value("precision.saved") == LOADED:
         pen.lossy("precision.saved", "weights are saved in checkpoint.export_dtype, float32")
         return
-    pen.option("precision.saved", "checkpoint.export_dtype", "fp32", {**words, "fp16": "float16"})
+    _option(pen, "precision.saved", "checkpoint.export_dtype", {**words, "fp16": "float16"})
 
 
 def _half(pen: Pen, words: dict[str, str]) -> None:
@@ -189,7 +189,7 @@ def _half(pen: Pen, words: dict[str, str]) -> None:
     elif compute == LOADED:
         pen.put("precision.compute", "training.mixed_precision_param", "float32", "say --load-dtype", "lossy")
     else:
-        pen.option("precision.compute", "training.mixed_precision_param", "bf16", words)
+        _option(pen, "precision.compute", "training.mixed_precision_param", words)
 
 
 def _states(pen: Pen, master: str) -> None:

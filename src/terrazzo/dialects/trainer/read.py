@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate_precision import precision_row
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.keys import KEYS, REMOVED
@@ -39,7 +39,7 @@ def read(document: Document, context: Context, name: str) -> Reading:
     return source.close(name, given)
 
 
-def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) -> Settings:
     halves = [source.take(name) for name in ("bf16", "fp16")]
     if all(half.value for half in halves):
         source.refuse("fp16", "TrainingArguments raise when both bf16 and fp16 are on: keep one")
@@ -62,7 +62,7 @@ def _which(halves: list[Setting[Any]]) -> tuple[Any, str]:
     return ("file", ", ".join(half.key for half in said)) if said else ("default", "")
 
 
-def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setting[Any]]) -> dict[str, Setting[Any]]:
+def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setting[Any]]) -> Settings:
     """DeepSpeed's settings, and the Trainer's where DeepSpeed's document leaves them open."""
     given = dict(inner)
     for path, setting in outer.items():

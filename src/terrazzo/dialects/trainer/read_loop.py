@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.description import Origin, Setting
+from terrazzo.dialects.description import Origin, Setting, Settings
 from terrazzo.dialects.reader import derived, given_only
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.source import Source
@@ -13,22 +13,21 @@ from terrazzo.dialects.trainer.source import Source
 __all__ = ["read_loop"]
 
 _POLYNOMIAL_END = 1e-7
-_Settings = dict[str, Setting[Any]]
 
 
-def read_loop(source: Source) -> _Settings:
+def read_loop(source: Source) -> Settings:
     """All of it."""
     return {**_batch(source), **_optimizer(source), **_schedule(source), **_training(source), **_saving(source)}
 
 
-def _batch(source: Source) -> _Settings:
+def _batch(source: Source) -> Settings:
     return {
         "batch.micro_batch": source.take("per_device_train_batch_size"),
         "batch.accumulation": source.take("gradient_accumulation_steps"),
     }
 
 
-def _optimizer(source: Source) -> _Settings:
+def _optimizer(source: Source) -> Settings:
     name = source.take("optim")
     found = {
         "optimizer.name": name,
@@ -52,12 +51,12 @@ def _optimizer(source: Source) -> _Settings:
 # -- schedule ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(source: Source) -> _Settings:
+def _schedule(source: Source) -> Settings:
     word = str(source.get("lr_scheduler_type") or "linear").lower()
     name = source.take("lr_scheduler_type")
     options = source.get("lr_scheduler_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
-    found: _Settings = {"schedule.name": name, **_length(source), **_warmup(source, word)}
+    found: Settings = {"schedule.name": name, **_length(source), **_warmup(source, word)}
     found |= _shape(source, word, options)
     if "lr_scheduler_kwargs" in source.flat:
         read = any("lr_scheduler_kwargs" in setting.keys for setting in found.values())
@@ -65,7 +64,7 @@ def _schedule(source: Source) -> _Settings:
     return found
 
 
-def _shape(source: Source, word: str, options: Mapping[str, Any]) -> _Settings:
+def _shape(source: Source, word: str, options: Mapping[str, Any]) -> Settings:
     """Where the learning rate ends, and how it gets there."""
 
     def number(name: str, default: float) -> Setting[Any]:
@@ -88,7 +87,7 @@ def _shape(source: Source, word: str, options: Mapping[str, Any]) -> _Settings:
         return {"schedule.name": line, final: Setting(end.value / peak, end.origin, end.key)}
     if word == "warmup_stable_decay":
         decay = number("num_decay_steps", 0)
-        found: _Settings = {final: number("min_lr_ratio", 0.0)}
+        found: Settings = {final: number("min_lr_ratio", 0.0)}
         kind = options.get("decay_type", "cosine")
         if kind != "linear":
             found["schedule.options"] = Setting({"decay_type": kind}, "file", "lr_scheduler_type")
@@ -96,7 +95,7 @@ def _shape(source: Source, word: str, options: Mapping[str, Any]) -> _Settings:
     return {final: Setting(0.0, "default")} if word in ("linear", "cosine") else {}
 
 
-def _warmup(source: Source, word: str) -> _Settings:
+def _warmup(source: Source, word: str) -> Settings:
     warmup = source.take("warmup_steps")
     if word == "constant":
         if warmup.value:
@@ -108,7 +107,7 @@ def _warmup(source: Source, word: str) -> _Settings:
     return {"schedule.warmup_steps": Setting(int(warmup.value), warmup.origin, warmup.key)}
 
 
-def _length(source: Source) -> _Settings:
+def _length(source: Source) -> Settings:
     """The length of the run. By passes over the data, nobody knows it in steps."""
     steps = source.get("max_steps", -1)
     by_epochs = not (isinstance(steps, int | float) and steps > 0)
@@ -127,7 +126,7 @@ def _length(source: Source) -> _Settings:
 # -- clipping, compile, saving -------------------------------------------------------------------------------------
 
 
-def _training(source: Source) -> _Settings:
+def _training(source: Source) -> Settings:
     clip = source.take("max_grad_norm")
     by = [key for key in ("torch_compile_backend", "torch_compile_mode") if source.get(key)]
     compiled = source.take("torch_compile")
@@ -143,7 +142,7 @@ def _training(source: Source) -> _Settings:
     return {**found, "training.device": Setting("cpu", "file", cpu.key)} if cpu.value else found
 
 
-def _checkpointing(source: Source) -> _Settings:
+def _checkpointing(source: Source) -> Settings:
     found = [source.take("activation_checkpointing")]
     if source.get("fsdp"):
         found.append(source.take("fsdp_config.activation_checkpointing"))
@@ -153,7 +152,7 @@ def _checkpointing(source: Source) -> _Settings:
     return {"activation_checkpointing.mode": derived("full" if on else "none", *said, origin=origin)}
 
 
-def _saving(source: Source) -> _Settings:
+def _saving(source: Source) -> Settings:
     strategy = source.take("save_strategy")
     steps = source.take("save_steps")
     limit = source.take("save_total_limit")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import Setting
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.fsdp_words import HYBRID, NUMBERED, STRATEGIES, offload, row_settings
 from terrazzo.dialects.reader import derived
 from terrazzo.dialects.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
@@ -13,7 +13,6 @@ from terrazzo.errors import did_you_mean
 
 __all__ = ["read_parallel", "stack_of", "version_of"]
 
-_Settings = dict[str, Setting[Any]]
 _BY_NUMBER = {str(number): row for number, row in NUMBERED.items()}
 _MISNAMED = {
     "offload_params": "cpu_offload",
@@ -39,7 +38,7 @@ def version_of(source: Source) -> int:
     return 1 if str(source.get("fsdp_config.version", 2)) == "1" else 2
 
 
-def read_parallel(source: Source, stack: str) -> _Settings:
+def read_parallel(source: Source, stack: str) -> Settings:
     """Row, mesh, units, offload, prefetch, loading and the kind of checkpoint."""
     mesh = _parallelism(source)
     if stack in ("fsdp1", "fsdp2"):
@@ -51,9 +50,9 @@ def read_parallel(source: Source, stack: str) -> _Settings:
     return {**mesh, **found}
 
 
-def _parallelism(source: Source) -> _Settings:
+def _parallelism(source: Source) -> Settings:
     """Accelerate's ParallelismConfig, as a mapping."""
-    found: _Settings = {}
+    found: Settings = {}
     for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
         found[f"mesh.{axis}"] = source.take(f"parallelism_config.{axis}_size")
     if "parallelism_config" not in source or found["mesh.dp_shard"].origin == "default":
@@ -63,7 +62,7 @@ def _parallelism(source: Source) -> _Settings:
     return found
 
 
-def _ddp() -> _Settings:
+def _ddp() -> Settings:
     return {
         **row_settings("zero0", Setting(None, "default")),
         **offload(Setting(False, "default")),
@@ -85,7 +84,7 @@ def _without_fsdp(source: Source, stack: str) -> None:
 # -- FSDP ----------------------------------------------------------------------------------------------------------
 
 
-def _fsdp(source: Source, stack: str, mesh: _Settings) -> _Settings:
+def _fsdp(source: Source, stack: str, mesh: Settings) -> Settings:
     version = source.take("fsdp_config.version")
     words = _legacy(source)
     row = _row_of(source, version.value, words)
@@ -165,7 +164,7 @@ def _passed_over(source: Source, asked: Setting[Any]) -> Setting[Any]:
     return Setting("zero3", asked.origin, asked.key)
 
 
-def _fsdp_units(source: Source, version: int) -> _Settings:
+def _fsdp_units(source: Source, version: int) -> Settings:
     section = "fsdp_config"
     policy = source.take(f"{section}.auto_wrap_policy")
     classes = source.take(f"{section}.transformer_layer_cls_to_wrap")
@@ -184,20 +183,20 @@ def _fsdp_units(source: Source, version: int) -> _Settings:
     return {"units.policy": derived("auto", policy, origin=policy.origin)}
 
 
-def _offload(source: Source, words: dict[str, Any]) -> _Settings:
+def _offload(source: Source, words: dict[str, Any]) -> Settings:
     moved = source.take("fsdp_config.cpu_offload")
     if moved.origin == "default" and words.get("offload"):
         moved = Setting(True, "file", "fsdp")
     return offload(moved)
 
 
-def _state(source: Source) -> _Settings:
+def _state(source: Source) -> Settings:
     state = source.take("fsdp_config.state_dict_type")
     written = "hf" if state.value == "full" else "none"
     return {"saving.state": state, "saving.export": derived(written, state, origin=state.origin)}
 
 
-def _prefetch(source: Source, version: int) -> _Settings:
+def _prefetch(source: Source, version: int) -> Settings:
     if version == 2:
         for name in FSDP_VERSION_1:
             key = f"fsdp_config.{name}"
@@ -214,7 +213,7 @@ def _prefetch(source: Source, version: int) -> _Settings:
     return {"prefetch.backward": backward, "prefetch.forward": derived(int(ahead.value), ahead, origin=ahead.origin)}
 
 
-def _loading(source: Source, version: int) -> _Settings:
+def _loading(source: Source, version: int) -> Settings:
     low = source.take("fsdp_config.cpu_ram_efficient_loading")
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"):
         key = f"fsdp_config.{name}"
@@ -240,7 +239,7 @@ def _explain_strangers(source: Source) -> None:
 # -- transformers' own sharding ------------------------------------------------------------------------------------
 
 
-def _native(source: Source) -> _Settings:
+def _native(source: Source) -> Settings:
     def size(name: str) -> Setting[Any]:
         found = source.take(f"distributed_config.{name}")
         return Setting(found.value or 1, found.origin, found.key)

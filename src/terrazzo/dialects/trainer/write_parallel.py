@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from terrazzo.dialects.accelerate_precision import AUTOCAST, precision_row
-from terrazzo.dialects.description import LOADED, PATHS, Setting
+from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, OFFLOAD, SHARDING, nearest_row, shard_ranks, write_offload
+from terrazzo.dialects.fsdp_words import HYBRID_ROWS, nearest_row, shard_ranks, write_offload
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 
-AXES = ("mesh.dp_replicate", "mesh.dp_shard")
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS)
 _SECTION = "fsdp_config"
 
 
 def write_ddp(pen: Pen) -> None:
     """Nothing is split: the Trainer does so without a word."""
-    pen.implied((*SHARDING, *AXES), "DDP, which needs no key")
+    pen.implied((*SHARDING, *DATA_AXES), "DDP, which needs no key")
     pen.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
-    if any(pen.value(path, "device") != "device" for path in OFFLOAD):
-        pen.refuse(OFFLOAD, "DDP moves nothing to the CPU: shard with zero3")
+    if any(pen.value(path, "device") != "device" for path in TIERS):
+        pen.refuse(TIERS, "DDP moves nothing to the CPU: shard with zero3")
     else:
         pen.implied([path for path in PATHS if path.startswith("offload.")])
     _axes(pen, {})
@@ -40,7 +39,7 @@ def write_fsdp(pen: Pen, context: Context) -> None:
         shards = shard_ranks(pen, context.world)
     if row in HYBRID_ROWS and None in (replicas, shards):
         why = "the sizes of both axes must be known, or nothing is replicated: write them in the file, or say --world"
-        pen.refuse((*SHARDING, *AXES), why)
+        pen.refuse((*SHARDING, *DATA_AXES), why)
     else:
         kept = row in ("shard_grad_op", "hybrid_shard_zero2")
         pen.put(SHARDING, f"{_SECTION}.reshard_after_forward", not kept, why, "lossy" if why else "applied")
@@ -61,7 +60,7 @@ def _axes(pen: Pen, data: dict[str, int | None]) -> None:
     for axis, size in data.items():
         pen.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", size)
     if not data:
-        pen.implied(AXES, "all data ranks are one axis")
+        pen.implied(DATA_AXES, "all data ranks are one axis")
     if pen.value("mesh.pp", 1) != 1:
         pen.refuse("mesh.pp", "the Trainer has no pipeline: set it to 1")
     if pen.value("mesh.ep", 1) != 1:

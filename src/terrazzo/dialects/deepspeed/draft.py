@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from terrazzo.dialects.deepspeed.auto import AUTO
@@ -13,26 +13,24 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Draft
 from terrazzo.dialects.verdict import Kind
 
-__all__ = ["NAME", "Pen"]
+__all__ = ["NAME", "DeepSpeedDraft"]
 
 NAME = "deepspeed"
 
 
-class Pen(Draft):
+class DeepSpeedDraft(Draft):
     """A draft of a DeepSpeed document.
 
     Attributes:
-        own: whether the description was read from DeepSpeed's JSON.
-        given: keys that stood there.
+        stood_as: what stood at a key where its neutral setting says it in other words.
         context: for whom.
         version: of DeepSpeed, as numbers.
     """
 
     def __init__(self, description: Description, context: Context) -> None:
-        super().__init__(description, "DeepSpeed")
-        self.own = description.dialect == NAME
+        super().__init__(description, "DeepSpeed", NAME)
         self.context, self.version = context, context.version("deepspeed", LAST)
-        self.kept = {extra.key: extra.value for extra in description.extras} if self.own else {}
+        self.stood_as = {extra.key: extra.value for extra in description.extras} if self.own else {}
 
     def default(self, key: str) -> Any:
         """DeepSpeed's default in the target's version."""
@@ -43,7 +41,7 @@ class Pen(Draft):
         names = [paths] if isinstance(paths, str) else paths
         return self.own and any(key in self.setting(path).keys for path in names)
 
-    def option(self, paths: str | list[str], key: str, value: Any, note: tuple[Kind, str] = ("applied", "")) -> None:
+    def say(self, paths: str | Sequence[str], key: str, value: Any, note: tuple[Kind, str] = ("applied", "")) -> None:
         """Write one key for some settings, unless DeepSpeed does so by itself and the key did not stand there.
 
         Args:
@@ -55,10 +53,10 @@ class Pen(Draft):
         names = [paths] if isinstance(paths, str) else paths
         if any(self.setting(path).origin == "auto" for path in names) and self.stood(names, key):
             self.put(names, key, AUTO, "Hugging Face fills it: DeepSpeed alone does not take 'auto'")
-        elif key in self.kept and not self.stood(names, key):
+        elif key in self.stood_as and not self.stood(names, key):
             self._say(names, note[0], key, note[1])  # `finish` restores it
         elif value != self.default(key) or self.stood(names, key):
-            self.put(names, key, self.kept.get(key, value) if self.stood(names, key) else value, note[1], note[0])
+            self.put(names, key, self.stood_as.get(key, value) if self.stood(names, key) else value, note[1], note[0])
         else:
             self._say(names, note[0], "", note[1])
 
