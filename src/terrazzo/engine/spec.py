@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from terrazzo.engine.place import ON_DEVICE, TIERS, Plan, Tiers
+from terrazzo.engine.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.precision import Precision
 
 __all__ = ["WHEN", "Axis", "BucketSpec", "Move", "Pass", "StateBytes", "SumAxes", "resting_bytes"]
@@ -288,69 +288,6 @@ class BucketSpec:
                 return along.size // taken
             left //= taken
         return 1
-
-    # -- copies ------------------------------------------------------------------------------------------------
-
-    def copies(self, when: str, moments: Sequence[float] = ()) -> list[Move]:
-        """What comes and goes between the device, the host's memory and its disks, at one of `WHEN`.
-
-        Resting weights are fetched before each gather, gradients go to their tier once they are reduced, those of
-        earlier micro-batches no further than the host's memory, and an update happens where the optimizer's state lies.
-
-        Args:
-            moments: as for `at_rest`.
-        """
-        tiers, weight_bytes = self.tiers, self.numel(self.weight_axes) * self.weight_dtype.itemsize
-        if when == "forward" or (when == "backward" and not self.keep and self.between_axes == self.weight_axes):
-            return _way(tiers.weight, weight_bytes, "weights to the device", "weights from disk")
-        if when == "backward" or not self.trainable:
-            return []
-        if when == "update":
-            return self._update_copies(moments)
-        if tiers.grad == "device" or (when == "reduce" and not self.plan.grad.axes):
-            return []
-        itemsize = self.precision.accumulate.itemsize
-        if when == "reduce":
-            partial = self.numel(self.plan.grad.axes) * itemsize
-            return [_copy("gradients to the host", partial), _copy("gradients to the device", partial)]
-        finished = self.numel(self.optim_axes) * itemsize
-        return _way(tiers.grad, finished, "gradients to the host", "gradients to disk")
-
-    def _update_copies(self, moments: Sequence[float]) -> list[Move]:
-        precision, tiers, owned, found = self.precision, self.tiers, self.numel(self.optim_axes), list[Move]()
-        grad_bytes = owned * precision.accumulate.itemsize
-        if tiers.grad == "nvme":
-            found.append(_copy("gradients from disk", grad_bytes, "disk"))
-        if tiers.optim == "device" and tiers.grad != "device":
-            found.append(_copy("gradients to the device", grad_bytes))
-        if tiers.optim != "device" and tiers.grad == "device":
-            found.append(_copy("gradients to the host", grad_bytes))
-        if tiers.optim == "nvme":
-            state = owned * (precision.master.itemsize + sum(moments))
-            found += [_copy(f"optimizer state {way} disk", state, "disk") for way in ("from", "to")]
-        if self.has_own_master or self.weight_axes != self.optim_axes:
-            found += self._new_weights()
-        return found
-
-    def _new_weights(self) -> list[Move]:
-        """From where they were updated to where they rest; less split ones are gathered on the device first."""
-        weight, optim, itemsize, found = self.tiers.weight, self.tiers.optim, self.weight_dtype.itemsize, list[Move]()
-        gathered = weight != "device" and self.weight_axes != self.optim_axes
-        if optim != "device" and (weight == "device" or gathered):
-            found.append(_copy("updated weights to the device", self.numel(self.optim_axes) * itemsize))
-        count_bytes = self.numel(self.weight_axes) * itemsize
-        resting = _way(weight, count_bytes, "updated weights to the host", "updated weights to disk")
-        return found + [move for move in resting if move.over == "disk" or optim == "device" or gathered]
-
-
-def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[Move]:
-    """From or to a tier: what crosses the link to the host, and what its disks'."""
-    found = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
-    return found[: TIERS.index(tier)]
-
-
-def _copy(what: str, count_bytes: float, link: str = "pcie") -> Move:
-    return Move("copy", what, link, count_bytes)
 
 
 def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:

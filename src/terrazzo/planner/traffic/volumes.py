@@ -17,6 +17,7 @@ from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import Placement, placed_units
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.traffic.copies import copies
 
 __all__ = [
     "model_parallel_moves",
@@ -149,7 +150,7 @@ def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
         Move(move.kind, move.what, when, move.sent_bytes, None, move.over)
         for bucket in buckets(unit, placement)
         for when in WHEN
-        for move in bucket.copies(when, bucket.moments)
+        for move in copies(bucket, when)
         if move.sent_bytes
     )
 

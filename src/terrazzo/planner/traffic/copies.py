@@ -1,0 +1,70 @@
+"""What comes and goes between the device, the host's memory and its disks, for one bucket."""
+
+from __future__ import annotations
+
+from terrazzo.engine.place import TIERS
+from terrazzo.engine.spec import Move
+from terrazzo.planner.memory.buckets import PlannedBucket
+
+__all__ = ["copies"]
+
+
+def copies(bucket: PlannedBucket, when: str) -> list[Move]:
+    """At one of `WHEN`, in bytes of one rank.
+
+    Resting weights are fetched before each gather, gradients go to their tier once they are reduced, those of
+    earlier micro-batches no further than the host's memory, and an update happens where the optimizer's state lies.
+    """
+    tiers, weight_bytes = bucket.tiers, bucket.numel(bucket.weight_axes) * bucket.weight_dtype.itemsize
+    if when == "forward" or (when == "backward" and not bucket.keep and bucket.between_axes == bucket.weight_axes):
+        return _way(tiers.weight, weight_bytes, "weights to the device", "weights from disk")
+    if when == "backward" or not bucket.trainable:
+        return []
+    if when == "update":
+        return _update(bucket)
+    if tiers.grad == "device" or (when == "reduce" and not bucket.plan.grad.axes):
+        return []
+    itemsize = bucket.precision.accumulate.itemsize
+    if when == "reduce":
+        partial = bucket.numel(bucket.plan.grad.axes) * itemsize
+        return [_copy("gradients to the host", partial), _copy("gradients to the device", partial)]
+    finished = bucket.numel(bucket.optim_axes) * itemsize
+    return _way(tiers.grad, finished, "gradients to the host", "gradients to disk")
+
+
+def _update(bucket: PlannedBucket) -> list[Move]:
+    precision, tiers, owned, found = bucket.precision, bucket.tiers, bucket.numel(bucket.optim_axes), list[Move]()
+    grad_bytes = owned * precision.accumulate.itemsize
+    if tiers.grad == "nvme":
+        found.append(_copy("gradients from disk", grad_bytes, "disk"))
+    if tiers.optim == "device" and tiers.grad != "device":
+        found.append(_copy("gradients to the device", grad_bytes))
+    if tiers.optim != "device" and tiers.grad == "device":
+        found.append(_copy("gradients to the host", grad_bytes))
+    if tiers.optim == "nvme":
+        state = owned * (precision.master.itemsize + sum(bucket.moments))
+        found += [_copy(f"optimizer state {way} disk", state, "disk") for way in ("from", "to")]
+    if bucket.has_own_master or bucket.weight_axes != bucket.optim_axes:
+        found += _new_weights(bucket)
+    return found
+
+
+def _new_weights(bucket: PlannedBucket) -> list[Move]:
+    """From where they were updated to where they rest; less split ones are gathered on the device first."""
+    weight, optim, itemsize, found = bucket.tiers.weight, bucket.tiers.optim, bucket.weight_dtype.itemsize, list[Move]()
+    gathered = weight != "device" and bucket.weight_axes != bucket.optim_axes
+    if optim != "device" and (weight == "device" or gathered):
+        found.append(_copy("updated weights to the device", bucket.numel(bucket.optim_axes) * itemsize))
+    count_bytes = bucket.numel(bucket.weight_axes) * itemsize
+    resting = _way(weight, count_bytes, "updated weights to the host", "updated weights to disk")
+    return found + [move for move in resting if move.over == "disk" or optim == "device" or gathered]
+
+
+def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[Move]:
+    """From or to a tier: what crosses the link to the host, and what its disks'."""
+    found = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
+    return found[: TIERS.index(tier)]
+
+
+def _copy(what: str, count_bytes: float, link: str = "pcie") -> Move:
+    return Move("copy", what, link, count_bytes)
