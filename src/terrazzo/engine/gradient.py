@@ -267,11 +267,12 @@ class Gradient:
             self._finished = self.factor = self._landing = None
             self.seen = [False] * len(self.seen)
         else:
+            self.factor = None  # put off: it would meet the next gradient, and 0 times NaN is NaN
             self._apply(lambda part: part.zero_())
 
     def forget(self, indices: Iterable[int], set_to_none: bool = True) -> None:
         """As `zero`, for some of the parameters: the others keep theirs."""
-        self.changes += 1
+        self.apply_factor()  # what it still waits for is the others' alone: 0 times NaN is NaN
         slots = self.space.layout.slots
         for index in indices:
             if self._filled[index]:

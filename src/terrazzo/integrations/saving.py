@@ -25,14 +25,14 @@ def save_over(
 ) -> None:
     """`checkpoint.save`, in place of what lies under that name, which stays until the new one is complete. Collective.
 
-    Whether it may be replaced is for the caller to say.
+    Whether it may be replaced is for the caller to say. A kill between the two renames at the end leaves the old one as
+    `.NAME.replaced` and the new one as `NAME.new-...` beside it.
     """
     path = os.fspath(path)
     if not gather_json(os.path.lexists(path))[0]:
         checkpoint.save(path, model, optimizer, extra)
         return
-    fresh = f"{path}.new"
-    on_first(lambda: _remove(fresh))  # of a run that was killed
+    fresh = f"{path}.new-{gather_json(os.urandom(4).hex())[0]}"  # nobody's own name, which would be removed
     checkpoint.save(fresh, model, optimizer, extra)
     on_first(lambda: _take_place(path, fresh))
 

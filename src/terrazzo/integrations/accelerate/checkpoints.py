@@ -15,6 +15,7 @@ from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_pat
 from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.engine import ShardedModule, engine_of
 from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.integrations.saving import on_first
 
 __all__ = ["loading", "saving"]
 
@@ -32,8 +33,7 @@ def saving(accelerator: Any) -> Iterator[None]:
             place = _place(folder, index)
             number = _number(place) + 1
             save(step_path(place, number), model, engine_of(model).optimizer, {"step": accelerator.step})
-            if accelerator.is_main_process:
-                prune(place, keep_last=1)
+            on_first(lambda place=place: prune(place, keep_last=1))  # type: ignore[misc]
 
     with _apart(accelerator, "_save_model_state_pre_hook", hook) as (sharded, users):
         yield

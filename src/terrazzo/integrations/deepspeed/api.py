@@ -76,7 +76,7 @@ def initialize(  # structure: signature fixed by DeepSpeed
 
     _cast(model, configuration)
     configuration.setup.shard(model, built)
-    zero.SHARDED.add(model)
+    zero.SHARDED[model] = None
     engine = DeepSpeedEngine(model, built, configuration)
     engine.lr_scheduler = _scheduler(lr_scheduler, built, configuration)
     engine.collate_fn = collate_fn

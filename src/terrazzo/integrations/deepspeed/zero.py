@@ -17,8 +17,8 @@ from terrazzo.integrations.deepspeed.utils import warn_once
 
 __all__ = ["SHARDED", "GatheredParameters", "Init"]
 
-SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose parameters `GatheredParameters` finds."""
+SHARDED: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+"""Models whose parameters `GatheredParameters` finds, in the order of `initialize`, which is one on all ranks."""
 
 
 class Init(contextlib.nullcontext[None]):
