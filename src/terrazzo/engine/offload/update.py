@@ -96,7 +96,7 @@ class _Task:
     due: Sequence[Segment]
     twin: Twin
     finished: Finished
-    mark: torch.cuda.Event | None
+    mark: torch.Event | None
     done: Job | None = None
     tray: Tray | None = None
 

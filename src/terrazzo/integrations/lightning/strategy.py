@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, engine_of
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
 from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of
@@ -107,8 +108,8 @@ class TerrazzoStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        on_cuda = self.root_device.type == "cuda"
-        backend = self._backend or ("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+        on_cuda = devices.is_cuda(self.root_device)
+        backend = self._backend or devices.BACKENDS[self.root_device.type]
         device = self.root_device if on_cuda else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
 
@@ -121,7 +122,7 @@ class TerrazzoStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+            dist.barrier(device_ids=[self.root_device.index] if devices.is_cuda(self.root_device) else None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not _distributed_is_initialized():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from terrazzo.checkpoint.exchange import agree, gather_json
 from terrazzo.config import Config, LaunchConfig, flatten
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.joining import meet
 from terrazzo.train.launch.starting import resolve_device, set_threads
@@ -49,14 +50,14 @@ def join(launch: LaunchConfig) -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(resolve_device(launch))
     set_threads(launch, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if device.type == "cuda":
-        # Slurm may show each task only its own device.
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if devices.is_cuda(device):
+        device = torch.device("cuda", local_rank % devices.count())  # Slurm may show each task only its own
+        devices.stand_on(device)
     store = meet(rank, world_size, launch.timeout_s)
     timeout = timedelta(seconds=launch.timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        devices.BACKENDS[device.type], store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
     return Ranks(rank, world_size, device)
 
 
