@@ -23,6 +23,7 @@ from terrazzo.engine.model.checks import (
     check_agreement,
     check_device,
     check_dtypes,
+    check_graphs,
     check_mesh,
     check_model,
     check_offload,
@@ -180,7 +181,7 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     check_device(model, axes.device)
     plan = _one_of(Plan, plan, "plan").resolve(axes.names)
     precision = _one_of(Precision, options.precision, "precision")
-    check_precision(precision, axes.device)
+    check_precision(precision, axes)
     check_dtypes(model, precision)
     names, why = find_units(model, options.units)
     specs = partition(model, names)
@@ -193,9 +194,10 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     )
     recipe = Recipe(axes, plan.over(axes.live(axes.names)), precision)
     planned = _plan_units(specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
+    check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, precision, options.offload)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], precision)
-    templates = [state_of(each, group) for each in built for group in each.param_groups]
+    templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
     return _Prepared(plan, recipe, planned, why, built, templates)
 
 
