@@ -103,8 +103,7 @@ class _StandIns:
         self._refusals: weakref.WeakKeyDictionary[Segment, _Refusal] = weakref.WeakKeyDictionary()
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
-        hooks = engine.hooks
-        hooks.begun, hooks.ended, hooks.wanted = self.hide, self.show, self.notice_dropped
+        engine.hooks.tell(self.hide, self.show, self.notice_dropped)
         before = weakly(self, _StandIns.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before

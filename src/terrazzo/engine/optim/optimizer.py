@@ -92,7 +92,7 @@ class OptimizerDriver:
     def update_apart(self, make: Callable[[Callable[[], list[Segment] | None]], Apart]) -> None:
         """Have segments away from the device updated by what `make` returns; it is given what returns them."""
         self.background = make(weakly(self, lambda driver: driver.segments))
-        self.schedule.reduced = weakly(self, OptimizerDriver._reduced)
+        self.schedule.when_reduced(weakly(self, OptimizerDriver._reduced))
 
     def _reduced(self, unit: int) -> None:
         if self.background is not None:
