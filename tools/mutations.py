@@ -82,7 +82,7 @@ MUTATIONS = [
     Mutation(
         "clipping scales what a later backward brings, too",
         "engine/gradient.py",
-        "        if there is not None:\n            self.apply_factor()",
+        "        if there is not None:\n            there.apply_factor()",
         "        if there is not None:",
         "engine/test_numerics.py engine/offload/test_bits.py",
     ),

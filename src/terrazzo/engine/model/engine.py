@@ -171,7 +171,7 @@ class Engine:
     @property
     def has_gradients(self) -> bool:
         """Whether there is a gradient that a step would take."""
-        return any(bucket.gradient.is_finished for bucket in self.trainable())
+        return any(bucket.gradient.finished is not None for bucket in self.trainable())
 
     @property
     def has_replicas(self) -> bool:
