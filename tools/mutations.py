@@ -117,14 +117,14 @@ MUTATIONS = [
     # -- collectives
     Mutation(
         "memory is used again while a neighbour reads it",
-        "engine/links/collectives.py",
+        "engine/links/gloo.py",
         "                neighbour.await_taken(kind)",
         "                pass",
         "engine/links",
     ),
     Mutation(
         "the last element of a sum is left out",
-        "engine/links/collectives.py",
+        "engine/links/gloo.py",
         "for start in range(0, total.numel(), step):",
         "for start in range(0, total.numel() - 1, step):",
         "engine/links",
@@ -132,7 +132,7 @@ MUTATIONS = [
     # -- optimizers
     Mutation(
         "memory is given back while it is sent to another machine",
-        "engine/links/collectives.py",
+        "engine/links/gloo.py",
         "            for work in going:\n                work.wait()",
         "            pass",
         "engine/links engine/test_processes.py",

@@ -23,7 +23,7 @@ packages:
     process.ending                                    threads, locks and forks of those who have their own
     partition, place, spec, layout                    units, where their states rest, what moves: for the planner
     order, schedule, paper.rehearsal                  a step on paper, likewise
-    links.collectives, links.columns, links.transfer  what sums receive, likewise
+    links.gloo, links.columns, links.transfer         what sums receive, likewise
     offload.drive, offload.needs, offload.store       what rests away from the device, likewise
 
 `tools/lint_structure.py` checks both.

@@ -27,9 +27,10 @@ MIN_UNIT_NUMEL = 1_000_000
 
 @dataclass
 class Member:
-    """One parameter: every name it has, where it is registered, and the optimizer's param group (-1: none).
+    """One parameter: every name it has, where it is registered, and what steps it.
 
     Attributes:
+        group: number of its param group among those of all optimizers of the model; -1 for none.
         holders: modules and attributes, until its values are there; they may hold the model itself.
         registered: the dictionaries of parameters in which it stands from then on, by attribute.
     """

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.links.collectives import backend_of
+from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.precision import Precision

@@ -42,6 +42,7 @@ class Segment:
 
     @property
     def group(self) -> int:
+        """Number of its param group among those of all optimizers of the model."""
         return self.bucket.members[self.first].group
 
     @property
