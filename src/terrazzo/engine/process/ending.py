@@ -2,7 +2,7 @@
 
 Garbage is found at any allocation, in any thread, also in one that is inside `threading` and holds a lock there. A
 finalizer that takes a lock, joins, waits or does I/O may wait for itself then, and every later start of a thread with
-it. So finalizers here only leave a note, and a thread that lives for this acts on it; tools/lint_finalizers.py checks
+it. So finalizers here only leave a note, and a thread that lives for this acts on it; tools/lint/finalizers.py checks
 that there are no others.
 
 Notes are left by `SimpleQueue.put`. The library reference says of it: "This method has a C implementation which is
