@@ -18,7 +18,7 @@ from terrazzo.engine.order import contains
 from terrazzo.engine.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import BucketSpec, Move, Pass
+from terrazzo.engine.spec import BucketSpec, MoveBytes, Pass
 from terrazzo.engine.unit import Unit
 
 __all__ = ["PaperBucket", "PaperStep", "PaperUnit", "rehearse"]
@@ -169,7 +169,7 @@ class PaperBucket:
             self._ledger.take(self.spec.full_bytes)
             self._record(self.spec.collectives("backward" if self._held_bytes else "forward"))
 
-    def _record(self, moves: Iterable[Move]) -> None:
+    def _record(self, moves: Iterable[MoveBytes]) -> None:
         for move in moves:
             self._traffic.record(move.kind, int(move.sent_bytes))
 
@@ -209,7 +209,7 @@ class PaperBucket:
         self._ledger.give(held_bytes)
         return torch.empty(0)
 
-    def _send(self, moves: Sequence[Move]) -> Moves:
+    def _send(self, moves: Sequence[MoveBytes]) -> Moves:
         for move in moves:
             self._record([move])
             for step in range(move.steps):
