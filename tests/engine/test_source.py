@@ -57,3 +57,26 @@ def test_who_drives_a_model_is_told_and_not_set() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
                 owner = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
                 assert owner not in ("schedule", "program", "hooks"), f"{name}: {ast.unparse(node)}"
+
+
+def test_what_a_module_lists_is_what_others_import() -> None:
+    """`__all__` holds what another module of the package imports, and beside that only what tests name."""
+    wanted: dict[str, set[str]] = {name: set() for name in TREES}
+    for path in (ROOT / "src").rglob("*.py"):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if "terrazzo.engine." in source else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("terrazzo.engine."):
+                module = (node.module or "").removeprefix("terrazzo.engine.").replace(".", "/")
+                wanted.get(module, set()).update(alias.name for alias in node.names)
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for name, tree in TREES.items():
+        if name.endswith("__init__"):
+            continue
+        lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and _names_all(node)]
+        listed = {each for names in lists for each in ast.literal_eval(names)}
+        assert wanted[name] <= listed, name
+        assert {each for each in listed - wanted[name] if not re.search(rf"\b{each}\b", tests)} == set(), name
+
+
+def _names_all(node: ast.Assign) -> bool:
+    return ast.unparse(node.targets[0]) == "__all__"

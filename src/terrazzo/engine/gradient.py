@@ -209,8 +209,8 @@ class Gradient:
             there.apply_factor()
             resting = there.wait()
             for part in resting.cuts(resting.range):
-                with resting.opened(part, "change") as kept:
-                    kept.add_(data.part(part).to(kept.device))
+                with resting.opened(part, "change") as sums:
+                    sums.add_(data.part(part).to(sums.device))
         elif self._home is None:
             self.finished = Finished(data)
         else:

@@ -299,11 +299,11 @@ def _called(unit: Unit) -> str:
 
 def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
     """The modules inside `module`, without those inside one of `others`."""
-    found = []
+    inside = []
     for child in module.children():
         if child not in others:
-            found += [child, *_modules_inside(child, others)]
-    return found
+            inside += [child, *_modules_inside(child, others)]
+    return inside
 
 
 def _inside_backward() -> bool:

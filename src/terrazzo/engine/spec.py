@@ -29,7 +29,7 @@ import torch
 from terrazzo.engine.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.precision import Precision
 
-__all__ = ["WHEN", "Axis", "BucketSpec", "MoveBytes", "Pass", "StateBytes", "SumAxes", "resting_bytes"]
+__all__ = ["WHEN", "BucketSpec", "MoveBytes", "Pass", "SumAxes", "resting_bytes"]
 
 WHEN = ("forward", "backward", "reduce", "last", "update")
 """When things move: before forward and before backward, after each backward that reduces, after the last one, and after
@@ -263,21 +263,21 @@ class BucketSpec:
         return start, further
 
     def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, what: str) -> list[MoveBytes]:
-        found, own = [], self.numel(source)
+        moves, own = [], self.numel(source)
         for cut in range(len(source) - 1, len(target) - 1, -1):
             wider = self.numel(source[:cut])
-            found.append(MoveBytes("all_gather", what, source[cut], (wider - own) * itemsize))
+            moves.append(MoveBytes("all_gather", what, source[cut], (wider - own) * itemsize))
             own = wider
-        return found
+        return moves
 
     def _scatters(self, source: tuple[str, ...], target: tuple[str, ...], beside: int = 0) -> list[MoveBytes]:
-        found, wire, full = [], self.precision.reduce.itemsize, self.numel(source)
+        moves, wire, full = [], self.precision.reduce.itemsize, self.numel(source)
         for cut in range(len(source), len(target)):
             own, axis = self.numel(target[: cut + 1]), target[cut]
             received = self.ranks[axis].receive_bytes(full * wire)
-            found.append(MoveBytes("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, beside))
+            moves.append(MoveBytes("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, beside))
             full = own
-        return found
+        return moves
 
     def size(self, axis: str) -> int:
         """Ranks of an axis that split a tensor; where whole ones are dealt out, innermost axes are used up first."""

@@ -299,9 +299,9 @@ class Engine:
         slots = [(bucket, slot, _name_in(state, slot)) for bucket in self.buckets() for slot in bucket.slots]
         wanted = {name: slot.shape for _, slot, name in slots if name is not None}
         wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        found = {name: tuple(state[name].shape) for name in wanted}
+        shapes = {name: tuple(state[name].shape) for name in wanted}
         wrong = [
-            f"{name} is {found[name]} and should be {shape}" for name, shape in wanted.items() if found[name] != shape
+            f"{name} is {shapes[name]} and should be {shape}" for name, shape in wanted.items() if shapes[name] != shape
         ]
         if wrong:
             raise BadInput(f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}.")

@@ -54,7 +54,7 @@ class ShardedModule(nn.Module):
         known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
         known |= {name for buffer in buffers for name in buffer.names}
         given = {buffer.name: [name for name in buffer.names if name in state_dict] for buffer in buffers}
-        missing = sorted(engine.missing(state_dict) | {name for name, found in given.items() if not found})
+        missing = sorted(engine.missing(state_dict) | {name for name, present in given.items() if not present})
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             raise BadInput(

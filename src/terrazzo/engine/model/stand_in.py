@@ -73,20 +73,20 @@ class _Shelf:
 
     def dropped(self) -> list[int]:
         """Parameters whose `.grad` someone has set to None. Errors: `Misuse` for one that was set to a tensor."""
-        seen, found = self.bucket.gradient.seen, list[int]()
+        seen, indices = self.bucket.gradient.seen, list[int]()
         for index, parameter, stand_in in self.shown:
             grad = parameter.grad
             if grad is stand_in:
                 continue
             if grad is None and seen[index]:
-                found.append(index)
+                indices.append(index)
             elif grad is not None:
                 raise Misuse(
                     f"The .grad of {self.bucket.members[index].name!r} was replaced by a tensor, but the gradients of "
                     "a sharded model are in memory of the engine. Change them in place (mul_, div_, zero_), or before "
                     "backward with parameter.register_hook."
                 )
-        return found
+        return indices
 
 
 class _StandIns:
@@ -158,15 +158,15 @@ class _StandIns:
         """Forget gradients whose `.grad` someone has set to None since they were shown."""
         with _PLAINLY():
             dropped = [(shelf.bucket, shelf.dropped()) for shelf in self._shown if shelf.wanted]
-        names = [bucket.members[index].name for bucket, found in dropped for index in found]
+        names = [bucket.members[index].name for bucket, indices in dropped for index in indices]
         if not names:
             return
-        if all(len(found) == sum(bucket.gradient.seen) for bucket, found in dropped):
+        if all(len(indices) == sum(bucket.gradient.seen) for bucket, indices in dropped):
             self._engine.zero_grad(set_to_none=True)
             return
         self._prepare_change(names[0])
-        for bucket, found in dropped:
-            bucket.gradient.forget(found)  # later micro-batches may add to the others
+        for bucket, indices in dropped:
+            bucket.gradient.forget(indices)  # later micro-batches may add to the others
 
     def norm(self, key: Key, kind: float) -> Tensor:
         """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""

@@ -226,8 +226,8 @@ class _Carrier:
         tray = self._ring.popleft()
         self._ring.append(tray)
         tray.finish_writing()
-        kept = [task.twin.state.get(segment.parameter, {}) for segment in task.segments]
-        known = [key for key in task.bucket.moments if any(key in state for state in kept)]
+        states = [task.twin.state.get(segment.parameter, {}) for segment in task.segments]
+        known = [key for key in task.bucket.moments if any(key in state for state in states)]
         tray.read(task.bucket, task.window, known, task.finished)
         task.tray = tray
 

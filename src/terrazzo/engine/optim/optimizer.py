@@ -215,8 +215,8 @@ class OptimizerDriver:
 
 def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, list[int]]:
     """By bucket the members that belong to one of `groups`, where there are any."""
-    found = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
-    return {bucket: own for bucket, own in found.items() if own}
+    owned = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
+    return {bucket: own for bucket, own in owned.items() if own}
 
 
 def _inside_another(optimizer: Optimizer) -> bool:

@@ -21,7 +21,7 @@ from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import BucketSpec, MoveBytes, Pass
 from terrazzo.engine.unit import Unit
 
-__all__ = ["PaperBucket", "PaperStep", "PaperUnit", "rehearse"]
+__all__ = ["PaperStep", "PaperUnit", "rehearse"]
 
 
 @dataclass(frozen=True)

@@ -172,15 +172,15 @@ def _await_gloo() -> None:
 
 def _gloo_threads() -> dict[str, str]:
     """For each such thread, whether it sleeps and how often it has gone to sleep; empty where that is not known."""
-    found = {}
+    statuses = {}
     try:
         for task in _TASKS.iterdir():
             if (task / "comm").read_text().strip() == _GLOO:
                 lines = (task / "status").read_text().splitlines()
-                found[task.name] = "\n".join(line for line in lines if line.startswith("State") or "ctxt" in line)
+                statuses[task.name] = "\n".join(line for line in lines if line.startswith("State") or "ctxt" in line)
     except OSError:  # it has ended, or this is not Linux
         pass
-    return found
+    return statuses
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
