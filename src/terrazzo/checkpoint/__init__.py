@@ -10,7 +10,6 @@ Open to other packages:
 
     audit, compare, convert, describe      what the command line does with folders
     exporters                              checkpoints as other libraries read them
-    exchange                               plain values between ranks, for whoever has to agree
     read, source, stores                   a checkpoint's weights as a mapping, whose a folder is, names of states
     rng                                    states of random generators
 """

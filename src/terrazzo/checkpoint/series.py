@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.native import Checkpoint
@@ -25,6 +24,7 @@ from terrazzo.checkpoint.read import restore
 from terrazzo.checkpoint.store import Store
 from terrazzo.checkpoint.stores import open_store, store_and_name
 from terrazzo.errors import BadInput, Damaged, Misuse
+from terrazzo.exchange import gather_json, together
 
 __all__ = [
     "Resumed",

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exchange import gather_json, together
-from terrazzo.errors import SaveFailed
+from terrazzo.exchange import gather_json, on_first
 from terrazzo.files import sync_folder
 
-__all__ = ["on_first", "save_over"]
+__all__ = ["save_over"]
 
 
 def save_over(
@@ -29,17 +26,12 @@ def save_over(
     `.NAME.replaced` and the new one as `NAME.new-...` beside it.
     """
     path = os.fspath(path)
-    if not gather_json(os.path.lexists(path))[0]:
+    if not on_first(lambda: os.path.lexists(path)):
         checkpoint.save(path, model, optimizer, extra)
         return
     fresh = f"{path}.new-{gather_json(os.urandom(4).hex())[0]}"  # nobody's own name, which would be removed
     checkpoint.save(fresh, model, optimizer, extra)
     on_first(lambda: _take_place(path, fresh))
-
-
-def on_first(work: Callable[[], object]) -> None:
-    """Rank 0 works; what it raises is raised on every rank, `SaveFailed` where it is no error of ours. Collective."""
-    together(lambda: work() if dist.get_rank() == 0 else None, SaveFailed)
 
 
 def _take_place(path: str, fresh: str) -> None:

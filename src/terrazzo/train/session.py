@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exchange import agree, gather_json, together
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
+from terrazzo.exchange import agree, gather_json, on_first, together
 from terrazzo.telemetry import resident_bytes
 from terrazzo.train.build import (
     batch_arithmetic,
@@ -147,7 +147,7 @@ class Session:
 
 def open_session(config: Config, ranks: Ranks, plan_notes: Sequence[str] = ()) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
-    together(lambda: make_log_folder(config) if ranks.is_first else None, BadInput)
+    on_first(lambda: make_log_folder(config), BadInput)
     keeper = Keeper(config, ranks)
     try:
         return _open(config, ranks, keeper, plan_notes)
@@ -187,7 +187,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str
         if newest:
             session.resume()
         else:  # last, so that nothing is lost to a run that cannot start
-            together(lambda: clear_checkpoints(config) if ranks.is_first else None, BadInput)
+            on_first(lambda: clear_checkpoints(config), BadInput)
     except BaseException:
         engine_of(model).close()  # its files would stay: ranks end without the interpreter's help
         raise

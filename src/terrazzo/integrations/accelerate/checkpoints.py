@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_path
-from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.engine import ShardedModule, engine_of
-from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.integrations.saving import on_first
+from terrazzo.errors import BadInput
+from terrazzo.exchange import on_first
 
 __all__ = ["loading", "saving"]
 
@@ -84,6 +82,5 @@ def _place(folder: str, index: int) -> Path:
 
 def _number(place: Path) -> int:
     """Of the newest checkpoint there, as rank 0 sees it."""
-    newest = together(lambda: latest(place) if dist.get_rank() == 0 else None, SaveFailed)
-    found: int = gather_json(int(newest.rpartition("-")[2]) if newest else 0)[0]
-    return found
+    newest = on_first(lambda: latest(place))
+    return int(newest.rpartition("-")[2]) if newest else 0

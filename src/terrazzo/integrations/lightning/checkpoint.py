@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo import checkpoint as checkpoints
-from terrazzo.checkpoint.exchange import together
 from terrazzo.checkpoint.read import own_folder
 from terrazzo.errors import BadInput
+from terrazzo.exchange import together
 from terrazzo.integrations.lightning.state import from_json, to_json
 from terrazzo.integrations.saving import save_over
 
