@@ -13,10 +13,12 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
+from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.threads import exclusive, run_in_threads
@@ -191,6 +193,23 @@ def test_ranks_that_see_different_checkpoints_are_told(tmp_path: Path) -> None:
         model, optimizer = built()
         with pytest.raises(Damaged, match="do not see the same checkpoint"):
             checkpoint.load(tmp_path / str(rank) / "step-00000001", model, optimizer)
+
+    run_in_threads(2, body)
+
+
+def test_a_store_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, 1)
+
+    def occupied(self: LocalStore, name: str) -> bool:
+        if dist.get_rank() == 0:
+            raise RuntimeError("no answer")
+        return True
+
+    monkeypatch.setattr(LocalStore, "occupied", occupied)
+
+    def body(rank: int) -> None:
+        with pytest.raises(tz.Misuse, match="rank 0: RuntimeError: no answer"):
+            checkpoint.load_newest(tmp_path, *built())
 
     run_in_threads(2, body)
 

@@ -181,8 +181,11 @@ class Saver:
             )
         if not self._writer.done():
             return _BUSY, ""
-        if (problem := self._writer.problem()) is None or draft.committed():  # it may have died just after the commit
+        if (problem := self._writer.problem()) is None:
             return _DONE, ""
+        with contextlib.suppress(Exception):  # of whatever kind a store has: other ranks wait to hear of this one
+            if draft.committed():  # it may have died just after the commit
+                return _DONE, ""
         job.fail(draft, problem)
         return _FAILED, problem
 

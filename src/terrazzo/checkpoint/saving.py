@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.snapshot import take
-from terrazzo.errors import Damaged, SaveFailed
+from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import on_first, together
 
 __all__ = ["save"]
@@ -42,14 +42,16 @@ def save(
     snapshot = take(path, model, optimizer, extra, run)
     job = snapshot.job
     draft = job.draft()
+    expected: tuple[type[Exception], ...] = (SaveFailed,)
     try:
         on_first(draft.begin)  # before anyone writes into it
+        expected = (SaveFailed, BadInput)  # what is wrong from here on is what was written
         together(lambda: job.write(draft, snapshot.data), SaveFailed)
         on_first(lambda: job.conclude(draft))
     except BaseException as error:
         if dist.get_rank() == 0:
             draft.abandon()
-        if not isinstance(error, SaveFailed | Damaged):
+        if not isinstance(error, expected):
             raise
         raise SaveFailed(
             f"The checkpoint '{job.where}' was not saved: {error} Earlier ones are as they were."

@@ -24,7 +24,7 @@ from terrazzo.checkpoint.read import restore
 from terrazzo.checkpoint.store import Store
 from terrazzo.checkpoint.stores import open_store, store_and_name
 from terrazzo.errors import BadInput, Damaged, Misuse
-from terrazzo.exchange import gather_json, together
+from terrazzo.exchange import gather_json, on_first, together
 
 __all__ = [
     "Resumed",
@@ -156,9 +156,9 @@ def load_newest(
 
     Raises:
         Damaged: there are checkpoints, and none is whole; the message has the reason for each.
-        BadInput: the newest whole one does not fit.
+        BadInput: the newest whole one does not fit, or one cannot be read, which proves no damage.
     """
-    found = together(lambda: complete_checkpoints(folder), Damaged)
+    found = together(lambda: complete_checkpoints(folder), BadInput)
     paths: Sequence[str] = gather_json(found)[0]  # the first rank decides: others may lag
     refused: dict[str, str] = {}
     for path in reversed(paths):
@@ -184,7 +184,7 @@ def _names(store: Store) -> list[str]:
 def _open_together(path: str) -> Checkpoint:
     """Open what the first rank sees; others wait for it to come into sight, and say when it does not."""
     store, name = store_and_name(path)
-    seen = gather_json(store.occupied(name))[0]
+    seen = on_first(lambda: store.occupied(name), Misuse)
     deadline = time.monotonic() + _PATIENCE_S
 
     def work() -> Checkpoint:
