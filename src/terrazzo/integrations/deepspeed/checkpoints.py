@@ -19,7 +19,7 @@ from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.integrations.deepspeed.config import Configuration
 from terrazzo.integrations.deepspeed.utils import is_first, warn_once
-from terrazzo.integrations.saving import save_over
+from terrazzo.integrations.saving import save_over, settle
 from terrazzo.integrations.weights import full_state_dict
 
 __all__ = ["Checkpoints"]
@@ -99,6 +99,7 @@ class Checkpoints:
             return None, None
         path = Path(load_dir) / name
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        settle(path)
         source = together(lambda: tz.checkpoint.open_source(path), BadInput)
         tz.checkpoint.load(path, self.module, optimizer)
         own = source.extra.get(_OWN) or _of_deepspeed(source)

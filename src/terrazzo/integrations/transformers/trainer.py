@@ -22,7 +22,7 @@ from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first
 from terrazzo.integrations.accelerate import Accelerator
-from terrazzo.integrations.saving import save_over
+from terrazzo.integrations.saving import save_over, settle
 from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for
 from terrazzo.integrations.transformers.arguments import check, describe
 
@@ -168,8 +168,9 @@ def _name_dtype(config: Any, dtype: torch.dtype, folder: str) -> None:
 
 
 def state_of(folder: str) -> str:
-    """The sharded state in `checkpoint-N`, or the folder itself where another stack wrote it."""
+    """The sharded state in `checkpoint-N`, or the folder itself where another stack wrote it. Collective."""
     own = os.path.join(folder, _FOLDER)
+    settle(own)
     return own if os.path.isdir(own) else folder
 
 
