@@ -236,6 +236,8 @@ def test_a_trainers_state_survives_json() -> None:
     assert found["betas"] == (0.9, (0.1,))
     torch.testing.assert_close(found["score"], state["score"], equal_nan=True)
     assert found["steps"].dtype == torch.int64
+    for shape in ((0, 3), (2, 0), (0,)):
+        assert from_json(to_json(torch.ones(shape))).shape == shape
     with pytest.raises(tz.BadInput, match=r"checkpoint\['hyper_parameters'\]\['loss'\] is a MSELoss"):
         to_json({"hyper_parameters": {"loss": nn.MSELoss()}})
 

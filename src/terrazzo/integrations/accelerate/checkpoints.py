@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,8 @@ def loading(accelerator: Any) -> Iterator[None]:
             resumed = load_newest(_place(folder, index), model, engine_of(model).optimizer)
             if resumed is not None:
                 steps.append(resumed.extra["step"])
+                for path, why in resumed.refused.items():
+                    warnings.warn(f"resume: {path} is DAMAGED, not used: {why}", stacklevel=2)
             elif len(sharded) > 1:
                 raise BadInput(f"'{folder}' has no Terrazzo checkpoint, and this run has {len(sharded)} models.")
             else:
