@@ -18,6 +18,8 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
+from terrazzo.checkpoint.convert import convert
+from terrazzo.checkpoint.describe import lost
 from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.errors import BadInput, Damaged
@@ -82,6 +84,16 @@ def test_the_newest_is_the_highest_step_and_resumes_to_the_bit(folder: str) -> N
     assert weight == 100_000_000
     assert (found.path, found.run, found.world_size, found.refused) == (checkpoint.latest(folder), "r", 2, {})
     assert found.extra["step"] == 100_000_000
+
+
+def test_what_a_conversion_loses_is_what_was_there(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    source = checkpoint.open_source(tmp_path / "step-00000001")
+    generators = "the states of the ranks' random generators"
+    assert all(generators in lost(source, to) for to in ("terrazzo", "hf", "dcp"))
+    convert(source, str(tmp_path / "converted"))
+    converted = checkpoint.open_source(tmp_path / "converted")
+    assert not any(generators in lost(converted, to) for to in ("terrazzo", "hf", "dcp"))
 
 
 def test_an_existing_name_is_refused_and_left_as_it_is(folder: str) -> None:

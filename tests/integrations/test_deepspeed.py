@@ -338,6 +338,18 @@ def refused() -> list[str]:
     return messages
 
 
+def in_order() -> list[int]:
+    """Where in the order of `initialize` each model is that `GatheredParameters` goes through."""
+    models = [model() for _ in range(8)]
+    engines = [deepspeed.initialize(model=each, config=config(3))[0] for each in models]
+    own = [engine.module for engine in engines]
+    return [next(n for n, each in enumerate(own) if each is found) for found in list(deepspeed.zero.SHARDED)[-8:]]
+
+
+def test_models_are_met_in_the_order_of_initialize(two_processes: Pool) -> None:
+    assert two_processes.run(in_order) == [list(range(8))] * 2
+
+
 def test_what_cannot_be_done_says_what_to_do(two_processes: Pool) -> None:
     expected = ("engine.backward(loss)", "optimizer", "before it", "offload_states", "multiple of", "leave both out")
     expected += ("torch.nn.Module", "config=", "deepspeed.initialize", "Lamb")

@@ -11,6 +11,7 @@ Open to other packages:
     audit, compare, convert, describe      what the command line does with folders
     exporters                              checkpoints as other libraries read them
     read, source, stores                   a checkpoint's weights as a mapping, whose a folder is, names of states
+    store                                  names of steps
     rng                                    states of random generators
 """
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, is_checkpoint, reading
+from terrazzo.checkpoint.store import STEP, Draft, Folder, Sink, Store, is_checkpoint, reading
 from terrazzo.errors import Damaged
 from terrazzo.files import sync_folder
 
@@ -42,7 +42,7 @@ class LocalStore(Store):
     def candidates(self) -> list[str]:
         if not self.root.is_dir():  # a checkpoint of another format, in one file
             return []
-        named = {entry.name for entry in self.root.iterdir() if entry.name.startswith("step-") and entry.is_dir()}
+        named = {entry.name for entry in self.root.iterdir() if entry.name.startswith(STEP) and entry.is_dir()}
         return sorted(named.union(self.names()))
 
     def unfinished(self) -> list[str]:

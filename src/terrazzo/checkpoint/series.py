@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.native import Checkpoint
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.read import restore
-from terrazzo.checkpoint.store import Store
+from terrazzo.checkpoint.store import Store, step_name, step_of
 from terrazzo.checkpoint.stores import open_store, store_and_name
 from terrazzo.errors import BadInput, Damaged, Misuse
 from terrazzo.exchange import gather_json, on_first, together
@@ -38,13 +37,12 @@ __all__ = [
     "step_path",
 ]
 
-_STEP = re.compile(r"step-([0-9]{8,})")
 _PATIENCE_S = 30.0  # shared file systems show a new folder late
 
 
 def step_path(folder: str | os.PathLike[str], step: int) -> str:
     """Where the checkpoint of `step` is kept."""
-    return f"{os.fspath(folder)}/step-{step:08d}"
+    return f"{os.fspath(folder)}/{step_name(step)}"
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
@@ -83,7 +81,7 @@ def prune(
     found = [checkpoint for name in _names(store) if (checkpoint := _opened(store, name)) is not None]
     own = [checkpoint for checkpoint in found if run is None or checkpoint.manifest.run == run]
     kept = {checkpoint.where for checkpoint in own[max(0, len(own) - keep_last) :]}
-    kept |= {checkpoint.where for checkpoint in own if keep_every and _step(checkpoint) % keep_every == 0}
+    kept |= {checkpoint.where for checkpoint in own if keep_every and not (step_of(checkpoint.where) or 0) % keep_every}
     kept |= {checkpoint.where for checkpoint in sorted(own, key=_metric)[:keep_best] if _metric(checkpoint) < math.inf}
     gone = [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in kept]
     for name in gone if not dry_run else ():
@@ -177,7 +175,7 @@ def load_newest(
 
 
 def _names(store: Store) -> list[str]:
-    found = {int(match[1]): name for name in store.names() if (match := _STEP.fullmatch(name))}
+    found = {step: name for name in store.names() if (step := step_of(name)) is not None}
     return [found[step] for step in sorted(found)]
 
 
@@ -200,11 +198,6 @@ def _opened(store: Store, name: str) -> Checkpoint | None:
         return Checkpoint(store.folder(name))
     except BadInput:
         return None
-
-
-def _step(checkpoint: Checkpoint) -> int:
-    """As its name says it."""
-    return int(checkpoint.where.rpartition("-")[2])
 
 
 def _metric(checkpoint: Checkpoint) -> float:

@@ -7,6 +7,7 @@ invisible until `commit`, which is atomic: of a local folder a rename, elsewhere
 from __future__ import annotations
 
 import contextlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -14,7 +15,11 @@ from typing import Protocol
 from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["Draft", "Folder", "Sink", "Store", "is_checkpoint", "reading"]
+__all__ = ["STEP", "Draft", "Folder", "Sink", "Store", "is_checkpoint", "reading", "step_name", "step_of"]
+
+STEP = "step-"
+"""How the names of a run's checkpoints begin, damaged ones that were put aside too."""
+_STEP_NAME = re.compile(rf"{STEP}([0-9]{{8,}})")
 
 
 class Sink(Protocol):
@@ -182,6 +187,17 @@ class Store(ABC):
     @abstractmethod
     def occupied(self, name: str) -> bool:
         """Whether anything has that name."""
+
+
+def step_name(step: int) -> str:
+    """The name, in a folder of them, of the checkpoint of `step`."""
+    return f"{STEP}{step:08d}"
+
+
+def step_of(path: str) -> int | None:
+    """The step that a checkpoint's name or path tells; None of another name."""
+    match = _STEP_NAME.fullmatch(path.rpartition("/")[2])
+    return int(match[1]) if match else None
 
 
 def is_checkpoint(entries: Iterable[str]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_path
+from terrazzo.checkpoint.store import step_of
 from terrazzo.engine import ShardedModule, engine_of
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first
@@ -85,5 +86,4 @@ def _place(folder: str, index: int) -> Path:
 
 def _number(place: Path) -> int:
     """Of the newest checkpoint there, as rank 0 sees it."""
-    newest = on_first(lambda: latest(place))
-    return int(newest.rpartition("-")[2]) if newest else 0
+    return step_of(on_first(lambda: latest(place)) or "") or 0
