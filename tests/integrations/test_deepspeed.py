@@ -16,6 +16,7 @@ import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations import deepspeed
 from tests.helpers.processes import Pool
+from tests.integrations import killed
 
 pytestmark = pytest.mark.processes
 
@@ -229,6 +230,7 @@ def resumed(folder: str) -> dict[str, Any]:
     assert first.save_16bit_model(folder)
     found: dict[str, Any] = {"full": full, "uninterrupted": go_on(first, 2)}
     for stage in (3, 1):
+        killed.between_renames(Path(folder) / "global_step2")
         engine = deepspeed.initialize(model=model(), config=config(stage))[0]
         path, state = engine.load_checkpoint(folder)
         assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (2, 2 * MICRO * 2, 2)
