@@ -42,7 +42,7 @@ class LocalStore(Store):
     def candidates(self) -> list[str]:
         if not self.root.is_dir():  # a checkpoint of another format, in one file
             return []
-        named = {entry.name for entry in self.root.iterdir() if entry.name.startswith(STEP) and entry.is_dir()}
+        named = {name for name in _listed(self.root) if name.startswith(STEP) and (self.root / name).is_dir()}
         return sorted(named.union(self.names()))
 
     def unfinished(self) -> list[str]:
