@@ -164,6 +164,12 @@ def test_a_strategy_that_is_not_known_is_refused_and_not_imported() -> None:
     assert verdicts("lightning", {"strategy": "fdsp"})["strategy"].why.endswith("Did you mean 'fsdp'?")
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", {"class_path": "no_such_package.Strategy"}])
+def test_arguments_of_a_strategy_beside_the_trainers_section_are_no_ones(strategy: Any) -> None:
+    document = {"trainer": {"strategy": strategy}, "strategy": {"init_args": {"word": {"x": 1}}}}
+    assert verdicts("lightning", document)["strategy.init_args.word.x"].kind == "refused"
+
+
 def test_a_whole_configuration_makes_other_arguments_void() -> None:
     document = {"strategy": strategy("DeepSpeedStrategy", config={"zero_optimization": {"stage": 1}}, stage=3)}
     assert described("lightning", document).row == "zero1"

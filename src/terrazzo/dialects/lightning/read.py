@@ -145,10 +145,8 @@ def _keep_others(reader: Reader, prefix: str, strategy: Strategy) -> None:
     """Refuse what the strategy's class does not take, and keep what nobody has read."""
     for key in reader.unread():
         name, dot, argument = key.removeprefix(prefix).partition("strategy.init_args.")
-        if name or not dot:
+        if name or not dot or strategy.kind not in ARGUMENTS:
             reader.keep_row(key)
-        elif strategy.kind not in ARGUMENTS:
-            reader.keep(key, KEYS["strategy"].meaning)
         else:
             near = did_you_mean(argument, ARGUMENTS[strategy.kind])
             reader.refuse(key, f"{strategy.kind} has no such argument and raises a TypeError.{near}")

@@ -147,8 +147,11 @@ def _tier(reader: Reader, key: str) -> Setting[Any] | None:
     raw = reader.any(key).value
     if raw is None:
         return None
+    if not isinstance(raw, str | Mapping):
+        reader.refuse(key, f"it is {raw!r}, expected device, cpu, nvme or shares such as cpu:0.7.")
+        return Setting("device", "default", key)
     try:
-        return Setting(_shortest(tier_text(raw if isinstance(raw, Mapping) else str(raw))), "file", key)
+        return Setting(_shortest(tier_text(raw)), "file", key)
     except ValueError as error:
         reader.refuse(key, str(error))
         return Setting("device", "default", key)
