@@ -61,11 +61,11 @@ class Toy(Dialect):
         return reader.finish(self.name, given, self.known_keys)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
-        draft = Draft(description, self.title)
+        draft = Draft(description, self.title, self.name)
         draft.copy("optimizer.lr", "lr")
         if description.dialect != self.name or description["training.clip"].key:
             draft.copy("training.clip", "clip")
-        return draft.finish(self.name)
+        return draft.finish()
 
 
 class Careless(Toy):
@@ -75,9 +75,9 @@ class Careless(Toy):
     title = "Careless"
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
-        draft = Draft(description, self.title)
+        draft = Draft(description, self.title, self.name)
         draft.put("optimizer.lr", "lr", description.value("optimizer.lr") / 2)
-        return draft.finish(self.name)
+        return draft.finish()
 
 
 def converted(document: dict[str, Any], source: Dialect, target: Dialect, context: Context = NO_CONTEXT) -> Conversion:
@@ -260,7 +260,7 @@ def test_a_draft_forgets_nothing() -> None:
         "mesh.cp": Setting(1),
         "batch.global_batch": Setting(8, "derived"),
     }
-    draft = Draft(build("other", given), "Toy")
+    draft = Draft(build("other", given), "Toy", "toy")
     draft.copy("optimizer.lr", "a.lr")
     writing = draft.finish()
     assert writing.document == {"a": {"lr": 0.1}}

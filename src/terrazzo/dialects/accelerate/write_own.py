@@ -52,7 +52,7 @@ _SAY: Mapping[str, _Say] = {
 
 def write_own(description: Description) -> Writing:
     """The document again: what stands in the extras as it is, the rest from the settings that it gave."""
-    draft = Draft(description, "Accelerate")
+    draft = Draft(description, "Accelerate", "accelerate")
     kept = {extra.key for extra in description.extras}
     for path, setting in settings(description):
         if not setting.is_set:
@@ -61,7 +61,7 @@ def write_own(description: Description) -> Writing:
             if key not in kept and (say := _SAY.get(_canonical(key))) is not None:
                 draft.write(key, say(description))
         draft.implied(path, key=setting.key)
-    return draft.finish("accelerate")
+    return draft.finish()
 
 
 def _canonical(key: str) -> str:

@@ -38,7 +38,7 @@ def write(description: Description, context: Context, library: str) -> Writing:
         pen.implied("offload.pin") if pen.value("offload.pin", True) else pen.lossy("offload.pin", "FSDP1 always pins")
     _write_prefetch(pen)
     pen.option("loading.broadcast", "sync_module_states", False)
-    return pen.finish("fsdp1")
+    return pen.finish()
 
 
 def _write_row(pen: Pen, row: str, why: str, world: int | None) -> None:

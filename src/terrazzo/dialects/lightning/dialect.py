@@ -43,10 +43,10 @@ class Lightning(Dialect):
         return row.meaning if row else "argument of the strategy"
 
     def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
-        return read(document, context, self.name)
+        return read(document, context)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
-        return write(description, context, self.name)
+        return write(description, context)
 
     def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
         return findings(document)

@@ -21,9 +21,9 @@ __all__ = ["read"]
 _VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
 
 
-def read(document: Document, context: Context, name: str) -> Reading:
+def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
-    return _Read(document, context).reading(name)
+    return _Read(document, context).reading()
 
 
 class _Read:
@@ -36,7 +36,7 @@ class _Read:
         self.trainer = document["trainer"] if self.prefix else document
         self.context = context
 
-    def reading(self, name: str) -> Reading:
+    def reading(self) -> Reading:
         reader = self.reader
         reader.keep_nulls()
         word = self._precision()
@@ -51,7 +51,7 @@ class _Read:
         _keep_others(reader, self.prefix, strategy)
         _name_class(strategy, given)
         prefixed = {path: self._prefixed(setting) for path, setting in given.items()}
-        return self._close(reader.finish(name, prefixed, KEYS, unknown="raises a TypeError"), found)
+        return self._close(reader.finish("lightning", prefixed, KEYS, unknown="raises a TypeError"), found)
 
     def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
         """Keys that name a Trainer argument without its section."""

@@ -13,8 +13,8 @@ __all__ = ["HubDraft"]
 class HubDraft(Draft):
     """A document of the hub under way: what is left to defaults, and what is taken over as it is."""
 
-    def __init__(self, description: Description, name: str) -> None:
-        super().__init__(description, "Terrazzo", name)
+    def __init__(self, description: Description) -> None:
+        super().__init__(description, "Terrazzo", "terrazzo")
         self.foreign = not self.own
 
     def left(self, *paths: str) -> bool:

@@ -31,7 +31,7 @@ _ELSEWHERE = {
 }
 
 
-def read(document: Document, context: Context, name: str) -> Reading:
+def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
     reader = Reader(document, "Terrazzo", _OPAQUE)
     given = {path: _take(reader, key) for key, path in PATHS.items()}
@@ -39,7 +39,7 @@ def read(document: Document, context: Context, name: str) -> Reading:
     given |= _followed(given, reader, context) | _options(reader) | _ALWAYS
     _tiers_of_name(reader, given)
     _keep_others(reader)
-    return reader.finish(name, given, KEYS, unknown="refuses it")
+    return reader.finish("terrazzo", given, KEYS, unknown="refuses it")
 
 
 def _take(reader: Reader, key: str) -> Setting[Any]:

@@ -20,9 +20,9 @@ _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
 _MIB = 2**20
 
 
-def write(description: Description, context: Context, name: str) -> Writing:
-    """The document. Under `name`'s own descriptions, what was left to defaults is left to them again."""
-    draft = _Hub(description, name)
+def write(description: Description, context: Context) -> Writing:
+    """The document. Of its own descriptions, what was left to defaults is left to them again."""
+    draft = _Hub(description)
     draft.plan()
     draft.tiers()
     draft.mesh()
@@ -34,7 +34,7 @@ def write(description: Description, context: Context, name: str) -> Writing:
     draft.training()
     draft.activation_checkpointing()
     draft.saving()
-    writing = draft.finish(name)
+    writing = draft.finish()
     order = [key.partition(".")[0] for key in KEYS]
     document = {section: writing.document[section] for section in sorted(writing.document, key=order.index)}
     return Writing(document, writing.verdicts)

@@ -32,7 +32,7 @@ def write(description: Description, context: Context) -> Writing:
     _loop(pen)
     _activations(pen)
     _saving(pen)
-    return pen.finish("torchtitan")
+    return pen.finish()
 
 
 def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None) -> None:

@@ -24,7 +24,7 @@ _OUTER = (
 """Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
 
 
-def read(document: Document, context: Context, name: str) -> Reading:
+def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
     source = Source(document, context)
     source.keep_nulls()
@@ -36,7 +36,7 @@ def read(document: Document, context: Context, name: str) -> Reading:
         given = {path: _with_field(source, setting) for path, setting in given.items()}
         _clipping(source, given["training.clip"].value)
     _explain_others(source)
-    return source.close(name, given)
+    return source.close(given)
 
 
 def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) -> Settings:
