@@ -19,6 +19,7 @@ __all__ = [
     "DTYPES",
     "LOADED",
     "MEANING",
+    "MODEL_AXES",
     "PATHS",
     "SHARDING",
     "STATES",
@@ -45,6 +46,8 @@ STATES = ("weight", "between", "grad", "optim")
 SHARDING = tuple(f"sharding.{state}" for state in STATES)
 TIERS = ("offload.weight", "offload.grad", "offload.optim")
 DATA_AXES = ("mesh.dp_replicate", "mesh.dp_shard")
+MODEL_AXES = ("tp", "cp", "sp", "ep", "pp")
+"""Axes of the mesh that are no data axes."""
 LOADED = "loaded"
 """The dtype in which the model was loaded, where a stack keeps it and the configuration does not say it."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "fp8", LOADED)

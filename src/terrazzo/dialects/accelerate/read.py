@@ -12,7 +12,8 @@ from terrazzo.dialects.accelerate.source import Source
 from terrazzo.dialects.accelerate_precision import precision_row
 from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.fsdp_words import offload, row_settings
+from terrazzo.dialects.fsdp_words import offload
+from terrazzo.dialects.rows import row_settings
 
 __all__ = ["read"]
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from terrazzo.dialects.accelerate.source import Source
 from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.fsdp_words import ALONE_WORDS, HYBRID, alone, offload, row_settings
+from terrazzo.dialects.fsdp_words import offload
 from terrazzo.dialects.reader import derived
+from terrazzo.dialects.rows import ALONE_WORDS, HYBRID, alone, row_settings
 
 __all__ = ["read_fsdp", "read_mesh", "version_of"]
 

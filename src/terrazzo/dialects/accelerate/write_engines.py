@@ -5,8 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.accelerate_precision import AUTOCAST
 from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING, TIERS
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import ON_CPU
-from terrazzo.dialects.meaning import NVME_ONLY, TWO_AXES, tier_and_share
+from terrazzo.dialects.meaning import NVME_ONLY, ON_CPU, TWO_AXES, tier_and_share
 
 __all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]
 

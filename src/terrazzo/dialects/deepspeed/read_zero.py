@@ -6,10 +6,9 @@ from typing import Any
 
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
-from terrazzo.dialects.description import Origin, Setting, Settings
-from terrazzo.dialects.fsdp_words import ALONE_WORDS, alone
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.reader import derived
-from terrazzo.engine import Plan
+from terrazzo.dialects.rows import ALONE_WORDS, alone, row_settings
 
 __all__ = [
     "one_group",
@@ -66,10 +65,10 @@ def read_sharding(source: Source, stage: Setting[int]) -> Settings:
         return _mics(source, stage)
     if stage.value == 3 and hpz.value > 1:
         source.say(HPZ, "applied", "gradients end up split over all ranks; here they are summed within the group first")
-        return _row("hpz", stage, hpz) | {"mesh.dp_shard": hpz}
+        return row_settings("hpz", stage, hpz) | {"mesh.dp_shard": hpz}
     if hpz.origin == "file":
         source.keep_as(HPZ, hpz.value, "it has no effect here")
-    return _row(_ROWS[stage.value], stage)
+    return row_settings(_ROWS[stage.value], stage)
 
 
 def _mics(source: Source, stage: Setting[int]) -> Settings:
@@ -77,13 +76,7 @@ def _mics(source: Source, stage: Setting[int]) -> Settings:
     group = source.integer(MICS, 1)
     since = in_words(REMOVED[MICS].since)
     source.say(MICS, "renamed", f"MiCS is the row hybrid_shard; DeepSpeed {since} removed it and refuses the key")
-    return _row("hybrid_shard", stage, group) | {"mesh.dp_shard": group}
-
-
-def _row(name: str, *sources: Setting[int]) -> Settings:
-    origin: Origin = next((each.origin for each in sources if each.origin != "default"), "default")
-    places = Plan.named(name).places()
-    return {f"sharding.{state}": derived(str(place), *sources, origin=origin) for state, place in places.items()}
+    return row_settings("hybrid_shard", stage, group) | {"mesh.dp_shard": group}
 
 
 def read_mesh(source: Source, group: Setting[Any]) -> Settings:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.versions import REMOVED
-from terrazzo.dialects.description import SHARDING
-from terrazzo.dialects.fsdp_words import ON_CPU
-from terrazzo.dialects.meaning import TWO_AXES, tier_and_share
+from terrazzo.dialects.description import MODEL_AXES, SHARDING
+from terrazzo.dialects.meaning import ON_CPU, TWO_AXES, tier_and_share
 from terrazzo.dialects.verdict import Kind
 
 __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "write_sharding"]
@@ -69,7 +68,7 @@ def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
         draft.put("mesh.dp_shard", "data_parallel_size", draft.value("mesh.dp_shard"))
     elif not draft.has(f"{ZERO}.zero_hpz_partition_size") and not draft.has(MICS):
         draft.implied(["mesh.dp_shard", "mesh.dp_replicate"], "all ranks that the launcher starts")
-    degrees = {axis: draft.value(f"mesh.{axis}", 1) for axis in ("tp", "sp", "ep", "cp", "pp")}
+    degrees = {axis: draft.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}
     if degrees["tp"] > 1:
         draft.put("mesh.tp", "tensor_parallel.autotp_size", degrees["tp"])
     if degrees["sp"] > 1:

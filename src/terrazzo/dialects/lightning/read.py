@@ -8,12 +8,13 @@ from typing import Any
 
 from terrazzo.dialects.description import Extra, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.fsdp_words import alone, is_size
+from terrazzo.dialects.fsdp_words import is_size
 from terrazzo.dialects.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.lightning.precision import precision_row
 from terrazzo.dialects.lightning.read_loop import read_loop
 from terrazzo.dialects.lightning.read_strategy import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
 from terrazzo.dialects.reader import Reader
+from terrazzo.dialects.rows import alone
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read"]

@@ -8,11 +8,12 @@ from typing import Any
 
 from terrazzo.dialects.description import SHARDING, Extra, Setting, Settings
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp_words import offload, row_settings
+from terrazzo.dialects.fsdp_words import offload
 from terrazzo.dialects.lightning.keys import DEEPSPEED as DEEPSPEED_KEYS
 from terrazzo.dialects.lightning.keys import FSDP, MODEL_PARALLEL, SHARED
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
 from terrazzo.dialects.reader import Reader
+from terrazzo.dialects.rows import row_settings
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["Found", "Strategy", "deepspeed_document", "read_strategy"]

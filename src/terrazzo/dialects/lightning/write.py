@@ -12,9 +12,10 @@ import torch
 from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import ROW_NAMES, TORCH_NAMES, nearest_row, wants_deepspeed
+from terrazzo.dialects.fsdp_words import ROW_NAMES, TORCH_NAMES, wants_deepspeed
 from terrazzo.dialects.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, placed
+from terrazzo.dialects.rows import nearest_row
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["write"]

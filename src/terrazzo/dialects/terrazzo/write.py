@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 
 from terrazzo.config import KEYS
-from terrazzo.dialects.description import STATES, Description, shown
+from terrazzo.dialects.description import MODEL_AXES, STATES, Description, shown
 from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.meaning import degrees
+from terrazzo.dialects.meaning import APART, degrees, left
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
@@ -117,7 +117,7 @@ class _Hub(HubDraft):
             self.put("mesh.dp_replicate", "plan.mesh.dp_replicate", replicas)
         else:
             self.carry("mesh.dp_replicate")
-        others = [axis for axis in ("tp", "cp", "sp", "ep", "pp") if self.value(f"mesh.{axis}", 1) != 1]
+        others = [axis for axis in MODEL_AXES if self.value(f"mesh.{axis}", 1) != 1]
         if others and self.value("mesh.dp_shard") is not None:
             self.lossy("mesh.dp_shard", f"without {' and '.join(others)} more ranks are left to it: it takes them all")
         else:
@@ -160,7 +160,7 @@ class _Hub(HubDraft):
     def batch(self, context: Context) -> None:
         self.carry("batch.micro_batch", "batch.sequence_length")
         whole, micro = self.value("batch.global_batch"), self.value("batch.micro_batch")
-        count, ranks = self.value("batch.accumulation"), self._data_ranks(context)
+        count, ranks = self.value("batch.accumulation"), left(self.description, context.world, APART)
         if whole is not None:
             self.carry("batch.global_batch")
             self._agrees(whole, micro, count, ranks)
@@ -177,14 +177,6 @@ class _Hub(HubDraft):
             self.lossy("batch.accumulation", why)
         else:
             self.implied("batch.accumulation", key="batch.global_batch")
-
-    def _data_ranks(self, context: Context) -> int | None:
-        world = self.value("mesh.world") or context.world
-        if world is None:
-            return None
-        for axis in ("tp", "cp", "sp", "pp"):
-            world //= self.value(f"mesh.{axis}", 1)
-        return int(world) or None
 
     def optimizer(self) -> None:
         name = self.value("optimizer.name")

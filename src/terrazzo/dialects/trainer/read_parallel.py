@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.fsdp_words import HYBRID, NUMBERED, STRATEGIES, offload, row_settings
+from terrazzo.dialects.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
 from terrazzo.dialects.reader import derived
+from terrazzo.dialects.rows import HYBRID, row_settings
 from terrazzo.dialects.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
 from terrazzo.dialects.trainer.source import Source
 from terrazzo.errors import did_you_mean
@@ -176,7 +177,7 @@ def _fsdp_units(source: Source, version: int) -> Settings:
     if policy.value == "NO_WRAP":
         return {"units.policy": derived("none", policy, origin="file")}
     if policy.value == "SIZE_BASED_WRAP":
-        floor = Setting(size.value or (10**8 if version == 1 else 0), size.origin, size.key)
+        floor = Setting(size.value or (MIN_NUMEL if version == 1 else 0), size.origin, size.key)
         return {"units.policy": derived("min_numel", policy, origin="file"), "units.min_numel": floor}
     if classes.value:
         return {"units.policy": derived("classes", policy, classes, origin="file"), "units.classes": classes}
