@@ -36,7 +36,7 @@ class Toy(Dialect):
 
     name = "toy"
     title = "Toy"
-    known_keys = ("lr", "old_lr", "clip", "verbose", "magic", "stage")
+    known = ("lr", "old_lr", "clip", "verbose", "magic", "stage")
 
     def recognises(self, document: Document) -> bool:
         return "verbose" in document
@@ -58,7 +58,7 @@ class Toy(Dialect):
             stage = reader.integer("stage", 0, high=3)
             rows = Plan.named(f"zero{stage.value}").places()
             given |= {f"sharding.{state}": Setting(str(value), "file", "stage") for state, value in rows.items()}
-        return reader.finish(self.name, given, self.known_keys)
+        return reader.finish(self.name, given, self.known)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
         draft = Draft(description, self.title, self.name)

@@ -281,7 +281,7 @@ def test_the_table_knows_every_field_of_the_loader() -> None:
         "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
         "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
     }
-    known = set(DIALECT.known_keys)
+    known = set(DIALECT.keys)
     for section, model in models.items():
         for name, field in model.model_fields.items():
             key = f"{section}.{field.alias or name}"

@@ -479,6 +479,6 @@ def test_the_batch_of_a_file_is_derived() -> None:
 
 
 def test_the_hub_has_its_keys_as_every_dialect_does() -> None:
-    assert HUB.known_keys == tuple(HUB.keys)
+    assert {*KEYS, "plan", "precision"} < set(HUB.keys)
     assert HUB.meaning("train.steps") == KEYS["train.steps"].meaning
     assert HUB.meaning("optimizer.options.foreach") == HUB.meaning("no.such.key") == ""

@@ -11,6 +11,7 @@ from terrazzo.dialects.reader import derived
 from terrazzo.dialects.rows import ALONE_WORDS, alone, row_settings
 
 __all__ = [
+    "OLD_OFFLOAD",
     "one_group",
     "read_mesh",
     "read_offload",
@@ -25,7 +26,8 @@ ZERO = "zero_optimization"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 GATHER, PREFETCH = f"{ZERO}.stage3_gather_16bit_weights_on_model_save", f"{ZERO}.stage3_prefetch_bucket_size"
 _ROWS = ("zero0", "zero1", "zero2", "zero3")
-_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+OLD_OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+"""A section's older word, for states on the CPU."""
 
 
 def stage_of(source: Source) -> Setting[int]:
@@ -160,7 +162,7 @@ def read_offload(source: Source, stage: int) -> Settings:
 def _device(source: Source, section: str) -> Setting[str]:
     """Where a section puts things; `cpu_offload: true` is an old way to say "cpu"."""
     key = f"{ZERO}.{section}.device"
-    old = f"{ZERO}.{next(word for word, meant in _OLD_OFFLOAD.items() if meant == section)}"
+    old = f"{ZERO}.{OLD_OFFLOAD[section]}"
     if source.raw(old) is not None:
         asked = source.boolean(old, False)
         if asked.origin == "file" and source.verdicts[old].kind == "applied":

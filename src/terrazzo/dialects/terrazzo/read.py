@@ -12,7 +12,7 @@ from terrazzo.dialects.description import LOADED, STATES, TIERS, Setting, Settin
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
-from terrazzo.dialects.terrazzo.paths import PATHS, WORDS
+from terrazzo.dialects.terrazzo.paths import PATH_OF, WORDS
 from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Place, Plan
 from terrazzo.errors import BadInput
 
@@ -34,7 +34,7 @@ _ELSEWHERE = {
 def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
     reader = Reader(document, "Terrazzo", _OPAQUE)
-    given = {path: _take(reader, key) for key, path in PATHS.items()}
+    given = {path: _take(reader, key) for key, path in PATH_OF.items()}
     given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
     given |= _followed(given, reader, context) | _options(reader) | _ALWAYS
     _tiers_of_name(reader, given)

@@ -115,6 +115,8 @@ def _batch(reader: Reader) -> Settings:
 def _optimizer(reader: Reader) -> Settings:
     key = "optimizer.param_groups"
     groups = reader.get(key)
+    if groups == KEYS[key].default:
+        reader.keep(key, "it says nothing: the default holds", harmless=True)
     if not groups:
         return {}
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):

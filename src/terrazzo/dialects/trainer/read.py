@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate_precision import precision_row
+from terrazzo.dialects.accelerate_words import stack_precision
 from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.trainer.findings import MATCHED
@@ -54,7 +54,7 @@ def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) ->
     if stack == "deepspeed":
         return {}
     deferred = given["batch.accumulation"].value > 1
-    return precision_row(stack, half, deferred, source.context)
+    return stack_precision(stack, half, deferred, source.context)
 
 
 def _which(halves: list[Setting[Any]]) -> tuple[Any, str]:

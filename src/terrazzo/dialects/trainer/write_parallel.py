@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.accelerate_precision import AUTOCAST, precision_row
+from terrazzo.dialects.accelerate_words import AUTOCAST, stack_precision
 from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
@@ -136,7 +136,7 @@ def write_precision(pen: Pen, stack: str, deferred: bool, context: Context) -> N
     if mixed:
         pen.put("precision.compute", compute, True)
     half = Setting(compute if mixed else None, "file", compute if mixed else "")
-    row = precision_row(stack, half, deferred, context)
+    row = stack_precision(stack, half, deferred, context)
     for path, does in row.items():
         asked = pen.setting(path)
         if not asked.is_set or pen.own:
