@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import device as devices
-from terrazzo.engine.links.collectives import Collectives, backend_of, collectives_for
+from terrazzo.engine.links.backends import backend_of, collectives_for
+from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
 

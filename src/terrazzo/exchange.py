@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from terrazzo import errors
-from terrazzo.errors import TerrazzoError
+from terrazzo.errors import SaveFailed, TerrazzoError
 
-__all__ = ["agree", "gather_json", "timeout_s", "together"]
+__all__ = ["agree", "gather_json", "on_first", "timeout_s", "together"]
 
 T = TypeVar("T")
 _ERRORS: dict[str, type[TerrazzoError]] = {
@@ -23,7 +23,7 @@ _ERRORS: dict[str, type[TerrazzoError]] = {
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's `value` (anything JSON can hold), in rank order, on every rank. Collective."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = _device()
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     world_size = dist.get_world_size()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
@@ -36,11 +36,22 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(received, sizes, strict=True)]
 
 
+def _device() -> torch.device:
+    """Where values lie on their way: in the host's memory if the group has a backend there, else on this rank's device.
+
+    `init_process_group()` without a backend, and with `cuda:nccl`, makes a group for CUDA tensors alone.
+    """
+    kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+
+
 def timeout_s() -> float:
     """How long ranks of the default group wait for each other."""
     group = dist.distributed_c10d._get_default_group()
     try:
-        options = group._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options
+        options = group._get_backend(_device()).options
     except (RuntimeError, AttributeError):  # a backend that knows of none
         return dist.default_pg_timeout.total_seconds()
     timeout: timedelta = options._timeout
@@ -57,13 +68,36 @@ def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
 
     Raises on all ranks what the first one raised that did; as `failed` where it is not an error of Terrazzo's.
     """
-    result, problem = None, None
+    result, problem = _tried(work, failed)
+    _refuse(gather_json(problem))
+    return result  # type: ignore[return-value]
+
+
+def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) -> T:
+    """What `work` returns on rank 0 (anything JSON can hold), where alone it is done, on every rank. Collective.
+
+    Raises on all ranks what it raises there; as `failed` where that is not an error of Terrazzo's.
+    """
+    text, problem = _tried(lambda: json.dumps(work()), failed) if dist.get_rank() == 0 else (None, None)
+    told, problem = gather_json([text, problem])[0]
+    _refuse([problem])
+    value: T = json.loads(told)
+    return value
+
+
+_Problem = list[str]
+"""The name of the error's class, and its message."""
+
+
+def _tried(work: Callable[[], T], failed: type[TerrazzoError]) -> tuple[T | None, _Problem | None]:
     try:
-        result = work()
+        return work(), None
     except Exception as error:  # whatever it was, the other ranks must not wait for this one
         known = type(error).__name__ in _ERRORS
         text = str(error) if known else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        problem = [type(error).__name__ if known else failed.__name__, text]
-    if (first := next((other for other in gather_json(problem) if other is not None), None)) is not None:
+        return None, [type(error).__name__ if known else failed.__name__, text]
+
+
+def _refuse(problems: list[_Problem | None]) -> None:
+    if (first := next((problem for problem in problems if problem is not None), None)) is not None:
         raise _ERRORS[first[0]](first[1])
-    return result  # type: ignore[return-value]
