@@ -14,6 +14,7 @@ from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.stack import Finding, Stack
+from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
@@ -170,8 +171,7 @@ def _refusal(known: Sequence[Finding]) -> str:
 
 def _states_bytes(setup: Setup) -> float:
     """Of the fullest pipeline stage, what is on the device."""
-    stages = {0, setup.mesh.pp - 1}
-    return max(sum(term.value for term in on_device(setup, stage)) for stage in stages)
+    return max(sum(term.value for term in on_device(setup, stage)) for stage in set(stand_ins(setup)))
 
 
 def _too_large(setup: Setup, memory: Memory) -> str:

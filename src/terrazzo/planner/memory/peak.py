@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
-from terrazzo.planner.memory.placement import placed_units
+from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
@@ -43,7 +43,8 @@ FORMULAS |= {
 
 def memory_of(setup: Setup) -> Memory:
     """The memory of the fullest rank of `setup`, in bytes, at the fullest moment of a step."""
-    stages = {stage: stage_terms(setup, stage) for stage in _distinct_stages(setup)}
+    stand = stand_ins(setup, 1)
+    stages = {stage: stage_terms(setup, stage) for stage in sorted(set(stand))}
     totals = {stage: sum(term.value for term in terms) for stage, (terms, _) in stages.items()}
     fullest = max(totals, key=lambda stage: totals[stage])
     terms, moment = stages[fullest]
@@ -55,7 +56,7 @@ def memory_of(setup: Setup) -> Memory:
         reserved_bytes=reserved_bytes(setup, totals[fullest]),
         device_bytes=device_bytes(setup, totals[fullest]),
         limiting_rank=_limiting_rank(setup, fullest, moment),
-        per_stage=_per_stage(setup, totals),
+        per_stage=_per_stage(setup, stand, totals),
         host=host,
         disk=disk,
         disk_writes=disk_writes(setup, fullest),
@@ -67,19 +68,13 @@ def memory_of(setup: Setup) -> Memory:
     )
 
 
-def _distinct_stages(setup: Setup) -> tuple[int, ...]:
-    """The first pipeline stage, one that stands for all between, and the last."""
-    return tuple(sorted({0, min(1, setup.mesh.pp - 1), setup.mesh.pp - 1}))
-
-
-def _per_stage(setup: Setup, totals: Mapping[int, float]) -> tuple[float, ...]:
-    """Of those between, each has fewer micro-batches in flight than the one before; no other difference is counted."""
-    stages = setup.mesh.pp
-    if stages <= len(totals):
-        return tuple(totals[stage] for stage in range(stages))
-    saved, held = _saved_bytes(setup, 1), in_flight(setup, 1)
-    between = (totals[1] - (held - in_flight(setup, stage)) * saved for stage in range(1, stages - 1))
-    return (totals[0], *between, totals[stages - 1])
+def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) -> tuple[float, ...]:
+    """Each as the one that stands for it, with fewer micro-batches in flight; no other difference is counted."""
+    saved = {other: _saved_bytes(setup, other) for other in totals}
+    return tuple(
+        totals[other] - (in_flight(setup, other) - in_flight(setup, stage)) * saved[other]
+        for stage, other in enumerate(stand)
+    )
 
 
 def _saved_bytes(setup: Setup, stage: int) -> float:

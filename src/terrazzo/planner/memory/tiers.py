@@ -10,7 +10,7 @@ from terrazzo.engine.offload.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
-from terrazzo.planner.memory.placement import placed_units
+from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.setup.setup import Setup
@@ -81,7 +81,7 @@ def host_writes(setup: Setup) -> float:
     if not any("nvme" in place.shares for place in setup.plan.places().values()):
         return 0.0
     return setup.cluster.ranks_per_host * max(
-        sum(term.value for term in disk_writes(setup, stage)) for stage in {0, setup.mesh.pp - 1}
+        sum(term.value for term in disk_writes(setup, stage)) for stage in set(stand_ins(setup))
     )
 
 

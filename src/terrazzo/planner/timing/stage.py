@@ -9,7 +9,7 @@ from itertools import chain
 from terrazzo.engine.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.links import Move, Network
-from terrazzo.planner.memory.placement import Placement, placed_units
+from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
@@ -70,8 +70,8 @@ class _Blocks:
 
 
 def slowest_stage(setup: Setup, pace: float = 1.0, waits: bool = True) -> Stage:
-    """The stage that all others wait for: the first, with the embedding, or the last, with the head."""
-    stages = [Stage(setup, index, pace, waits) for index in sorted({0, setup.mesh.pp - 1})]
+    """The stage that all others wait for: in its blocks, or in the head of the last."""
+    stages = [Stage(setup, index, pace, waits) for index in sorted(set(stand_ins(setup)))]
     return max(stages, key=lambda stage: stage.busy_s)
 
 

@@ -14,7 +14,7 @@ from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.machine.links import Group, Move, Network, group_of
 from terrazzo.planner.memory.buckets import buckets
-from terrazzo.planner.memory.placement import Placement, placed_units
+from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.copies import copies
@@ -67,9 +67,8 @@ FORMULAS |= {
 
 
 def traffic_of(setup: Setup) -> Traffic:
-    """Traffic of the rank that sends most: on the first or the last pipeline stage."""
-    stages = {0, setup.mesh.pp - 1}
-    per_stage = [_collect(setup, stage) for stage in sorted(stages)]
+    """Traffic of the rank that sends most, of all pipeline stages."""
+    per_stage = [_collect(setup, stage) for stage in sorted(set(stand_ins(setup)))]
     totals = max(per_stage, key=lambda found: sum(sum(links.values()) for _, links in found.values()))
     terms, by_link = [], dict.fromkeys(("scaleup", "internode", "pcie", "disk"), 0.0)
     for name, (formula, links) in totals.items():
