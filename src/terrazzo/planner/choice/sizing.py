@@ -1,4 +1,4 @@
-"""How many devices a model needs: the floor that its states set, and the first number on which it really runs."""
+"""How many devices a model needs: the floor that its states set, and the fewest found on which it really runs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Sizing:
     Attributes:
         floor: devices that hold the model states alone; state_bytes: all of them together.
         steps: what was found on each number of devices that was tried, in order.
-        gpus: the first number on which a plan surely fits; None where none of those allowed does.
-        expected: the first number on which one is expected to fit.
+        gpus: the fewest found on which a plan surely fits; None where none of those tried does.
+        expected: the fewest of those tried on which one is expected to fit.
     """
 
     floor: int

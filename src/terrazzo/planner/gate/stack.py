@@ -11,6 +11,7 @@ from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.bubble import bubble
 
 __all__ = ["FRAMEWORKS", "Finding", "Rule", "Severity", "Stack", "in_shares", "on_disk", "stage", "tiers"]
 
@@ -142,7 +143,7 @@ def facts(setup: Setup) -> dict[str, object]:
         "m": setup.micro_batches,
         "shard": mesh.dp_shard,
         "group": mesh.dp_shard * mesh.cp * mesh.tp,
-        "bubble": f"{(mesh.pp - 1) / (setup.micro_batches * setup.virtual_stages):.0%}",
+        "bubble": f"{bubble(mesh.pp, setup.micro_batches, setup.virtual_stages):.0%}",
         "offloaded": ", ".join(f"{state} on {tier}" for state, tier in tiers(setup).items()),
         "grad_tier": setup.plan.grad.tier,
         "units": sum(count for _, count in stage_units(setup, 0)),

@@ -36,7 +36,7 @@ FORMULAS |= {
     ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",
-        "terrazzo/engine/bucket.py, terrazzo/engine/links/collectives.py",
+        "terrazzo/engine/spec.py, terrazzo/engine/links/collectives.py",
     ),
 }
 
