@@ -134,8 +134,9 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     plain = StepSettings(
         has_root=parts[0][1].is_root,
         prefetch=setup.prefetch,
-        micro_batches=max(setup.micro_batches, 2 if setup.sums_locally and setup.whole_gradients else 1),
+        micro_batches=setup.micro_batches,
         local=setup.sums_locally,
+        whole=setup.whole_gradients,
         gradual=not setup.compile,
         with_gradients=not states_only,
     )
