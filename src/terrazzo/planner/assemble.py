@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.gate.stack import Finding
+from terrazzo.planner.gate.rule import Finding
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup

@@ -27,7 +27,7 @@ from terrazzo.planner.memory.tiers import disk_writes, tier_terms
 from terrazzo.planner.memory.trace import ActivationTrace, Event
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Peak", "memory_of_trace", "paper_units", "replay", "updated_apart_numel", "updated_numels"]
+__all__ = ["TracedPeak", "memory_of_trace", "paper_units", "replay", "updated_apart_numel", "updated_numels"]
 
 FORMULAS |= {
     "memory.traced": Formula(
@@ -39,7 +39,7 @@ FORMULAS |= {
 
 
 @dataclass(frozen=True)
-class Peak:
+class TracedPeak:
     """What one rank holds at the fullest moment of a step, in bytes, and which moment that is.
 
     Attributes:
@@ -56,7 +56,7 @@ class Peak:
         return sum(self.parts.values())
 
 
-def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Peak:
+def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> TracedPeak:
     """Play a step of `setup` with the activations of `trace`.
 
     Args:
@@ -72,7 +72,7 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Peak:
     update = {"gradients": grads, "activations": trace.buffer_bytes, "update": update_bytes}
     candidates = [*player.peaks.items(), ("update", update)]
     moment, parts = max(candidates, key=lambda candidate: sum(candidate[1].values()))
-    return Peak(moment, {**states, **parts})
+    return TracedPeak(moment, {**states, **parts})
 
 
 def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Memory:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.text.words import Unit, count_text, mesh_text, precision_name, units
+from terrazzo.planner.text.words import ByteUnit, count_text, mesh_text, precision_name, units
 
 __all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
 
@@ -89,7 +89,7 @@ class Chart:
         return min(max(longest, self.capacity), CUT * self.capacity)
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> ByteUnit:
         return units(self.limit)[0]
 
     @property

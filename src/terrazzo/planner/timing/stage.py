@@ -8,7 +8,7 @@ from itertools import chain
 
 from terrazzo.engine.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.machine.links import Move, Network
+from terrazzo.planner.machine.network import Network, Transfer
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
@@ -25,7 +25,7 @@ from terrazzo.planner.timing.compute import (
     optimizer_bytes,
     sustained_rate,
 )
-from terrazzo.planner.timing.overlap import CONTENTION, Exposure, Row, block_exposure, root_exposure
+from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, block_exposure, root_exposure
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.volumes import (
     model_parallel_moves,
@@ -127,7 +127,9 @@ class Stage:
         root = Exposure(0.0, 0.0)
         for unit, _, placement in self._roots:
             root += root_exposure(self._unit_moves(unit, placement), self._repeats)
-        rows = [Row(part.count, *part.passes, self._unit_moves(part.unit, part.placement)) for part in self._blocks]
+        rows = [
+            BlockRow(part.count, *part.passes, self._unit_moves(part.unit, part.placement)) for part in self._blocks
+        ]
         return root + block_exposure(rows, self._repeats, self._setup.prefetch)
 
     def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[str, float]:
@@ -139,7 +141,7 @@ class Stage:
                 seconds[move.when] = seconds.get(move.when, 0.0) + self._copy_s(move)
         return seconds
 
-    def _copy_s(self, move: Move) -> float:
+    def _copy_s(self, move: Transfer) -> float:
         cluster = self._setup.cluster
         if move.link == "pcie":
             assert cluster.device.pcie_bandwidth is not None

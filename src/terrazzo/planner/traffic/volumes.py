@@ -12,7 +12,7 @@ from terrazzo.engine.place import ON_DEVICE
 from terrazzo.engine.spec import WHEN
 from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
-from terrazzo.planner.machine.links import Group, Move, Network, group_of
+from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
@@ -86,7 +86,7 @@ Collected = dict[str, tuple[str, dict[str, float]]]
 def _collect(setup: Setup, stage: int) -> Collected:
     found: Collected = {}
 
-    def add(move: Move, times: float, formula: str) -> None:
+    def add(move: Transfer, times: float, formula: str) -> None:
         links = found.setdefault(f"{move.kind} {move.what}", (formula, {}))[1]
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
@@ -118,7 +118,7 @@ def repetitions(setup: Setup) -> dict[str, int]:
 # -- data parallelism ------------------------------------------------------------------------------------------
 
 
-def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
+def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:
     """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
     network, found = Network(setup.cluster.device), []
     for bucket in buckets(unit, placement):
@@ -128,7 +128,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Mov
                 group = _group(setup, move.over, bucket.size(move.over))
                 if group.size > 1 or move.kind != "all_reduce":
                     link = network.link(group)
-                    found.append(Move(move.kind, move.what, when, move.sent_bytes, group, link, messages))
+                    found.append(Transfer(move.kind, move.what, when, move.sent_bytes, group, link, messages))
     return tuple(found)
 
 
@@ -138,15 +138,15 @@ def _group(setup: Setup, axis: str, size: int) -> Group:
     return Group(axis, size, whole.stride * (whole.size // size))
 
 
-def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
-    """What comes and goes between the device, the host's memory and its disks for one unit, by `when` as in `Move`.
+def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:
+    """What comes and goes between the device, the host's memory and its disks for one unit, by `when` as in `Transfer`.
 
     The root unit's weights are not fetched twice.
     """
     if placement.tiers == ON_DEVICE:
         return ()
     return tuple(
-        Move(move.kind, move.what, when, move.sent_bytes, None, move.over)
+        Transfer(move.kind, move.what, when, move.sent_bytes, None, move.over)
         for bucket in buckets(unit, placement)
         for when in WHEN
         for move in copies(bucket, when)
@@ -157,7 +157,7 @@ def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
 # -- the other axes --------------------------------------------------------------------------------------------
 
 
-def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[tuple[Move, str]]:
+def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[tuple[Transfer, str]]:
     """Tensor, context and expert parallelism in one unit and one micro-batch, each with its formula.
 
     Moves of forward and backward are told apart by `when`; what activation checkpointing repeats counts as backward.
@@ -178,7 +178,7 @@ def activation_bytes(setup: Setup) -> float:
     return setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
 
 
-def _tensor_moves(setup: Setup, block: BlockShape | None) -> Iterator[tuple[Move, str]]:
+def _tensor_moves(setup: Setup, block: BlockShape | None) -> Iterator[tuple[Transfer, str]]:
     """All-reduces, or as many pairs of all-gather and reduce-scatter.
 
     Two a block forward and two backward, two more where forward is repeated; one each way for embedding and head.
@@ -191,10 +191,10 @@ def _tensor_moves(setup: Setup, block: BlockShape | None) -> Iterator[tuple[Move
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", each), ("backward", each + again)):
         messages = round(2 * count) if setup.sequence_parallel else round(count)
-        yield Move(kind, "tensor-parallel activations", when, count * once, group, link, messages), "traffic.tensor"
+        yield Transfer(kind, "tensor-parallel activations", when, count * once, group, link, messages), "traffic.tensor"
 
 
-def _context_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Move, str]]:
+def _context_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Transfer, str]]:
     group = group_of(setup.mesh, "cp")
     heads = max(1.0, block.kv_heads / setup.mesh.tp)
     channels = block.kv_latent or heads * (block.head_dim + block.value_dim)
@@ -202,19 +202,19 @@ def _context_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Move, str]
     again = 1 / setup.every if setup.checkpointing == "full" else 0.0
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", 1), ("backward", 2 + again)):
-        yield Move("send", "keys and values", when, count * once, group, link), "traffic.context"
+        yield Transfer("send", "keys and values", when, count * once, group, link), "traffic.context"
 
 
-def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Move, str]]:
+def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Transfer, str]]:
     group = group_of(setup.mesh, "ep")
     once = activation_bytes(setup) * block.active_experts * (group.size - 1) / group.size
     again = 2 / setup.every if setup.checkpointing == "full" else 0.0
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", 2), ("backward", 2 + again)):
-        yield Move("all_to_all", "expert tokens", when, count * once, group, link, round(count)), "traffic.expert"
+        yield Transfer("all_to_all", "expert tokens", when, count * once, group, link, round(count)), "traffic.expert"
 
 
-def pipeline_moves(setup: Setup) -> Iterator[Move]:
+def pipeline_moves(setup: Setup) -> Iterator[Transfer]:
     """What a middle stage sends of each micro-batch: activations onward, their gradients back."""
     stages = setup.mesh.pp
     if stages == 1:
@@ -224,4 +224,4 @@ def pipeline_moves(setup: Setup) -> Iterator[Move]:
     once = activation_bytes(setup) / setup.mesh.tp * setup.virtual_stages
     link = Network(setup.cluster.device).link(neighbours)
     for when in ("forward", "backward") if stages > 2 or setup.virtual_stages > 1 else ("forward",):
-        yield Move("send", "pipeline activations", when, once, neighbours, link)
+        yield Transfer("send", "pipeline activations", when, once, neighbours, link)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import Mesh
 
-__all__ = ["Group", "Move", "Network", "group_of"]
+__all__ = ["Group", "Network", "Transfer", "group_of"]
 
 _ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Innermost first."""
@@ -64,7 +64,7 @@ def group_of(mesh: Mesh, axis: str) -> Group:
 
 
 @dataclass(frozen=True)
-class Move:
+class Transfer:
     """One collective or copy of one unit.
 
     Attributes:
@@ -125,7 +125,7 @@ class Network:
         within = [cards, inside if self._domain >= hosts else through_host]
         return min(rate for rate in within if rate) if members > 1 else cards
 
-    def move_s(self, move: Move) -> float:
+    def move_s(self, move: Transfer) -> float:
         """Seconds of a collective, once. The links must be known."""
         group = move.group
         if self.free or group is None or group.size <= 1 or not move.sent_bytes:
