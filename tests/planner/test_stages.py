@@ -52,7 +52,7 @@ def sent(setup: Setup, stage: int) -> float:
     for unit, count, placement in placed_units(setup, stage):
         for move in (*unit_moves(setup, unit, placement), *unit_copies(unit, placement)):
             total += move.sent_bytes * count * repeats[move.when]
-        total += setup.micro_batches * count * sum(move.sent_bytes for move, _ in model_parallel_moves(setup, unit))
+        total += setup.micro_batches * count * sum(move.sent_bytes for move in model_parallel_moves(setup, unit))
     return total
 
 

@@ -532,7 +532,7 @@ def test_mesh_axes_and_the_links_they_cross() -> None:
 def test_bus_bandwidths_of_large_messages(gpu: str, group: Group, kind: str, busbw: float) -> None:
     """Measured with nccl-tests and torch on 16 GiB (stas00/ml-engineering, network/README.md and benchmarks)."""
     sent = 16 * 2**30 * (group.size - 1) / group.size * (2 if kind == "all_reduce" else 1)
-    seconds = Network(device(gpu)).move_s(Transfer(kind, "", "last", sent, group, ""))
+    seconds = Network(device(gpu)).move_s(Transfer(kind, "", "data", "last", sent, group, ""))
     assert sent / seconds == pytest.approx(busbw, rel=0.25)
 
 
@@ -545,7 +545,10 @@ def test_a_ring_over_nodes_uses_all_their_network_cards() -> None:
 
 def test_latency_of_a_ring_grows_with_its_length() -> None:
     network = Network(device("h100"))
-    small = [network.move_s(Transfer("all_gather", "", "forward", 1.0, Group("dp_shard", n, 1), "")) for n in (64, 512)]
+    small = [
+        network.move_s(Transfer("all_gather", "", "data", "forward", 1.0, Group("dp_shard", n, 1), ""))
+        for n in (64, 512)
+    ]
     assert small[1] / small[0] == pytest.approx(511 / 63)
 
 

@@ -70,6 +70,7 @@ class Transfer:
     Attributes:
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `send` or `copy`.
         what: is moved, such as `weights`.
+        purpose: what needs it: `data` parallelism, `tensor`, `context`, `expert`, `pipeline`, or `offload`.
         when: `forward`, `backward` (before it), `reduce` (after each backward that reduces), `last` (after the last
             one), `update` (after the optimizer's step).
         sent_bytes: by one rank, each time.
@@ -80,11 +81,17 @@ class Transfer:
 
     kind: str
     what: str
+    purpose: str
     when: str
     sent_bytes: float
     group: Group | None
     link: str
     messages: int = 1
+
+    @property
+    def formula(self) -> str:
+        """Key of the formula that its bytes follow."""
+        return f"traffic.{self.kind if self.purpose == 'data' else self.purpose}"
 
 
 @dataclass(frozen=True, eq=False)

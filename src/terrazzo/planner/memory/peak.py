@@ -16,7 +16,7 @@ from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_dev
 from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["memory_of", "stage_peak", "stage_terms"]
+__all__ = ["fullest_memory", "memory_of", "stage_peak", "stage_terms"]
 
 FORMULAS |= {
     "memory.gathered": Formula(
@@ -49,17 +49,23 @@ def memory_of(setup: Setup) -> Memory:
     fullest = max(totals, key=lambda stage: totals[stage])
     terms, moment = stages[fullest]
     upper = max(sum(term.upper for term in terms) for terms, _ in stages.values())
-    host, disk = tier_terms(setup, fullest)
+    memory = fullest_memory(setup, fullest, terms, _limiting_rank(setup, fullest, moment))
+    return replace(memory, upper_bytes=upper_bytes(setup, upper), per_stage=_per_stage(setup, stand, totals))
+
+
+def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_rank: str) -> Memory:
+    """Memory whose fullest rank is of `stage` and holds `terms`, with all that lies around them, of one stage."""
+    allocated, (host, disk) = float(sum(term.value for term in terms)), tier_terms(setup, stage)
     return Memory(
         terms=terms,
-        upper_bytes=upper_bytes(setup, upper),
-        reserved_bytes=reserved_bytes(setup, totals[fullest]),
-        device_bytes=device_bytes(setup, totals[fullest]),
-        limiting_rank=_limiting_rank(setup, fullest, moment),
-        per_stage=_per_stage(setup, stand, totals),
+        upper_bytes=upper_bytes(setup, sum(term.upper for term in terms)),
+        reserved_bytes=reserved_bytes(setup, allocated),
+        device_bytes=device_bytes(setup, allocated),
+        limiting_rank=limiting_rank,
+        per_stage=(allocated,),
         host=host,
         disk=disk,
-        disk_writes=disk_writes(setup, fullest),
+        disk_writes=disk_writes(setup, stage),
         capacity_bytes=setup.cluster.device.memory_bytes,
         ranks_per_host=setup.cluster.ranks_per_host,
         host_capacity_bytes=setup.cluster.host_memory_bytes,

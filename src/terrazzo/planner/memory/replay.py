@@ -21,9 +21,8 @@ from terrazzo.engine.spec import Pass, resting_bytes
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
-from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes
+from terrazzo.planner.memory.peak import fullest_memory
 from terrazzo.planner.memory.placement import placement_of
-from terrazzo.planner.memory.tiers import disk_writes, tier_terms
 from terrazzo.planner.memory.trace import ActivationTrace, Event
 from terrazzo.planner.setup.setup import Setup
 
@@ -79,23 +78,7 @@ def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0)
     """`memory_of` with activations as traced; for one pipeline stage. Arguments as for `replay`."""
     peak = replay(setup, trace, update_bytes)
     terms = tuple(Term(name, value, value, "memory.traced") for name, value in peak.parts.items())
-    expected, (host, disk) = float(peak.total_bytes), tier_terms(setup, 0)
-    return Memory(
-        terms=terms,
-        upper_bytes=upper_bytes(setup, sum(term.upper for term in terms)),
-        reserved_bytes=reserved_bytes(setup, expected),
-        device_bytes=device_bytes(setup, expected),
-        limiting_rank=f"every rank alike, fullest in {peak.moment}",
-        per_stage=(expected,),
-        host=host,
-        disk=disk,
-        disk_writes=disk_writes(setup, 0),
-        capacity_bytes=setup.cluster.device.memory_bytes,
-        ranks_per_host=setup.cluster.ranks_per_host,
-        host_capacity_bytes=setup.cluster.host_memory_bytes,
-        disk_capacity_bytes=setup.cluster.disk_bytes,
-        on_host=setup.cluster.device.kind == "cpu",
-    )
+    return fullest_memory(setup, 0, terms, f"every rank alike, fullest in {peak.moment}")
 
 
 def paper_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:

@@ -101,11 +101,11 @@ class Stage:
         """Exposed communication of tensor, context and expert parallelism, forward and backward."""
         waits = {"forward": 0.0, "backward": 0.0}
         attention = seconds.attention * seconds.forward_share
-        for move, formula in model_parallel_moves(self._setup, unit):
+        for move in model_parallel_moves(self._setup, unit):
             spent = self._network.move_s(move)
-            if formula == "traffic.tensor" and move.when == "backward":
+            if move.purpose == "tensor" and move.when == "backward":
                 spent *= 1 - TENSOR_HIDDEN
-            elif formula == "traffic.context":
+            elif move.purpose == "context":
                 spent = max(0.0, spent - (attention if move.when == "forward" else seconds.attention - attention))
             waits[move.when] += spent
         return waits["forward"], waits["backward"]
