@@ -26,10 +26,10 @@ from terrazzo.planner import (
     findings,
     min_gpus,
     runnable,
+    search,
 )
 from terrazzo.planner.api import assumed, calibration_of, estimate_here
 from terrazzo.planner.choice.frontier import nearest
-from terrazzo.planner.choice.search import search
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.explain import explain, explained

@@ -12,7 +12,7 @@ from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
 
-__all__ = ["Finding", "Rule", "Severity", "in_shares", "on_disk", "tiers", "zero_stage"]
+__all__ = ["Finding", "Rule", "in_shares", "on_disk", "tiers", "zero_stage"]
 
 Severity = Literal["refuse", "planned", "warn"]
 """`refuse`: it fails, or trains something else. `planned`: sound, but this version of Terrazzo cannot run it yet.

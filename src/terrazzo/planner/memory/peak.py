@@ -104,7 +104,7 @@ def _limiting_rank(setup: Setup, stage: int, moment: str) -> str:
 def stage_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], str]:
     """The terms of a rank of `stage` at its fullest moment, and that moment in words."""
     states = on_device(setup, stage)
-    if not setup.model.aligned:
+    if setup.model.bare:
         return states, "at rest"
     peak = stage_peak(setup, stage)
     resting = tuple(term for term in states if term.name != "gradients")

@@ -19,7 +19,7 @@ from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["PlacedUnit", "Placement", "placed_units", "placement_of", "stand_ins"]
+__all__ = ["Placement", "placed_units", "placement_of", "stand_ins"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
         mesh,
         setup.precision,
         setup.optimizer,
-        setup.model.aligned,
+        not setup.model.bare,
         setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
     )
 

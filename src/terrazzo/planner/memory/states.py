@@ -129,7 +129,7 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
         tier: count only what lies there; None: wherever it lies.
         updated: count only what changes in a step.
     """
-    if not setup.model.aligned:
+    if setup.model.bare:
         return _bare_terms(setup, tier)
     values = dict.fromkeys(STATE_OF, 0.0)
     for unit, count, placement in placed_units(setup, stage):

@@ -107,7 +107,7 @@ def _moved(term: Term, formula: str) -> Term:
 def _sums(setup: Setup, stage: int) -> Term:
     """Sums of micro-batches that are not the last, which go no further than the host's memory."""
     value = 0.0
-    if setup.micro_batches > 1 and not setup.sums_locally and setup.model.aligned:
+    if setup.micro_batches > 1 and not setup.sums_locally and not setup.model.bare:
         for bucket, count in _buckets(setup, stage):
             if bucket.trainable and bucket.tiers.grad != "device":
                 value += count * padded_bytes(bucket.numel(bucket.sum_axes.grad) * setup.precision.accumulate.itemsize)
