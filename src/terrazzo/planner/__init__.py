@@ -19,7 +19,7 @@ read them in (docs/concepts/planner.md):
 
 Open to other packages:
 
-    api                                        `tz.plan`
+    api, formulas                              `tz.plan`, and what a figure is a sum of
     machine                                    devices, and how ranks lie on them
     memory.peak, memory.replay, memory.trace   the memory of a run whose model is there
     model                                      shapes of models, and how they are read
@@ -35,7 +35,6 @@ from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.figures import Memory, Time, Traffic
-from terrazzo.planner.formulas import Term
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import findings, runnable
 from terrazzo.planner.gate.rule import Finding
@@ -59,7 +58,6 @@ __all__ = [
     "Request",
     "Setup",
     "Sizing",
-    "Term",
     "Time",
     "Traffic",
     "build_setup",

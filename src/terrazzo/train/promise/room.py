@@ -12,7 +12,8 @@ import torch
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.planner import Framework, Memory, Setup, Term, findings
+from terrazzo.planner import Framework, Memory, Setup, findings
+from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes

@@ -12,7 +12,8 @@ from terrazzo.config import Config
 from terrazzo.engine import Plan
 from terrazzo.engine.offload.disk import free_bytes, inspect_folder, mount_of, sweep
 from terrazzo.errors import BadInput
-from terrazzo.planner import Memory, Term
+from terrazzo.planner import Memory
+from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.build import build_offload, build_plan
 from terrazzo.train.launch.starting import resolve_device
