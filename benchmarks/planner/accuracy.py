@@ -147,7 +147,7 @@ def _what(row: Row) -> str:
     mesh = setup.mesh
     return (
         f"{setup.model.name} {setup.model.numel / 1e9:.3g}B {setup.cluster.count} x {setup.cluster.device.name} "
-        f"tp{mesh.tp} pp{mesh.pp} cp{mesh.cp} dp{mesh.data_ranks} {setup.plan.name} v{setup.virtual_stages} "
+        f"tp{mesh.tp} pp{mesh.pp} cp{mesh.cp} dp{mesh.batch_ranks} {setup.plan.name} v{setup.virtual_stages} "
         f"seq {setup.sequence} mb {setup.micro_batch} x {setup.micro_batches} ac {setup.checkpointing} "
         f"{setup.attention} {setup.matmul}"
     )

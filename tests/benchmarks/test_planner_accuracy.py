@@ -56,7 +56,7 @@ def test_mosaic_pure_reduces_in_bf16() -> None:
 def test_vtrain() -> None:
     found = row("vtrainS-0002")
     setup = found.setup
-    assert (setup.mesh.tp, setup.mesh.data_ranks, setup.mesh.pp) == (2, 2, 2)
+    assert (setup.mesh.tp, setup.mesh.batch_ranks, setup.mesh.pp) == (2, 2, 2)
     assert (setup.micro_batch, setup.micro_batches) == (4, 4)
     assert found.step_s == pytest.approx(0.219732754)
     assert not setup.sequence_parallel

@@ -16,8 +16,8 @@ from terrazzo.engine import Plan, Precision
 from terrazzo.engine.place import OFFLOADS
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
+from terrazzo.planner.gate.framework import FRAMEWORKS, Framework
 from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
-from terrazzo.planner.gate.stack import FRAMEWORKS, Stack
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import Request, build_setup
@@ -28,7 +28,7 @@ ONE_UNIT = ModelShape("flat", (UnitShape("", (TensorShape("weight", (4096, 4096)
 MOE, TIED, ODD_VOCAB = "qwen3-30b-a3b", "gemma-2b", "gpt2-1.5b"
 
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
-    # rule: (stack and options that it is about, the sound neighbour's)
+    # rule: (framework and options that it is about, the sound neighbour's)
     "fp8 without the hardware": ("terrazzo", {"precision": "fp8", "gpu": "a100"}, "terrazzo", {"precision": "fp8"}),
     "bf16 without the hardware": ("terrazzo", {"gpu": "v100"}, "terrazzo", {"gpu": "v100", "precision": "fp16"}),
     "fp16 without loss scaling": ("terrazzo", {"dtypes": FP16_UNSCALED}, "terrazzo", {"precision": "fp16"}),
@@ -196,13 +196,13 @@ def setup_of(options: dict[str, Any]) -> Setup:
     return setup
 
 
-def stack_of(text: str) -> Stack:
+def framework_of(text: str) -> Framework:
     name, *flags = text.split()
-    return replace(Stack.parse(name), clip="clip" in flags, **{flag: True for flag in flags if flag != "clip"})
+    return replace(Framework.parse(name), clip="clip" in flags, **{flag: True for flag in flags if flag != "clip"})
 
 
 def rules_found(text: str, options: dict[str, Any]) -> set[str]:
-    return {finding.rule for finding in findings(setup_of(options), stack_of(text))}
+    return {finding.rule for finding in findings(setup_of(options), framework_of(text))}
 
 
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
@@ -213,15 +213,15 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("rule", CASES)
 def test_a_rule_fires_on_its_combination_and_not_on_its_neighbour(rule: str) -> None:
-    stack, options, sound_stack, sound_options = CASES[rule]
-    assert rule in rules_found(stack, options)
-    assert rule not in rules_found(sound_stack, sound_options)
+    framework, options, sound_framework, sound_options = CASES[rule]
+    assert rule in rules_found(framework, options)
+    assert rule not in rules_found(sound_framework, sound_options)
 
 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
 def test_a_finding_is_whole_sentences_with_a_source(rule: Any) -> None:
-    stack, options, _, _ = CASES[rule.name]
-    finding = next(found for found in findings(setup_of(options), stack_of(stack)) if found.rule == rule.name)
+    framework, options, _, _ = CASES[rule.name]
+    finding = next(found for found in findings(setup_of(options), framework_of(framework)) if found.rule == rule.name)
     assert finding.source
     assert set(rule.scope) <= set(FRAMEWORKS)
     for text in (finding.reason, finding.alternative):
@@ -303,7 +303,7 @@ def test_a_model_of_one_block_is_warned_of_and_not_refused() -> None:
     """It trains: its one unit is gathered at once. FSDP wrapped so is a mistake that its docs warn of."""
     setup = setup_of({"model": ONE_UNIT})
     assert runnable(setup)
-    assert "refuse" in {finding.severity for finding in findings(setup, Stack("fsdp2"))}
+    assert "refuse" in {finding.severity for finding in findings(setup, Framework("fsdp2"))}
 
 
 def test_refusals_come_before_warnings() -> None:
@@ -325,7 +325,7 @@ def test_a_healthy_setup_has_no_findings() -> None:
 @pytest.mark.parametrize("framework", ["deepspeed", "fsdp2", "megatron"])
 def test_what_each_peer_is_made_for_passes(framework: str) -> None:
     strategy = "zero1" if framework == "megatron" else "zero3"
-    found = findings(setup_of({"strategy": strategy}), Stack.parse(framework))
+    found = findings(setup_of({"strategy": strategy}), Framework.parse(framework))
     assert [finding.rule for finding in found if finding.severity != "warn"] == []
 
 
@@ -335,7 +335,7 @@ def test_what_each_peer_is_made_for_passes(framework: str) -> None:
 )
 def test_an_unknown_framework_or_version_is_refused(text: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        Stack.parse(text)
+        Framework.parse(text)
 
 
 def test_a_16_bit_dtype_is_what_makes_16_bit_masters() -> None:

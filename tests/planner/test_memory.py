@@ -34,7 +34,7 @@ PLANS = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
 
 
 def bare(params: float) -> ModelShape:
-    return ModelShape("bare", (UnitShape("", (TensorShape("all", (round(params),)),)),), aligned=False)
+    return ModelShape("bare", (UnitShape("", (TensorShape("all", (round(params),)),)),), bare=True)
 
 
 def setup(model: ModelShape, plan: str | Plan = "zero3", device: Device = A100, **options: Any) -> Setup:

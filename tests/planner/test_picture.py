@@ -167,7 +167,7 @@ def test_letters_stand_for_kinds_where_there_are_no_colours() -> None:
 def test_a_coloured_terminal_gets_blocks_in_the_colours_of_the_picture() -> None:
     text = "\n".join(printed(100, terminal=True))
     assert "█" in text
-    red, green, blue = bytes.fromhex(KINDS[3].colour[1:])
+    red, green, blue = bytes.fromhex(KINDS[0].colour[1:])
     assert f"38;2;{red};{green};{blue}" in text
 
 

@@ -18,7 +18,7 @@ from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES
 from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, floor_gpus, min_gpus
-from terrazzo.planner.gate.stack import Stack
+from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.report.answer import _sizing_row
 from terrazzo.planner.report.bare import BareAnswer
@@ -165,7 +165,7 @@ def test_what_is_too_large_for_what_was_measured_is_refused() -> None:
 def test_a_rule_on_micro_batches_refuses_those_choices_alone() -> None:
     """Of a global batch of 2 on one rank, either two micro-batches, which torchao does not add up, or one."""
     asked = request("gpt2", 1, strategy="zero1@cpu", global_batch=2, sequence=512)
-    found = search(asked, stack=Stack("torchao", clip=False))
+    found = search(asked, framework=Framework("torchao", clip=False))
     assert {answer.setup.micro_batches for answer in found.ranked} == {1}
 
 

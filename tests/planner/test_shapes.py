@@ -331,7 +331,7 @@ def test_no_framework_is_imported_for_a_closed_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [70e9, 70_000_000_000])
 def test_a_bare_number_of_parameters(count: float) -> None:
     shape = model_shape(count)
-    assert (shape.numel, shape.layers, shape.vocab, shape.aligned) == (70_000_000_000, 0, 0, False)
+    assert (shape.numel, shape.layers, shape.vocab, shape.bare) == (70_000_000_000, 0, 0, True)
     assert shape.name == "70B parameters"
 
 

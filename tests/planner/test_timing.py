@@ -17,14 +17,14 @@ from terrazzo.engine import PRECISIONS, Offload, Plan, Precision
 from terrazzo.planner.figures import Time
 from terrazzo.planner.formulas import FORMULAS, Term
 from terrazzo.planner.machine.devices import Cluster, Device, device
-from terrazzo.planner.machine.links import Group, Move, Network, group_of
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
 from terrazzo.planner.timing.compute import flops_per_token, matmul_rate, step_flops, sustained_rate
-from terrazzo.planner.timing.overlap import Row, block_exposure, root_exposure
+from terrazzo.planner.timing.overlap import BlockRow, block_exposure, root_exposure
 from terrazzo.planner.timing.stage import HOST_ADAM
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
@@ -118,7 +118,7 @@ def megatron(mesh: Mesh, micro_batch: int, plan: str = "zero0", **changes: Any) 
     layers, hidden, vocab, sequences = 96, 12288, 51200, 1536
     options = {
         "model": gpt(layers, hidden, 96), "sequence": 2048, "micro_batch": micro_batch, "matmul": "fp16",
-        "micro_batches": sequences // micro_batch // mesh.data_ranks, "precision": PRECISIONS["fp16"],
+        "micro_batches": sequences // micro_batch // mesh.batch_ranks, "precision": PRECISIONS["fp16"],
         "checkpointing": "full", "attention": "math", "sequence_parallel": False,
     }  # fmt: skip
     step_s = timed(setup(plan, mesh, "A100", **(options | changes))).step_s
@@ -532,7 +532,7 @@ def test_mesh_axes_and_the_links_they_cross() -> None:
 def test_bus_bandwidths_of_large_messages(gpu: str, group: Group, kind: str, busbw: float) -> None:
     """Measured with nccl-tests and torch on 16 GiB (stas00/ml-engineering, network/README.md and benchmarks)."""
     sent = 16 * 2**30 * (group.size - 1) / group.size * (2 if kind == "all_reduce" else 1)
-    seconds = Network(device(gpu)).move_s(Move(kind, "", "last", sent, group, ""))
+    seconds = Network(device(gpu)).move_s(Transfer(kind, "", "data", "last", sent, group, ""))
     assert sent / seconds == pytest.approx(busbw, rel=0.25)
 
 
@@ -545,7 +545,10 @@ def test_a_ring_over_nodes_uses_all_their_network_cards() -> None:
 
 def test_latency_of_a_ring_grows_with_its_length() -> None:
     network = Network(device("h100"))
-    small = [network.move_s(Move("all_gather", "", "forward", 1.0, Group("dp_shard", n, 1), "")) for n in (64, 512)]
+    small = [
+        network.move_s(Transfer("all_gather", "", "data", "forward", 1.0, Group("dp_shard", n, 1), ""))
+        for n in (64, 512)
+    ]
     assert small[1] / small[0] == pytest.approx(511 / 63)
 
 
@@ -554,19 +557,19 @@ REPEATS = {"forward": 1, "backward": 1, "reduce": 0, "last": 1, "update": 1}
 
 def test_communication_behind_longer_blocks_shows_only_at_the_ends() -> None:
     moves = {"forward": 1.0, "backward": 1.0, "last": 2.0}
-    found = block_exposure([Row(10, 4.0, 8.0, moves)], REPEATS, prefetch=1)
+    found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=1)
     assert found.total == 40 and found.exposed == 1 + (1 + 2)
-    tight = block_exposure([Row(10, 0.5, 2.5, moves)], REPEATS, prefetch=1)
+    tight = block_exposure([BlockRow(10, 0.5, 2.5, moves)], REPEATS, prefetch=1)
     assert tight.exposed == 1 + 9 * 0.5 + 3 + 9 * 0.5
-    alone = block_exposure([Row(10, 4.0, 8.0, moves)], REPEATS, prefetch=0)
+    alone = block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=0)
     assert alone.exposed == 10 + 10 + 2
-    halves = [Row(4, 0.5, 2.5, moves), Row(6, 0.5, 2.5, moves)]
+    halves = [BlockRow(4, 0.5, 2.5, moves), BlockRow(6, 0.5, 2.5, moves)]
     assert block_exposure(halves, REPEATS, prefetch=1) == tight
 
 
 def test_silent_micro_batches_gather_but_do_not_reduce() -> None:
     moves, repeats = {"forward": 1.0, "backward": 1.0, "last": 2.0}, {**REPEATS, "forward": 3, "backward": 3}
-    found = block_exposure([Row(10, 4.0, 8.0, moves)], repeats, prefetch=1)
+    found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], repeats, prefetch=1)
     assert found.total == 3 * 10 + 3 * 10 + 20
     assert found.exposed == 3 * 1 + 2 * 1 + 3
     assert root_exposure(moves, repeats).exposed == 3 + 3 + 2

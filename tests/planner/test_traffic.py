@@ -251,7 +251,7 @@ def test_micro_batches_add_up_on_the_host() -> None:
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_bare_count_is_not_padded(plan: str) -> None:
-    model = ModelShape("bare", (UnitShape("", (TensorShape("all", (70_000_000_001,)),)),), aligned=False)
+    model = ModelShape("bare", (UnitShape("", (TensorShape("all", (70_000_000_001,)),)),), bare=True)
     mesh = Mesh(dp_shard=3, dp_replicate=2) if plan in TABLE_2D else Mesh(dp_shard=6)
     setup = Setup(model, Cluster(device("h100"), 6), Plan.named(plan), mesh, precision=PRECISIONS["bf16-pure"])
     found = traffic_of(setup).total_bytes

@@ -26,18 +26,19 @@ _model, _machine, _training = _panel("Model"), _panel("Machines"), _panel("Train
 _splitting, _output = _panel("Splitting"), _panel("Output")
 
 
+_Config = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="A file of `terrazzo train`, in place of --model and the rest.")
+]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value]...", help="Settings that replace the file's, as in `terrazzo train`."),
+]
+
+
 def plan(  # structure: signature fixed by the command line
     context: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG", help="A file of `terrazzo train`, in place of --model and the rest."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[section.key=value]...", help="Settings that replace the file's, as in `terrazzo train`."
-        ),
-    ] = None,
+    config: _Config = None,
+    overrides: _Overrides = None,
     model: str | None = _model("--model NAME|PATH", "a preset such as llama3-8b, a config.json, or its folder"),
     params: str | None = _model("--params COUNT", "such as 70e9 or 70B: states and traffic of zero0 to zero3"),
     gpu: str | None = _machine("--gpu NAME", "such as h100-sxm, or cpu for this machine"),

@@ -18,18 +18,18 @@ from terrazzo.errors import BadInput
 from terrazzo.planner import (
     Cluster,
     Estimate,
+    Framework,
     Frontier,
     Request,
     Sizing,
-    Stack,
     build_setup,
     findings,
     min_gpus,
     runnable,
+    search,
 )
 from terrazzo.planner.api import assumed, calibration_of, estimate_here
 from terrazzo.planner.choice.frontier import nearest
-from terrazzo.planner.choice.search import search
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.explain import explain, explained
@@ -78,10 +78,10 @@ def run(asked: Asked, given: Collection[str]) -> None:
     check_files(asked["emit"], asked["picture"])
     source = _source(asked)
     _refuse_options(source, asked, given)
-    stack = Stack.parse(asked["framework"])
-    answer = _answer(source, asked, stack)
+    framework = Framework.parse(asked["framework"])
+    answer = _answer(source, asked, framework)
     if isinstance(answer, Answer):
-        answer = _in_framework(answer, stack)
+        answer = _in_framework(answer, framework)
     explanation = None if asked["explain"] is None else explained(_best(answer), asked["explain"])
     _write(answer, asked)
     if asked["as_json"]:
@@ -95,9 +95,9 @@ def run(asked: Asked, given: Collection[str]) -> None:
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _answer(source: str, asked: Asked, stack: Stack) -> Answer | BareAnswer:
+def _answer(source: str, asked: Asked, framework: Framework) -> Answer | BareAnswer:
     if source == "--model":
-        return _of_model(asked, stack)
+        return _of_model(asked, framework)
     if source == "--params":
         return _of_count(asked)
     from terrazzo.cli.planning_config import of_config  # imports the trainer
@@ -105,10 +105,10 @@ def _answer(source: str, asked: Asked, stack: Stack) -> Answer | BareAnswer:
     return of_config(asked, _request({**asked, "model": 1}))
 
 
-def _of_model(asked: Asked, stack: Stack) -> Answer:
+def _of_model(asked: Asked, framework: Framework) -> Answer:
     request = _request(asked)
     if asked["min_gpus"] or (request.gpus is None and request.strategy is None):
-        sizing = min_gpus(request, stack=stack)
+        sizing = min_gpus(request, framework=framework)
         if not sizing.steps:
             raise BadInput(
                 f"The model states alone need {sizing.floor:,} GPUs, and --gpus {request.gpus or '1..1024'} does not "
@@ -117,7 +117,7 @@ def _of_model(asked: Asked, stack: Stack) -> Answer:
         return _of_search(request, sizing.answer or sizing.steps[-1], sizing)
     if request.strategy is not None and not isinstance(request.gpus, str):
         return Answer(assumed(request, estimate_here(build_setup(request))), estimate_here)
-    return _of_search(request, search(request, calibration_of(request), stack))
+    return _of_search(request, search(request, calibration_of(request), framework))
 
 
 def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
@@ -126,9 +126,9 @@ def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) 
     return Answer(assumed(known, best), estimate_here, found, sizing)
 
 
-def _in_framework(answer: Answer, stack: Stack) -> Answer:
+def _in_framework(answer: Answer, framework: Framework) -> Answer:
     """With what is known of that framework, whichever `best` was made for."""
-    return replace(answer, best=replace(answer.best, findings=findings(answer.best.setup, stack)))
+    return replace(answer, best=replace(answer.best, findings=findings(answer.best.setup, framework)))
 
 
 def _of_count(asked: Asked) -> BareAnswer:

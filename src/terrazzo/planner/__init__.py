@@ -35,8 +35,9 @@ from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.figures import Memory, Time, Traffic
+from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import findings, runnable
-from terrazzo.planner.gate.stack import Finding, Stack
+from terrazzo.planner.gate.rule import Finding
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.loading import model_shape
@@ -49,6 +50,7 @@ __all__ = [
     "Device",
     "Estimate",
     "Finding",
+    "Framework",
     "Frontier",
     "Memory",
     "Mesh",
@@ -56,7 +58,6 @@ __all__ = [
     "Request",
     "Setup",
     "Sizing",
-    "Stack",
     "Time",
     "Traffic",
     "build_setup",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.gate.stack import Finding
+from terrazzo.planner.gate.rule import Finding
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
@@ -95,7 +95,7 @@ def assemble(setup: Setup, memory: Memory, calibration: Calibration | None, know
 
 def _uncounted(setup: Setup) -> tuple[str, ...]:
     """Of a model whose blocks are not known, what its memory leaves out."""
-    if not setup.model.aligned or (all(unit.block for unit in setup.model.blocks) and setup.model.blocks):
+    if setup.model.bare or (all(unit.block for unit in setup.model.blocks) and setup.model.blocks):
         return ()
     unknown = f"What the blocks of {setup.model.name} compute is not known"
     return (f"{unknown}: activations and logits are not counted, and it may not fit where this says it does.",)

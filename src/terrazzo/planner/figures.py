@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from terrazzo.planner.formulas import Term
 
-__all__ = ["Memory", "Room", "Time", "Traffic"]
+__all__ = ["Memory", "Room", "Sent", "Time", "Traffic"]
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,28 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Sent(Term):
+    """What one rank sends of one thing in one way.
+
+    Attributes:
+        links: bytes by link.
+        purpose: what needs it, as of a `Transfer` (`terrazzo.planner.machine.network`).
+    """
+
+    links: Mapping[str, float] = field(default_factory=dict)
+    purpose: str = ""
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Bytes that one rank sends in one optimizer step.
 
     Attributes:
-        collectives: by what they are for, such as `all_gather weights`; each term's inputs name the link.
+        collectives: by what they are for, such as `all_gather weights`.
         links: bytes by link: `scaleup`, `internode`, `pcie`, `disk`.
     """
 
-    collectives: tuple[Term, ...]
+    collectives: tuple[Sent, ...]
     links: dict[str, float] = field(default_factory=dict)
 
     @property

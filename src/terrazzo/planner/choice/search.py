@@ -12,8 +12,10 @@ from terrazzo.planner.assemble import Estimate, assemble, memory_under
 from terrazzo.planner.choice.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, plans, strategies
 from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.gate.stack import Finding, Stack
+from terrazzo.planner.gate.framework import Framework
+from terrazzo.planner.gate.gate import TERRAZZO, findings
+from terrazzo.planner.gate.rule import Finding
+from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
@@ -21,20 +23,17 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.words import LABELS
 from terrazzo.planner.timing.calibration import Calibration
 
-__all__ = ["TERRAZZO", "search", "spread"]
+__all__ = ["search", "spread"]
 
 
-TERRAZZO = Stack()
-
-
-def search(request: Request, calibration: Calibration | None = None, stack: Stack = TERRAZZO) -> Frontier:
+def search(request: Request, calibration: Calibration | None = None, framework: Framework = TERRAZZO) -> Frontier:
     """Compare all plans, meshes, checkpointing modes and micro-batches that a request leaves open.
 
     Without `request.parallel` only the data axes are tried, which is what the engine runs; without `request.offload`
     only strategies that keep all states on the device.
 
     Args:
-        stack: the framework that is to run it: what is known to fail there is refused.
+        framework: the framework that is to run it: what is known to fail there is refused.
 
     Errors: `BadInput` where the request itself is impossible; a choice that is impossible is refused instead.
     """
@@ -42,7 +41,7 @@ def search(request: Request, calibration: Calibration | None = None, stack: Stac
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
-    found = _Found(request, calibration, stack)
+    found = _Found(request, calibration, framework)
     for count in counts:
         found.try_all(tuple(meshes(replace(request, gpus=count))))
     if not found.considered:
@@ -66,8 +65,8 @@ def _is_round(count: int) -> bool:
 class _Found:
     """Collects estimates that fit, and why the others do not."""
 
-    def __init__(self, request: Request, calibration: Calibration | None, stack: Stack) -> None:
-        self.request, self.calibration, self.stack = request, calibration, stack
+    def __init__(self, request: Request, calibration: Calibration | None, framework: Framework) -> None:
+        self.request, self.calibration, self.framework = request, calibration, framework
         self.fitting: list[Estimate] = []
         self.refusals: dict[tuple[str, int], Refusal] = {}
         self.considered = 0
@@ -101,7 +100,7 @@ class _Found:
             return self._refuse(choice, str(error), untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
-            if reason := _refusal(findings(leanest, self.stack)):  # then it is not what comes nearest
+            if reason := _refusal(findings(leanest, self.framework)):  # then it is not what comes nearest
                 return self._refuse(choice, reason, untried)
             reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             return self._refuse(choice, reason, untried, leanest)
@@ -125,7 +124,7 @@ class _Found:
             except BadInput as error:
                 self._refuse(choice, str(error), 0)
                 continue
-            known = findings(setup, self.stack)
+            known = findings(setup, self.framework)
             if reason := _refusal(known):
                 self._refuse(choice, reason, 0)
                 continue
@@ -170,8 +169,7 @@ def _refusal(known: Sequence[Finding]) -> str:
 
 def _states_bytes(setup: Setup) -> float:
     """Of the fullest pipeline stage, what is on the device."""
-    stages = {0, setup.mesh.pp - 1}
-    return max(sum(term.value for term in on_device(setup, stage)) for stage in stages)
+    return max(sum(term.value for term in on_device(setup, stage)) for stage in set(stand_ins(setup)))
 
 
 def _too_large(setup: Setup, memory: Memory) -> str:

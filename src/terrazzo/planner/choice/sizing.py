@@ -1,4 +1,4 @@
-"""How many devices a model needs: the floor that its states set, and the first number on which it really runs."""
+"""How many devices a model needs: the floor that its states set, and the fewest found on which it really runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.choice.frontier import Frontier, Refusal
-from terrazzo.planner.choice.search import TERRAZZO, search, spread
-from terrazzo.planner.gate.stack import Stack
+from terrazzo.planner.choice.search import search, spread
+from terrazzo.planner.gate.framework import Framework
+from terrazzo.planner.gate.gate import TERRAZZO
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.timing.calibration import Calibration
@@ -44,8 +45,8 @@ class Sizing:
     Attributes:
         floor: devices that hold the model states alone; state_bytes: all of them together.
         steps: what was found on each number of devices that was tried, in order.
-        gpus: the first number on which a plan surely fits; None where none of those allowed does.
-        expected: the first number on which one is expected to fit.
+        gpus: the fewest found on which a plan surely fits; None where none of those tried does.
+        expected: the fewest of those tried on which one is expected to fit.
     """
 
     floor: int
@@ -67,7 +68,7 @@ class Sizing:
         return f"{alone}; {self.gpus} is the first that runs{sooner}."
 
 
-def min_gpus(request: Request, calibration: Calibration | None = None, stack: Stack = TERRAZZO) -> Sizing:
+def min_gpus(request: Request, calibration: Calibration | None = None, framework: Framework = TERRAZZO) -> Sizing:
     """The fewest devices, in whole hosts, on which some plan within the request surely fits.
 
     Searches upwards from the floor; `request.gpus` may bound it by a range. Beyond the first `IN_TURN` numbers of
@@ -93,7 +94,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None, stack: St
 
     def runs(count: int) -> bool:
         try:
-            tried[count] = search(replace(leanest, gpus=count), calibration, stack)
+            tried[count] = search(replace(leanest, gpus=count), calibration, framework)
         except BadInput as error:  # of this number alone, where another is possible
             impossible.append(error)
             tried[count] = _none(replace(leanest, gpus=count), str(error))
@@ -105,7 +106,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None, stack: St
     possible = [count for count, step in tried.items() if step.considered]
     if possible:
         shown = gpus or max(possible)
-        tried[shown] = search(replace(request, gpus=shown), calibration, stack)
+        tried[shown] = search(replace(request, gpus=shown), calibration, framework)
     steps = tuple(tried[count] for count in sorted(tried))
     expected = next((count for count in sorted(tried) if tried[count].ranked), None)
     return Sizing(floor, states, steps, gpus, expected)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.peer_rules import PEER_RULES
+from terrazzo.planner.gate.rule import Finding
 from terrazzo.planner.gate.rules import RULES
-from terrazzo.planner.gate.stack import Finding, Stack
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["ALL_RULES", "findings", "runnable"]
+__all__ = ["ALL_RULES", "TERRAZZO", "findings", "runnable"]
 
 ALL_RULES = RULES + PEER_RULES
-_TERRAZZO = Stack()
+TERRAZZO = Framework()
 
 
-def findings(setup: Setup, stack: Stack = _TERRAZZO) -> tuple[Finding, ...]:
+def findings(setup: Setup, framework: Framework = TERRAZZO) -> tuple[Finding, ...]:
     """What is known against a setup under a framework, by default Terrazzo: refusals first, then warnings."""
-    found = [finding for rule in ALL_RULES if (finding := rule.finding(setup, stack)) is not None]
+    found = [finding for rule in ALL_RULES if (finding := rule.finding(setup, framework)) is not None]
     return tuple(sorted(found, key=lambda finding: ("refuse", "planned", "warn").index(finding.severity)))
 
 

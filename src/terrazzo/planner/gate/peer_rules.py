@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.planner.gate.stack import Rule, in_shares, on_disk, stage, tiers
+from terrazzo.planner.gate.rule import Rule, in_shares, on_disk, tiers, zero_stage
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["PEER_RULES"]
@@ -27,7 +27,7 @@ def _accumulates_narrowly(setup: Setup) -> bool:
 
 def _no_zero_1_or_2(setup: Setup) -> bool:
     """Only the optimizer, or gradients and optimizer, are split while the weights are not."""
-    return stage(setup) in (1, 2)
+    return zero_stage(setup) in (1, 2)
 
 
 OF_DEEPSPEED = (
@@ -35,7 +35,7 @@ OF_DEEPSPEED = (
         "AutoTP with ZeRO-3",
         DEEPSPEED,
         "refuse",
-        lambda setup, stack: setup.mesh.tp > 1 and stage(setup) == 3 and stack.before(0, 19, 4),
+        lambda setup, framework: setup.mesh.tp > 1 and zero_stage(setup) == 3 and framework.before(0, 19, 4),
         "Before DeepSpeed 0.19.4, AutoTP trains with ZeRO stages 0 to 2 only.",
         "Use stage 2, or DeepSpeed 0.19.4 or newer.",
         "deepspeedai/DeepSpeed deepspeed/runtime/engine.py: an assertion in 0.19.3, gone in 0.19.4; #8168",
@@ -44,7 +44,7 @@ OF_DEEPSPEED = (
         "young AutoTP with ZeRO-3",
         DEEPSPEED,
         "warn",
-        lambda setup, stack: setup.mesh.tp > 1 and stage(setup) == 3 and not stack.before(0, 19, 4),
+        lambda setup, framework: setup.mesh.tp > 1 and zero_stage(setup) == 3 and not framework.before(0, 19, 4),
         "AutoTP with ZeRO-3 came with DeepSpeed 0.19.4; its tutorial still names stages 0 to 2.",
         "Compare losses with stage 2 before a long run.",
         "deepspeedai/DeepSpeed #8167, #8168; docs/_tutorials/autotp-training.md",
@@ -62,7 +62,7 @@ OF_DEEPSPEED = (
         "PipelineModule with ZeRO-2 or 3",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: setup.mesh.pp > 1 and stage(setup) >= 2,
+        lambda setup, _: setup.mesh.pp > 1 and zero_stage(setup) >= 2,
         "DeepSpeed's PipelineEngine asserts a ZeRO stage below 2; {plan} is stage {stage}.",
         "Use zero1 with the pipeline, or stage 3 without it.",
         "deepspeedai/DeepSpeed deepspeed/runtime/pipe/engine.py (0.19.7), #1110",
@@ -71,7 +71,7 @@ OF_DEEPSPEED = (
         "weights offloaded below ZeRO-3",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: "weight" in tiers(setup) and stage(setup) < 3,
+        lambda setup, _: "weight" in tiers(setup) and zero_stage(setup) < 3,
         "Below stage 3 DeepSpeed accepts offload_param and ignores it without a word: the weights stay on the GPU.",
         "Use zero3, or offload the optimizer alone.",
         "deepspeedai/DeepSpeed deepspeed/runtime/engine.py (0.19.8)",
@@ -80,7 +80,7 @@ OF_DEEPSPEED = (
         "NVMe below ZeRO-3",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: on_disk(setup, "optim") and stage(setup) < 3,
+        lambda setup, _: on_disk(setup, "optim") and zero_stage(setup) < 3,
         "Below stage 3 DeepSpeed treats nvme as cpu without a word: the host must hold it all.",
         "Use zero3@nvme, or ask for cpu and count the host's memory.",
         "deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py (0.19.8)",
@@ -89,7 +89,9 @@ OF_DEEPSPEED = (
         "offload in shares",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: in_shares(setup) and (stage(setup) < 3 or on_disk(setup) or set(tiers(setup)) != _OPTIMIZER),
+        lambda setup, _: (
+            in_shares(setup) and (zero_stage(setup) < 3 or on_disk(setup) or set(tiers(setup)) != _OPTIMIZER)
+        ),
         "DeepSpeed offloads a share of the optimizer alone (`ratio`, Twin-Flow), from ZeRO-3 to the CPU, not "
         "{offloaded}.",
         "Use zero3 and offload a share of the optimizer, or all of a state.",
@@ -99,7 +101,7 @@ OF_DEEPSPEED = (
         "offload at stage 0",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: bool(tiers(setup)) and stage(setup) == 0,
+        lambda setup, _: bool(tiers(setup)) and zero_stage(setup) == 0,
         "DeepSpeed offloads the optimizer at stages 1 to 3 only.",
         "Use zero1@cpu or higher.",
         "deepspeedai/DeepSpeed docs/_pages/config-json.md (offload_optimizer)",
@@ -117,7 +119,7 @@ OF_DEEPSPEED = (
         "expert layers with ZeRO-3",
         DEEPSPEED,
         "refuse",
-        lambda setup, stack: stack.expert_layers and stage(setup) == 3,
+        lambda setup, framework: framework.expert_layers and zero_stage(setup) == 3,
         "deepspeed.moe asserts a stage of 2 or lower.",
         "Use zero2 with it, or AutoEP with ZeRO-3.",
         "deepspeedai/DeepSpeed deepspeed/runtime/engine.py (0.19.8)",
@@ -135,7 +137,7 @@ OF_DEEPSPEED = (
         "AutoEP with AutoTP and ZeRO-3",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: setup.mesh.ep > 1 and setup.mesh.tp > 1 and stage(setup) == 3,
+        lambda setup, _: setup.mesh.ep > 1 and setup.mesh.tp > 1 and zero_stage(setup) == 3,
         "AutoEP with ZeRO-3 does not combine with AutoTP yet.",
         "Use zero2, or tp 1.",
         "deepspeedai/DeepSpeed deepspeed/runtime/engine.py (0.19.7)",
@@ -144,7 +146,9 @@ OF_DEEPSPEED = (
         "shard groups without MiCS",
         DEEPSPEED,
         "refuse",
-        lambda setup, stack: setup.plan.row in ("hybrid_shard", "hybrid_shard_zero2") and not stack.before(0, 19, 7),
+        lambda setup, framework: (
+            setup.plan.row in ("hybrid_shard", "hybrid_shard_zero2") and not framework.before(0, 19, 7)
+        ),
         "DeepSpeed 0.19.7 removed MiCS: it cannot shard states within a group and replicate them over groups.",
         "Use zero3 or hpz, or FSDP2 or Terrazzo for {plan}.",
         "deepspeedai/DeepSpeed#8490; deepspeed/runtime/zero/mics.py, in 0.19.6 for the last time",
@@ -172,7 +176,7 @@ OF_DEEPSPEED = (
         "accumulation in 16 bits",
         DEEPSPEED,
         "warn",
-        lambda setup, _: setup.micro_batches > 1 and stage(setup) >= 2 and _accumulates_narrowly(setup),
+        lambda setup, _: setup.micro_batches > 1 and zero_stage(setup) >= 2 and _accumulates_narrowly(setup),
         "DeepSpeed's ZeRO-2 and 3 add up {m} micro-batches in 16 bits by default, not in fp32 as this plan counts.",
         "Set data_types.grad_accum_dtype to fp32, or use larger micro-batches.",
         "deepspeedai/DeepSpeed#2352, #5898",
@@ -181,7 +185,7 @@ OF_DEEPSPEED = (
         "fp32 accumulation at stage 0",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: stage(setup) == 0 and _accumulates_narrowly(setup),
+        lambda setup, _: zero_stage(setup) == 0 and _accumulates_narrowly(setup),
         "At stage 0 DeepSpeed raises unless gradients are accumulated in the weights' dtype.",
         "Use zero1, which may accumulate in fp32.",
         "deepspeedai/DeepSpeed deepspeed/runtime/engine.py (0.19.8)",
@@ -190,7 +194,7 @@ OF_DEEPSPEED = (
         "Muon in BF16_Optimizer",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: setup.optimizer.name == "muon" and stage(setup) == 1 and _accumulates_narrowly(setup),
+        lambda setup, _: setup.optimizer.name == "muon" and zero_stage(setup) == 1 and _accumulates_narrowly(setup),
         "At stage 1 with fp32 accumulation DeepSpeed hands Muon flat shards, and it would train as plain SGD.",
         "Use zero2 or zero3.",
         "deepspeedai/DeepSpeed deepspeed/runtime/engine.py (0.19.7)",
@@ -199,7 +203,7 @@ OF_DEEPSPEED = (
         "whole matrices in DeepSpeed's flat shards",
         DEEPSPEED,
         "refuse",
-        lambda setup, _: setup.optimizer.name == "adafactor" and stage(setup) >= 1,
+        lambda setup, _: setup.optimizer.name == "adafactor" and zero_stage(setup) >= 1,
         "ZeRO gives adafactor flat shards instead of matrices, so its rows and columns mean nothing.",
         "Use adamw or lion.",
         "deepspeedai/DeepSpeed deepspeed/runtime/zero (flattened partitions)",
@@ -217,7 +221,7 @@ OF_DEEPSPEED = (
         "compiled ZeRO-3",
         DEEPSPEED,
         "warn",
-        lambda setup, _: setup.compile and stage(setup) == 3,
+        lambda setup, _: setup.compile and zero_stage(setup) == 3,
         "torch.compile breaks its graphs at ZeRO-3's hooks on every module.",
         "Use DeepCompile (CUDA), or stage 2.",
         "pytorch/pytorch#115484; deepspeedai/DeepSpeed#6719",
@@ -248,7 +252,7 @@ OF_FSDP = (
         "clipping offloaded gradients",
         FSDP,
         "warn",
-        lambda setup, stack: "grad" in tiers(setup) and stack.clip,
+        lambda setup, framework: "grad" in tiers(setup) and framework.clip,
         "clip_grad_norm_ on offloaded gradients needs a process group that reduces CPU tensors.",
         "Initialise it with backend cpu:gloo,cuda:nccl.",
         "pytorch/pytorch#148532",
@@ -275,7 +279,7 @@ OF_FSDP = (
         "tied weights in two units",
         ("fsdp2",),
         "warn",
-        lambda setup, stack: setup.model.tied and stage(setup) == 3 and not stack.before(2, 13),
+        lambda setup, framework: setup.model.tied and zero_stage(setup) == 3 and not framework.before(2, 13),
         "{model} ties its head to its embedding; since torch 2.13 fully_shard raises where two units share one.",
         "Leave both to the root module, or pass them as one list to fully_shard.",
         "pytorch/pytorch#176076; huggingface/accelerate#4171",
@@ -284,7 +288,7 @@ OF_FSDP = (
         "tied weights trained apart",
         ("fsdp2",),
         "refuse",
-        lambda setup, stack: setup.model.tied and stage(setup) == 3 and stack.before(2, 13),
+        lambda setup, framework: setup.model.tied and zero_stage(setup) == 3 and framework.before(2, 13),
         "{model} ties its head to its embedding; before torch 2.13 FSDP2 could leave a rank's part of it untrained.",
         "Use torch 2.13 or newer and keep both in the root module, or untie them.",
         "pytorch/pytorch#176076",
@@ -314,7 +318,7 @@ OF_OTHERS = (
         "Megatron beyond ZeRO-1",
         MEGATRON,
         "refuse",
-        lambda setup, _: stage(setup) >= 2,
+        lambda setup, _: zero_stage(setup) >= 2,
         "Megatron's distributed optimizer splits the optimizer alone (zero1); {plan} is stage {stage}.",
         "Use zero1, or Megatron-FSDP.",
         "NVIDIA/Megatron-LM docs (dist_optimizer, custom_fsdp)",
@@ -341,7 +345,7 @@ OF_OTHERS = (
         "torchao's offload with clipping",
         TORCHAO,
         "refuse",
-        lambda setup, stack: bool(tiers(setup)) and stack.clip,
+        lambda setup, framework: bool(tiers(setup)) and framework.clip,
         "torchao's CPUOffloadOptimizer steps while backward runs, before the norm of all gradients is known.",
         "Switch clipping off, or keep the optimizer on the GPU.",
         "pytorch/ao torchao/optim README",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.planner.gate.stack import FRAMEWORKS, Rule, Stack, stage, tiers
+from terrazzo.planner.gate.framework import FRAMEWORKS, Framework
+from terrazzo.planner.gate.rule import Rule, tiers, zero_stage
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
@@ -14,17 +15,13 @@ __all__ = ["RULES"]
 OTHERS = tuple(name for name in FRAMEWORKS if name != "terrazzo")
 
 
-def _ranks(setup: Setup) -> int:
-    return setup.mesh.data_ranks * setup.mesh.cp
-
-
 def _splits(setup: Setup) -> bool:
     return any(place.axes for place in setup.plan.places().values())
 
 
-def _whole_model(setup: Setup, stack: Stack) -> bool:
-    one = stack.whole_model_unit or (not setup.model.blocks and setup.model.vocab > 0)
-    return one and stage(setup) == 3 and _ranks(setup) > 1
+def _whole_model(setup: Setup, framework: Framework) -> bool:
+    one = framework.whole_model_unit or (not setup.model.blocks and setup.model.vocab > 0)
+    return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
 
 
 def _lacks(setup: Setup, matmul: str) -> bool:
@@ -46,7 +43,7 @@ def _grouped(setup: Setup) -> bool:
 
 
 def _gathers_in_pipeline(setup: Setup) -> bool:
-    return setup.mesh.pp > 1 and stage(setup) == 3 and _ranks(setup) > 1 and setup.micro_batches > 1
+    return setup.mesh.pp > 1 and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1 and setup.micro_batches > 1
 
 
 def _too_small_a_share(setup: Setup) -> bool:
@@ -108,7 +105,7 @@ EVERYWHERE = (
         "nothing to shard",
         (),
         "warn",
-        lambda setup, _: _splits(setup) and _ranks(setup) == 1 and not tiers(setup),
+        lambda setup, _: _splits(setup) and setup.mesh.data_ranks == 1 and not tiers(setup),
         "{plan} splits states over data ranks, but there is only one: nothing is saved.",
         "Use more GPUs, activation checkpointing, a smaller micro-batch, or offload.",
         "arXiv 1910.02054, table 1 with N = 1",
@@ -127,7 +124,7 @@ EVERYWHERE = (
         "weights gathered without overlap",
         (),
         "warn",
-        lambda setup, _: stage(setup) == 3 and setup.prefetch == 0 and _ranks(setup) > 1,
+        lambda setup, _: zero_stage(setup) == 3 and setup.prefetch == 0 and setup.mesh.data_ranks > 1,
         "With a prefetch of 0 every gather of weights is waited for.",
         "Use a prefetch of 1; it holds one more unit.",
         "arXiv 2304.11277, section 3.3",
@@ -146,7 +143,10 @@ EVERYWHERE = (
         (),
         "warn",
         lambda setup, _: (
-            stage(setup) >= 2 and setup.accumulate_locally and setup.micro_batches > 1 and _ranks(setup) > 1
+            zero_stage(setup) >= 2
+            and setup.accumulate_locally
+            and setup.micro_batches > 1
+            and setup.mesh.data_ranks > 1
         ),
         "Accumulating locally keeps whole gradients on every rank until the last of {m} micro-batches: the memory that "
         "{plan} saves on gradients is gone.",
@@ -240,7 +240,7 @@ EVERYWHERE = (
         "clipping with the optimizer in backward",
         (),
         "refuse",
-        lambda _, stack: stack.clip and stack.optimizer_in_backward,
+        lambda _, framework: framework.clip and framework.optimizer_in_backward,
         "Clipping needs the norm of all gradients, but each weight is updated before the others' gradients exist.",
         "Switch clipping off, or step after backward.",
         "pytorch/torchtune docs (optimizer_in_bwd); pytorch/ao torchao/optim README",
@@ -249,7 +249,7 @@ EVERYWHERE = (
         "loss scaling with the optimizer in backward",
         (),
         "refuse",
-        lambda setup, stack: stack.optimizer_in_backward and setup.precision.loss_scaling is not None,
+        lambda setup, framework: framework.optimizer_in_backward and setup.precision.loss_scaling is not None,
         "A step with an infinite gradient must be skipped, but each weight is updated before the others' gradients "
         "exist.",
         "Use precision bf16, or step after backward.",
@@ -259,7 +259,7 @@ EVERYWHERE = (
         "accumulation with the optimizer in backward",
         OTHERS,
         "refuse",
-        lambda setup, stack: stack.optimizer_in_backward and setup.micro_batches > 1,
+        lambda setup, framework: framework.optimizer_in_backward and setup.micro_batches > 1,
         "Each of {m} micro-batches would update the weights, so nothing is accumulated.",
         "Use one larger micro-batch, or step after backward.",
         "pytorch/torchtune docs (optimizer_in_bwd)",

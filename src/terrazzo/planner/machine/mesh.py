@@ -24,13 +24,18 @@ class Mesh:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
-    def data_ranks(self) -> int:
+    def batch_ranks(self) -> int:
         """Ranks that are given different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of all data axes, over which states may be split: those that share a sequence (`cp`) too."""
+        return self.batch_ranks * self.cp
+
     def in_hosts(self, per_node: int) -> Mesh:
         """The same data ranks in the fewest shard groups that, with tp and cp beside, stay on a host each."""
-        ranks, largest = self.data_ranks, max(1, per_node // (self.tp * self.cp))
+        ranks, largest = self.batch_ranks, max(1, per_node // (self.tp * self.cp))
         shard = math.gcd(ranks, largest)
         return replace(self, dp_replicate=ranks // shard, dp_shard=shard)
 

@@ -68,7 +68,7 @@ def device_bytes(setup: Setup, allocated: float) -> float:
 
 def upper_bytes(setup: Setup, allocated_upper: float) -> float:
     """A bound for it, from the upper values of the terms."""
-    if not setup.model.aligned:
+    if setup.model.bare:
         return allocated_upper
     if not _on_cuda(setup):
         return allocated_upper * (1 + RESERVE_UPPER)
@@ -89,7 +89,7 @@ def _around(setup: Setup, context_bytes: float, communicator_bytes: float) -> fl
 
 def _on_cuda(setup: Setup) -> bool:
     """Bare numbers of parameters are states and nothing else."""
-    return setup.cluster.device.kind == "cuda" and setup.model.aligned
+    return setup.cluster.device.kind == "cuda" and not setup.model.bare
 
 
 def _communicators(setup: Setup) -> int:

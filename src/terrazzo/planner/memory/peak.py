@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
-from terrazzo.planner.memory.placement import placed_units
+from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
 from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["memory_of", "stage_peak", "stage_terms"]
+__all__ = ["fullest_memory", "memory_of", "stage_peak", "stage_terms"]
 
 FORMULAS |= {
     "memory.gathered": Formula(
@@ -36,29 +36,36 @@ FORMULAS |= {
     ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",
-        "terrazzo/engine/bucket.py, terrazzo/engine/links/collectives.py",
+        "terrazzo/engine/spec.py, terrazzo/engine/links/collectives.py",
     ),
 }
 
 
 def memory_of(setup: Setup) -> Memory:
     """The memory of the fullest rank of `setup`, in bytes, at the fullest moment of a step."""
-    stages = {stage: stage_terms(setup, stage) for stage in _distinct_stages(setup)}
+    stand = stand_ins(setup, 1)
+    stages = {stage: stage_terms(setup, stage) for stage in sorted(set(stand))}
     totals = {stage: sum(term.value for term in terms) for stage, (terms, _) in stages.items()}
     fullest = max(totals, key=lambda stage: totals[stage])
     terms, moment = stages[fullest]
     upper = max(sum(term.upper for term in terms) for terms, _ in stages.values())
-    host, disk = tier_terms(setup, fullest)
+    memory = fullest_memory(setup, fullest, terms, _limiting_rank(setup, fullest, moment))
+    return replace(memory, upper_bytes=upper_bytes(setup, upper), per_stage=_per_stage(setup, stand, totals))
+
+
+def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_rank: str) -> Memory:
+    """Memory whose fullest rank is of `stage` and holds `terms`, with all that lies around them, of one stage."""
+    allocated, (host, disk) = float(sum(term.value for term in terms)), tier_terms(setup, stage)
     return Memory(
         terms=terms,
-        upper_bytes=upper_bytes(setup, upper),
-        reserved_bytes=reserved_bytes(setup, totals[fullest]),
-        device_bytes=device_bytes(setup, totals[fullest]),
-        limiting_rank=_limiting_rank(setup, fullest, moment),
-        per_stage=_per_stage(setup, totals),
+        upper_bytes=upper_bytes(setup, sum(term.upper for term in terms)),
+        reserved_bytes=reserved_bytes(setup, allocated),
+        device_bytes=device_bytes(setup, allocated),
+        limiting_rank=limiting_rank,
+        per_stage=(allocated,),
         host=host,
         disk=disk,
-        disk_writes=disk_writes(setup, fullest),
+        disk_writes=disk_writes(setup, stage),
         capacity_bytes=setup.cluster.device.memory_bytes,
         ranks_per_host=setup.cluster.ranks_per_host,
         host_capacity_bytes=setup.cluster.host_memory_bytes,
@@ -67,19 +74,13 @@ def memory_of(setup: Setup) -> Memory:
     )
 
 
-def _distinct_stages(setup: Setup) -> tuple[int, ...]:
-    """The first pipeline stage, one that stands for all between, and the last."""
-    return tuple(sorted({0, min(1, setup.mesh.pp - 1), setup.mesh.pp - 1}))
-
-
-def _per_stage(setup: Setup, totals: Mapping[int, float]) -> tuple[float, ...]:
-    """Of those between, each has fewer micro-batches in flight than the one before; no other difference is counted."""
-    stages = setup.mesh.pp
-    if stages <= len(totals):
-        return tuple(totals[stage] for stage in range(stages))
-    saved, held = _saved_bytes(setup, 1), in_flight(setup, 1)
-    between = (totals[1] - (held - in_flight(setup, stage)) * saved for stage in range(1, stages - 1))
-    return (totals[0], *between, totals[stages - 1])
+def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) -> tuple[float, ...]:
+    """Each as the one that stands for it, with fewer micro-batches in flight; no other difference is counted."""
+    saved = {other: _saved_bytes(setup, other) for other in totals}
+    return tuple(
+        totals[other] - (in_flight(setup, other) - in_flight(setup, stage)) * saved[other]
+        for stage, other in enumerate(stand)
+    )
 
 
 def _saved_bytes(setup: Setup, stage: int) -> float:
@@ -103,7 +104,7 @@ def _limiting_rank(setup: Setup, stage: int, moment: str) -> str:
 def stage_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], str]:
     """The terms of a rank of `stage` at its fullest moment, and that moment in words."""
     states = on_device(setup, stage)
-    if not setup.model.aligned:
+    if setup.model.bare:
         return states, "at rest"
     peak = stage_peak(setup, stage)
     resting = tuple(term for term in states if term.name != "gradients")
@@ -139,8 +140,9 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     plain = StepSettings(
         has_root=parts[0][1].is_root,
         prefetch=setup.prefetch,
-        micro_batches=max(setup.micro_batches, 2 if setup.sums_locally and setup.whole_gradients else 1),
+        micro_batches=setup.micro_batches,
         local=setup.sums_locally,
+        whole=setup.whole_gradients,
         gradual=not setup.compile,
         with_gradients=not states_only,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -13,12 +14,12 @@ from terrazzo.engine.links.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.stages import stage_units
+from terrazzo.planner.memory.stages import stage_units, units_of_stage
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["PlacedUnit", "Placement", "placed_units", "placement_of"]
+__all__ = ["Placement", "placed_units", "placement_of", "stand_ins"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
         mesh,
         setup.precision,
         setup.optimizer,
-        setup.model.aligned,
+        not setup.model.bare,
         setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
     )
 
@@ -150,13 +151,43 @@ def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
     if all(place.tier == "device" for place in places):
         placement = placement_of(setup)
         return tuple((unit, count, placement) for unit, count in units)
-    counts = tuple(count for _, count in units)
-    return tuple((units[row][0], count, placement_of(setup, tiers)) for row, count, tiers in _cut(counts, places))
+    return tuple((unit, count, placement_of(setup, tiers)) for unit, count, tiers in _cut(units, places))
+
+
+def stand_ins(setup: Setup, *kept: int) -> tuple[int, ...]:
+    """For each pipeline stage the one to look at in its place, so that few are: of as many units or more of every kind.
+
+    None stands for one before it, on which more micro-batches wait. The first and the last stand for themselves, the
+    last with the head, and so do those `kept`.
+    """
+    places = (setup.plan.weight, setup.plan.grad, setup.plan.optim)
+    return _stand_ins(setup.model.units, setup.model.tied, setup.mesh.pp, places, kept)
 
 
 @lru_cache(maxsize=4096)
-def _cut(counts: tuple[int, ...], places: tuple[Place, ...]) -> tuple[tuple[int, int, Tiers], ...]:
-    """Rows of so many units, cut where their tiers change: which row, how many of it, and their tiers."""
-    row_of = [row for row, count in enumerate(counts) for _ in range(count)]
+def _stand_ins(
+    units: tuple[UnitShape, ...], tied: bool, stages: int, places: tuple[Place, ...], kept: tuple[int, ...]
+) -> tuple[int, ...]:
+    chosen: dict[int, Counter[tuple[UnitShape, Tiers]]] = {}
+    found = []
+    for stage in range(stages):
+        held = Counter[tuple[UnitShape, Tiers]]()
+        for unit, count, tiers in _cut(units_of_stage(units, tied, stages, stage), places):
+            held[unit, tiers] += count
+        own = stage in (stages - 1, *kept)
+        fuller = [other for other, more in chosen.items() if held <= more and not own]
+        if not fuller:
+            chosen[stage] = held
+        found.append(max(fuller, default=stage))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _cut(
+    units: tuple[tuple[UnitShape, int], ...], places: tuple[Place, ...]
+) -> tuple[tuple[UnitShape, int, Tiers], ...]:
+    """Rows of equal units with their counts and tiers, cut where their tiers change."""
+    row_of = [row for row, (_, count) in enumerate(units) for _ in range(count)]
     tiers_of = [Tiers(*(place.tier_of(index, len(row_of)) for place in places)) for index in range(len(row_of))]
-    return tuple((row, len(list(equal)), tiers) for (row, tiers), equal in groupby(zip(row_of, tiers_of, strict=True)))
+    rows = groupby(zip(row_of, tiers_of, strict=True))
+    return tuple((units[row][0], len(list(equal)), tiers) for (row, tiers), equal in rows)

@@ -20,13 +20,12 @@ from terrazzo.engine.spec import Pass, resting_bytes
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
-from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes
+from terrazzo.planner.memory.peak import fullest_memory
 from terrazzo.planner.memory.placement import placement_of
-from terrazzo.planner.memory.tiers import disk_writes, tier_terms
 from terrazzo.planner.memory.trace import ActivationTrace, Event
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Peak", "memory_of_trace", "paper_units", "replay", "updated_apart_numel", "updated_numels"]
+__all__ = ["TracedPeak", "memory_of_trace", "paper_units", "replay", "updated_apart_numel", "updated_numels"]
 
 FORMULAS |= {
     "memory.traced": Formula(
@@ -38,7 +37,7 @@ FORMULAS |= {
 
 
 @dataclass(frozen=True)
-class Peak:
+class TracedPeak:
     """What one rank holds at the fullest moment of a step, in bytes, and which moment that is.
 
     Attributes:
@@ -55,7 +54,7 @@ class Peak:
         return sum(self.parts.values())
 
 
-def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Peak:
+def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> TracedPeak:
     """Play a step of `setup` with the activations of `trace`.
 
     Args:
@@ -71,30 +70,14 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Peak:
     update = {"gradients": grads, "activations": trace.buffer_bytes, "update": update_bytes}
     candidates = [*player.peaks.items(), ("update", update)]
     moment, parts = max(candidates, key=lambda candidate: sum(candidate[1].values()))
-    return Peak(moment, {**states, **parts})
+    return TracedPeak(moment, {**states, **parts})
 
 
 def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Memory:
     """`memory_of` with activations as traced; for one pipeline stage. Arguments as for `replay`."""
     peak = replay(setup, trace, update_bytes)
     terms = tuple(Term(name, value, value, "memory.traced") for name, value in peak.parts.items())
-    expected, (host, disk) = float(peak.total_bytes), tier_terms(setup, 0)
-    return Memory(
-        terms=terms,
-        upper_bytes=upper_bytes(setup, sum(term.upper for term in terms)),
-        reserved_bytes=reserved_bytes(setup, expected),
-        device_bytes=device_bytes(setup, expected),
-        limiting_rank=f"every rank alike, fullest in {peak.moment}",
-        per_stage=(expected,),
-        host=host,
-        disk=disk,
-        disk_writes=disk_writes(setup, 0),
-        capacity_bytes=setup.cluster.device.memory_bytes,
-        ranks_per_host=setup.cluster.ranks_per_host,
-        host_capacity_bytes=setup.cluster.host_memory_bytes,
-        disk_capacity_bytes=setup.cluster.disk_bytes,
-        on_host=setup.cluster.device.kind == "cpu",
-    )
+    return fullest_memory(setup, 0, terms, f"every rank alike, fullest in {peak.moment}")
 
 
 def paper_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:

@@ -7,13 +7,14 @@ from functools import lru_cache
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["in_flight", "stage_units"]
+__all__ = ["in_flight", "stage_units", "units_of_stage"]
 
 
 @lru_cache(maxsize=4096)
-def _stage_units(
+def units_of_stage(
     units: tuple[UnitShape, ...], tied: bool, stages: int, stage: int
 ) -> tuple[tuple[UnitShape, int], ...]:
+    """`stage_units` of what it depends on."""
     root, blocks = units[0], units[1:]
     own: list[tuple[UnitShape, int]] = []
     tensors = _root_tensors(root, tied, stages, stage)
@@ -38,7 +39,7 @@ def stage_units(setup: Setup, stage: int) -> tuple[tuple[UnitShape, int], ...]:
     The first stage holds the embeddings and learned positions; the last one the head and what is left, a tied head as
     a copy of its own.
     """
-    return _stage_units(setup.model.units, setup.model.tied, setup.mesh.pp, stage)
+    return units_of_stage(setup.model.units, setup.model.tied, setup.mesh.pp, stage)
 
 
 def _root_tensors(root: UnitShape, tied: bool, stages: int, stage: int) -> tuple[TensorShape, ...]:

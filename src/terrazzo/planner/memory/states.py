@@ -18,7 +18,7 @@ FORMULAS |= {
     "memory.weights": Formula(
         "sum over units of padded elements / ranks of `weight` x bytes of the resting weights; where they are split as "
         "the optimizer's and only a cast away, master weights serve as both",
-        "arXiv 1910.02054, section 3; terrazzo/engine/bucket.py",
+        "arXiv 1910.02054, section 3; terrazzo/engine/spec.py",
     ),
     "memory.gradients": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `accumulate`, from the end of "
@@ -27,7 +27,7 @@ FORMULAS |= {
     ),
     "memory.master": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `master`, unless it is the weight",
-        "arXiv 1710.03740; terrazzo/engine/bucket.py",
+        "arXiv 1710.03740; terrazzo/engine/spec.py",
     ),
     "memory.moments": Formula(
         "tensors per element x held trainable elements / ranks of `optim` x bytes of `moments`, and one step count for "
@@ -129,7 +129,7 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
         tier: count only what lies there; None: wherever it lies.
         updated: count only what changes in a step.
     """
-    if not setup.model.aligned:
+    if setup.model.bare:
         return _bare_terms(setup, tier)
     values = dict.fromkeys(STATE_OF, 0.0)
     for unit, count, placement in placed_units(setup, stage):

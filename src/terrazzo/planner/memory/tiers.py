@@ -10,7 +10,7 @@ from terrazzo.engine.offload.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
-from terrazzo.planner.memory.placement import placed_units
+from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.setup.setup import Setup
@@ -81,7 +81,7 @@ def host_writes(setup: Setup) -> float:
     if not any("nvme" in place.shares for place in setup.plan.places().values()):
         return 0.0
     return setup.cluster.ranks_per_host * max(
-        sum(term.value for term in disk_writes(setup, stage)) for stage in {0, setup.mesh.pp - 1}
+        sum(term.value for term in disk_writes(setup, stage)) for stage in set(stand_ins(setup))
     )
 
 
@@ -107,7 +107,7 @@ def _moved(term: Term, formula: str) -> Term:
 def _sums(setup: Setup, stage: int) -> Term:
     """Sums of micro-batches that are not the last, which go no further than the host's memory."""
     value = 0.0
-    if setup.micro_batches > 1 and not setup.sums_locally and setup.model.aligned:
+    if setup.micro_batches > 1 and not setup.sums_locally and not setup.model.bare:
         for bucket, count in _buckets(setup, stage):
             if bucket.trainable and bucket.tiers.grad != "device":
                 value += count * padded_bytes(bucket.numel(bucket.sum_axes.grad) * setup.precision.accumulate.itemsize)

@@ -56,7 +56,7 @@ class StepSettings:
         loss: bytes of logits and of what the loss makes of them, at most.
         logits: of these, bytes that are there in the head's backward: the gradient of the logits.
         in_flight: activations of earlier micro-batches that wait for their backward, bytes.
-        local: micro-batches before the last only add gradients.
+        local: micro-batches before the last only add gradients. whole: what these add up to stays from step to step.
         gradual: gradients come one after the other while a unit's backward runs.
         with_gradients: count finished gradients that stay on the device too.
         update: bytes that the optimizer step needs for itself.
@@ -66,12 +66,18 @@ class StepSettings:
     prefetch: int = 1
     micro_batches: int = 1
     local: bool = False
+    whole: bool = False
     gradual: bool = True
     loss: float = 0.0
     logits: float = 0.0
     in_flight: float = 0.0
     with_gradients: bool = True
     update: float = 0.0
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether a last micro-batch finds memory taken by what earlier ones left."""
+        return self.micro_batches > 1 or (self.local and self.whole)
 
 
 def peak_of(units: Sequence[StepUnit], settings: StepSettings) -> Peak:
@@ -122,7 +128,7 @@ class _Walk:
 
     def begin(self) -> None:
         """Before the last two micro-batches: what earlier ones have left."""
-        if self.settings.micro_batches == 1:
+        if not self.settings.has_sums:
             return
         self.now[ACTIVATIONS] += self.settings.in_flight
         for index, unit in enumerate(self.units):
@@ -251,7 +257,7 @@ class _Walk:
         if not states.trainable:
             return
         if self.last:
-            if self.settings.micro_batches > 1:
+            if self.settings.has_sums:
                 self.now[UNREDUCED] -= (states.pending_local if self.settings.local else states.partial) * count
             self.now[GRADIENTS] += states.finished * count * self.settings.with_gradients
 

@@ -65,7 +65,7 @@ def _bare(numel: float) -> ModelShape:
             f"The number of parameters is {numel!r}; a whole number from 1 to {MAX_PARAMETERS:.0e} is expected."
         )
     tensor = TensorShape("parameters", (int(numel),))
-    return ModelShape(f"{_short_count(numel)} parameters", (UnitShape("", (tensor,)),), aligned=False)
+    return ModelShape(f"{_short_count(numel)} parameters", (UnitShape("", (tensor,)),), bare=True)
 
 
 def _short_count(numel: float) -> str:

@@ -118,7 +118,7 @@ class ModelShape:
         vocab: size of the vocabulary; 0 for a bare number of parameters, of which only states can be said.
         tied: the head is the embedding matrix, which then is one tensor of role `embedding`.
         positions: longest sequence, None where nothing limits it.
-        aligned: tensors are padded as the engine pads them; a bare number of parameters is not.
+        bare: a number of parameters alone: nothing is padded, and nothing but states can be said.
     """
 
     name: str
@@ -126,7 +126,7 @@ class ModelShape:
     vocab: int = 0
     tied: bool = False
     positions: int | None = None
-    aligned: bool = True
+    bare: bool = False
 
     @property
     def root(self) -> UnitShape:

@@ -35,5 +35,5 @@ def _mesh(setup: Setup, plan: Plan) -> Mesh:
     """Data ranks in one group, or for the hybrid strategies in groups that stay on a host."""
     mesh = setup.mesh
     if not plan.groups:
-        return replace(mesh, dp_replicate=1, dp_shard=mesh.data_ranks)
+        return replace(mesh, dp_replicate=1, dp_shard=mesh.batch_ranks)
     return mesh if mesh.dp_replicate > 1 else mesh.in_hosts(setup.cluster.device.per_node)

@@ -55,22 +55,16 @@ class Answer:
 
 def _refused(frontier: Frontier) -> tuple[RefusedRow, ...]:
     return tuple(
-        RefusedRow(
-            strategy=each.strategy,
-            gpus=each.gpus,
-            reason=each.reason,
-            candidates=each.candidates,
-            needed_gib=each.needed_bytes / GIB if each.needed_bytes else None,
-        )
+        RefusedRow.of(each, needed_gib=each.needed_bytes / GIB if each.needed_bytes else None)
         for each in frontier.refused
     )
 
 
 def _sizing(sizing: Sizing) -> SizingReport:
-    return SizingReport(
+    return SizingReport.of(
+        sizing,
         states_floor_gpus=sizing.floor,
         states_gb=sizing.state_bytes / 1e9,
-        gpus=sizing.gpus,
         expected_gpus=sizing.expected,
         rows=tuple(_sizing_row(step) for step in sizing.steps),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.text.words import Unit, count_text, mesh_text, precision_name, units
+from terrazzo.planner.text.words import ByteUnit, count_text, mesh_text, precision_name, units
 
 __all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
 
@@ -16,38 +16,32 @@ __all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
 class Kind:
     """A kind of memory: its colour in pictures, its letter where there are no colours.
 
-    A term is of the first kind of which a word is in its name.
+    Attributes:
+        terms: names of the terms that are of it.
     """
 
     name: str
     colour: str
     letter: str
-    words: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
 
 
 OVERHEAD = Kind("allocator, context, libraries", "#a9adb5", "x", ("workspace",))
 OTHER = Kind("other", "#6d6f76", "o")
 KINDS = (
-    Kind(
-        "gathered weights, buffers",
-        "#3f8f6b",
-        "t",
-        ("transient", "gathered", "unreduced", "receive", "staging", "buffer"),
-    ),
-    Kind("optimizer", "#8fb8de", "s", ("moment", "master", "optimizer")),
-    Kind("gradients", "#4a86c5", "g", ("gradient",)),
-    Kind("weights", "#1f4e82", "w", ("weight",)),
-    Kind("logits and loss", "#f2c572", "l", ("logit", "loss")),
-    Kind("activations", "#dd8a2e", "a", ("activation", "working")),
+    Kind("weights", "#1f4e82", "w", ("weights",)),
+    Kind("gradients", "#4a86c5", "g", ("gradients",)),
+    Kind("optimizer", "#8fb8de", "s", ("master", "moments")),
+    Kind("gathered weights, buffers", "#3f8f6b", "t", ("gathered", "unreduced", "receive", "staging", "transient")),
+    Kind("activations", "#dd8a2e", "a", ("activations", "working")),
+    Kind("logits and loss", "#f2c572", "l", ("logits",)),
     OTHER,
     OVERHEAD,
 )
-"""In the order in which names are matched."""
+"""From the left of a bar."""
 
 NEAR, CUT = 2.0, 2.0
 """A capacity is shown up to twice the longest bar, and bars are cut at twice the capacity."""
-
-ORDER = ("weights", "gradients", "optimizer", *(kind.name for kind in (KINDS[0], KINDS[5], KINDS[4], OTHER, OVERHEAD)))
 
 
 @dataclass(frozen=True)
@@ -89,15 +83,14 @@ class Chart:
         return min(max(longest, self.capacity), CUT * self.capacity)
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> ByteUnit:
         return units(self.limit)[0]
 
     @property
     def kinds(self) -> list[Kind]:
         """Those that occur, in the order of the bars' parts."""
         seen = {name for bar in self.bars for name, value in bar.parts.items() if value > 0}
-        known = {kind.name: kind for kind in KINDS}
-        return [known[name] for name in ORDER if name in seen]
+        return [kind for kind in KINDS if kind.name in seen]
 
 
 def chart_of(estimates: Sequence[Estimate], chosen: Estimate) -> Chart:
@@ -125,7 +118,7 @@ def _bar(estimate: Estimate, chosen: Estimate) -> Bar:
 
 
 def _parts(memory: Memory) -> dict[str, float]:
-    parts = dict.fromkeys(ORDER, 0.0)
+    parts = dict.fromkeys((kind.name for kind in KINDS), 0.0)
     for term in memory.terms:
         parts[kind_of(term.name).name] += term.value
     parts[OVERHEAD.name] += max(0.0, memory.device_bytes - memory.allocated_bytes)
@@ -134,5 +127,4 @@ def _parts(memory: Memory) -> dict[str, float]:
 
 def kind_of(name: str) -> Kind:
     """The kind of a term."""
-    lower = name.lower()
-    return next((kind for kind in KINDS if any(word in lower for word in kind.words)), OTHER)
+    return next((kind for kind in KINDS if name in kind.terms), OTHER)

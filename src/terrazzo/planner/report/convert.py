@@ -30,39 +30,27 @@ GB = 1e9
 def report_of(estimate: Estimate) -> Report:
     """The whole of one plan."""
     memory = estimate.memory
-    return Report(
+    return Report.of(
+        memory,
         setup=_setup(estimate.setup),
         memory=_memory(memory),
-        fits=memory.fits,
-        fits_surely=memory.fits_surely,
-        limiting_rank=memory.limiting_rank,
         time=_time(estimate.time) if estimate.time else None,
         no_time=estimate.no_time,
         traffic=_traffic(estimate.traffic),
         warnings=estimate.notes,
-        findings=tuple(
-            FindingReport(
-                rule=each.rule,
-                severity=each.severity,
-                reason=each.reason,
-                alternative=each.alternative,
-                source=each.source,
-            )
-            for each in estimate.findings
-        ),
+        findings=tuple(map(FindingReport.of, estimate.findings)),
     )
 
 
 def frontier_row(estimate: Estimate) -> FrontierRow:
     """One plan in short."""
     setup, memory, time = estimate.setup, estimate.memory, estimate.time
-    return FrontierRow(
+    return FrontierRow.of(
+        setup,
         strategy=setup.plan.name,
         mesh=mesh_sizes(setup.mesh),
         gpus=setup.cluster.count,
         activation_checkpointing=checkpointing_text(setup),
-        micro_batch=setup.micro_batch,
-        micro_batches=setup.micro_batches,
         allocated_gib=memory.allocated_bytes / GIB,
         expected_gib=memory.expected_bytes / GIB,
         device_gib=memory.device_bytes / GIB,
@@ -77,7 +65,8 @@ def frontier_row(estimate: Estimate) -> FrontierRow:
 
 
 def _setup(setup: Setup) -> SetupReport:
-    return SetupReport(
+    return SetupReport.of(
+        setup,
         model=setup.model.name,
         parameters=setup.model.numel,
         active_parameters=setup.model.active_numel,
@@ -87,16 +76,9 @@ def _setup(setup: Setup) -> SetupReport:
         strategy=setup.plan.name,
         plan={state: str(place) for state, place in setup.plan.places().items()},
         mesh=mesh_sizes(setup.mesh),
-        sequence=setup.sequence,
-        micro_batch=setup.micro_batch,
-        micro_batches=setup.micro_batches,
-        global_batch=setup.global_batch,
         precision=precision_name(setup),
         optimizer=setup.optimizer.name,
         activation_checkpointing=checkpointing_text(setup),
-        compile=setup.compile,
-        attention=setup.attention,
-        loss=setup.loss,
     )
 
 
@@ -118,8 +100,8 @@ def _memory(memory: Memory) -> MemoryReport:
         disk=_terms(memory.disk),
         disk_writes=_terms(memory.disk_writes),
         hosts=tuple(
-            RoomReport(
-                name=room.name,
+            RoomReport.of(
+                room,
                 expected_gib=room.expected / GIB,
                 upper_gib=room.upper / GIB,
                 capacity_gib=None if room.capacity is None else room.capacity / GIB,
@@ -133,39 +115,15 @@ def _memory(memory: Memory) -> MemoryReport:
 def _traffic(traffic: Traffic) -> TrafficReport:
     return TrafficReport(
         total_gb=traffic.total_bytes / GB,
-        collectives=tuple(
-            CollectiveReport(name=term.name, gb=term.value / GB, formula=term.formula, inputs=dict(term.inputs))
-            for term in traffic.collectives
-        ),
+        collectives=tuple(CollectiveReport.of(term, gb=term.value / GB) for term in traffic.collectives),
         links_gb={link: value / GB for link, value in traffic.links.items()},
     )
 
 
 def _time(time: Time) -> TimeReport:
-    return TimeReport(
-        step_s=time.step_s,
-        tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
-        mfu=time.mfu,
-        bound_by=time.bound_by,
-        hidden_s=time.hidden_s,
-        calibrated=time.calibrated,
-        rates_measured=time.rates_measured,
-        band=time.band,
-        cost_per_million_tokens=time.cost_per_million_tokens,
-        terms={term.name: term.value for term in time.terms},
-        breakdown=_terms(time.terms),
-    )
+    terms = {term.name: term.value for term in time.terms}
+    return TimeReport.of(time, terms=terms, breakdown=_terms(time.terms))
 
 
 def _terms(terms: Iterable[Term]) -> tuple[TermReport, ...]:
-    return tuple(
-        TermReport(
-            name=term.name,
-            value=term.value,
-            upper=term.upper,
-            unit=term.unit,
-            formula=term.formula,
-            inputs=dict(term.inputs),
-        )
-        for term in terms
-    )
+    return tuple(map(TermReport.of, terms))

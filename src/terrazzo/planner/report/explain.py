@@ -66,17 +66,7 @@ def _names(term: Term) -> tuple[str, ...]:
 
 def _explained(part: str, term: Term) -> ExplainedTerm:
     formula = FORMULAS[term.formula]
-    return ExplainedTerm(
-        part=part,
-        name=term.name,
-        value=term.value,
-        upper=term.upper,
-        unit=term.unit,
-        formula=term.formula,
-        inputs=dict(term.inputs),
-        text=formula.text,
-        source=formula.source,
-    )
+    return ExplainedTerm.of(term, part=part, text=formula.text, source=formula.source)
 
 
 def _blocks(term: ExplainedTerm) -> Iterator[Block]:

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.report.bars import KINDS, Bar, Chart
-from terrazzo.planner.text.words import Unit, bytes_text
+from terrazzo.planner.text.words import ByteUnit, bytes_text
 
 __all__ = ["SUFFIXES", "png", "save_picture", "svg"]
 
@@ -128,7 +128,7 @@ class _Axis:
     left: float
     scale: float
     limit: float
-    unit: Unit
+    unit: ByteUnit
 
     def x(self, value: float) -> float:
         return self.left + min(value, self.limit) * self.scale

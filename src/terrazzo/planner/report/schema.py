@@ -7,7 +7,7 @@ GB is 1e9 bytes, GiB is 2^30 bytes, `_s` is seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,6 +35,12 @@ __all__ = [
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def of(cls, found: object, **others: Any) -> Self:
+        """With what `found` has under the names of fields, and `others`."""
+        same = {name: getattr(found, name) for name in cls.model_fields if name not in others and hasattr(found, name)}
+        return cls(**same, **others)
 
 
 class TermReport(_Model):

@@ -68,7 +68,7 @@ def _check_plan(setup: Setup) -> None:
     both = mesh.dp_replicate > 1 and mesh.dp_shard > 1
     if plan.groups and not both:
         raise BadInput(
-            f"{plan.name} needs two or more shard groups of two or more GPUs, but {mesh.data_ranks} data ranks form "
+            f"{plan.name} needs two or more shard groups of two or more GPUs, but {mesh.batch_ranks} data ranks form "
             f"{mesh.dp_replicate} group(s) of {mesh.dp_shard} (dp_replicate × dp_shard). Use zero3, which is the same "
             "with one group, or more GPUs, or another dp_replicate."
         )
@@ -148,7 +148,7 @@ def _check_experts(model: ModelShape, mesh: Mesh) -> None:
     if mesh.ep == 1:
         return
     experts = max((unit.block.experts for unit in model.blocks if unit.block), default=0)
-    ranks = mesh.data_ranks * mesh.cp
+    ranks = mesh.data_ranks
     if not experts:
         raise BadInput(f"ep {mesh.ep} spreads routed experts, but {model.name} has none. Leave ep out.")
     if experts % mesh.ep:

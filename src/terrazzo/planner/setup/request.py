@@ -300,9 +300,9 @@ def _micro_batches(request: Request, mesh: Mesh, micro_batch: int) -> int:
     if request.global_batch is None:
         default = MICRO_BATCHES_PER_STAGE * mesh.pp if mesh.pp > 1 else 1
         return request.micro_batches or default
-    at_once = micro_batch * mesh.data_ranks
+    at_once = micro_batch * mesh.batch_ranks
     if request.global_batch % at_once:
-        raise BadInput(_batch_arithmetic(request.global_batch, micro_batch, mesh.data_ranks))
+        raise BadInput(_batch_arithmetic(request.global_batch, micro_batch, mesh.batch_ranks))
     return request.global_batch // at_once
 
 

@@ -83,4 +83,4 @@ class Setup:
     @property
     def global_batch(self) -> int:
         """Sequences of one optimizer step."""
-        return self.micro_batch * self.micro_batches * self.mesh.data_ranks
+        return self.micro_batch * self.micro_batches * self.mesh.batch_ranks

@@ -10,7 +10,7 @@ from terrazzo.planner.text.blocks import Block, Column, Line, Table
 from terrazzo.planner.text.words import (
     GIB,
     LABELS,
-    Unit,
+    ByteUnit,
     bytes_text,
     room_text,
     seconds_text,
@@ -125,14 +125,14 @@ def time_blocks(time: Time) -> list[Block]:
     return [Table(columns, tuple(rows), totals=1), *([Line(hidden)] if time.hidden_s else [])]
 
 
-def _term_rows(terms: Sequence[Term], big: Unit, small: Unit) -> list[tuple[str, ...]]:
+def _term_rows(terms: Sequence[Term], big: ByteUnit, small: ByteUnit) -> list[tuple[str, ...]]:
     """Those of which two digits show anything."""
     total = sum(term.value for term in terms)
     shown = [term for term in terms if term.value >= 0.005 * big.size]
     return [(*_amounts(term, big, small), _share(term.value, total), term.formula) for term in shown]
 
 
-def _amounts(term: Term, big: Unit, small: Unit) -> tuple[str, str, str]:
+def _amounts(term: Term, big: ByteUnit, small: ByteUnit) -> tuple[str, str, str]:
     return LABELS.get(term.name, term.name), big.of(term.value), small.of(term.value)
 
 

@@ -12,7 +12,7 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = [
     "GIB",
     "LABELS",
-    "Unit",
+    "ByteUnit",
     "bytes_text",
     "checkpointing_text",
     "count_text",
@@ -42,7 +42,7 @@ LABELS = {
 
 
 @dataclass(frozen=True)
-class Unit:
+class ByteUnit:
     """A unit of bytes."""
 
     name: str
@@ -52,11 +52,11 @@ class Unit:
         return f"{value / self.size:,.{digits}f}"
 
 
-def units(total: float) -> tuple[Unit, Unit]:
+def units(total: float) -> tuple[ByteUnit, ByteUnit]:
     """A binary and a decimal unit that suit amounts of up to `total` bytes."""
     if total < GIB:
-        return Unit("MiB", 2.0**20), Unit("MB", 1e6)
-    return Unit("GiB", GIB), Unit("GB", 1e9)
+        return ByteUnit("MiB", 2.0**20), ByteUnit("MB", 1e6)
+    return ByteUnit("GiB", GIB), ByteUnit("GB", 1e9)
 
 
 def bytes_text(value: float) -> str:

@@ -135,7 +135,7 @@ def step_flops(setup: Setup) -> float:
     if setup.checkpointing != "none":
         forward = flops_per_token(setup) / 3 - 2 * setup.model.vocab * setup.model.hidden
         repeated = forward / setup.every * (1.0 if setup.checkpointing == "full" else 0.5)
-    tokens = setup.tokens * setup.micro_batches * setup.mesh.data_ranks / setup.mesh.world_size
+    tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
     return (flops_per_token(setup) + repeated) * tokens
 
 

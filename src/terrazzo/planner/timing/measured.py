@@ -63,16 +63,15 @@ def copied_bytes(setup: Setup, traffic: Traffic) -> dict[str, float]:
     """Bytes of copies to and from host and disk by link; on a CPU there is no way to the host."""
     copied: dict[str, float] = {}
     for term in traffic.collectives:
-        if term.formula == "traffic.offload":
-            for name, sent in term.inputs.items():
-                link = name.removesuffix("_bytes")
+        if term.purpose == "offload":
+            for link, sent in term.links.items():
                 copied[link] = copied.get(link, 0.0) + sent
     here = ("disk",) if setup.cluster.device.kind == "cpu" else ("pcie", "disk")
     return {link: sent for link, sent in copied.items() if sent and link in here}
 
 
 def _waits(traffic: Traffic, record: Calibration) -> list[Term]:
-    sent = sum(term.value for term in traffic.collectives if term.formula != "traffic.offload")
+    sent = sum(term.value for term in traffic.collectives if term.purpose != "offload")
     if not record.bandwidth or not sent:
         return []
     waited, inputs = sent / record.bandwidth, {"bytes": sent, "bandwidth": record.bandwidth}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CONTENTION", "Exposure", "Row", "block_exposure", "root_exposure"]
+__all__ = ["CONTENTION", "BlockRow", "Exposure", "block_exposure", "root_exposure"]
 
 CONTENTION = 0.30
 """Of hidden communication's time, by how much computation beside it takes longer: collectives occupy multiprocessors
@@ -43,7 +43,7 @@ def root_exposure(moves: Mapping[str, float], repeats: Mapping[str, int]) -> Exp
 
 
 @dataclass(frozen=True)
-class Row:
+class BlockRow:
     """Equal blocks in a row.
 
     Attributes:
@@ -57,7 +57,7 @@ class Row:
     moves: Mapping[str, float]
 
 
-def block_exposure(rows: Sequence[Row], repeats: Mapping[str, int], prefetch: int) -> Exposure:
+def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetch: int) -> Exposure:
     """Of all blocks of a stage.
 
     Args:
@@ -83,11 +83,11 @@ class _Pass:
     computation: float
 
     @classmethod
-    def forward(cls, row: Row) -> _Pass:
+    def forward(cls, row: BlockRow) -> _Pass:
         return cls(row.count, row.moves.get("forward", 0.0), 0.0, row.forward_s)
 
     @classmethod
-    def backward(cls, row: Row, reduction: str) -> _Pass:
+    def backward(cls, row: BlockRow, reduction: str) -> _Pass:
         return cls(row.count, row.moves.get("backward", 0.0), row.moves.get(reduction, 0.0), row.backward_s)
 
 

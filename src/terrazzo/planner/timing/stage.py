@@ -8,8 +8,8 @@ from itertools import chain
 
 from terrazzo.engine.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.machine.links import Move, Network
-from terrazzo.planner.memory.placement import Placement, placed_units
+from terrazzo.planner.machine.network import Network, Transfer
+from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
@@ -25,7 +25,7 @@ from terrazzo.planner.timing.compute import (
     optimizer_bytes,
     sustained_rate,
 )
-from terrazzo.planner.timing.overlap import CONTENTION, Exposure, Row, block_exposure, root_exposure
+from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, block_exposure, root_exposure
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.volumes import (
     model_parallel_moves,
@@ -70,8 +70,8 @@ class _Blocks:
 
 
 def slowest_stage(setup: Setup, pace: float = 1.0, waits: bool = True) -> Stage:
-    """The stage that all others wait for: the first, with the embedding, or the last, with the head."""
-    stages = [Stage(setup, index, pace, waits) for index in sorted({0, setup.mesh.pp - 1})]
+    """The stage that all others wait for: in its blocks, or in the head of the last."""
+    stages = [Stage(setup, index, pace, waits) for index in sorted(set(stand_ins(setup)))]
     return max(stages, key=lambda stage: stage.busy_s)
 
 
@@ -101,11 +101,11 @@ class Stage:
         """Exposed communication of tensor, context and expert parallelism, forward and backward."""
         waits = {"forward": 0.0, "backward": 0.0}
         attention = seconds.attention * seconds.forward_share
-        for move, formula in model_parallel_moves(self._setup, unit):
+        for move in model_parallel_moves(self._setup, unit):
             spent = self._network.move_s(move)
-            if formula == "traffic.tensor" and move.when == "backward":
+            if move.purpose == "tensor" and move.when == "backward":
                 spent *= 1 - TENSOR_HIDDEN
-            elif formula == "traffic.context":
+            elif move.purpose == "context":
                 spent = max(0.0, spent - (attention if move.when == "forward" else seconds.attention - attention))
             waits[move.when] += spent
         return waits["forward"], waits["backward"]
@@ -127,7 +127,9 @@ class Stage:
         root = Exposure(0.0, 0.0)
         for unit, _, placement in self._roots:
             root += root_exposure(self._unit_moves(unit, placement), self._repeats)
-        rows = [Row(part.count, *part.passes, self._unit_moves(part.unit, part.placement)) for part in self._blocks]
+        rows = [
+            BlockRow(part.count, *part.passes, self._unit_moves(part.unit, part.placement)) for part in self._blocks
+        ]
         return root + block_exposure(rows, self._repeats, self._setup.prefetch)
 
     def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[str, float]:
@@ -139,7 +141,7 @@ class Stage:
                 seconds[move.when] = seconds.get(move.when, 0.0) + self._copy_s(move)
         return seconds
 
-    def _copy_s(self, move: Move) -> float:
+    def _copy_s(self, move: Transfer) -> float:
         cluster = self._setup.cluster
         if move.link == "pcie":
             assert cluster.device.pcie_bandwidth is not None

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from terrazzo.engine.place import ON_DEVICE
 from terrazzo.engine.spec import WHEN
-from terrazzo.planner.figures import Traffic
-from terrazzo.planner.formulas import FORMULAS, Formula, Term
-from terrazzo.planner.machine.links import Group, Move, Network, group_of
+from terrazzo.planner.figures import Sent, Traffic
+from terrazzo.planner.formulas import FORMULAS, Formula
+from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.memory.buckets import buckets
-from terrazzo.planner.memory.placement import Placement, placed_units
+from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.copies import copies
@@ -67,40 +67,37 @@ FORMULAS |= {
 
 
 def traffic_of(setup: Setup) -> Traffic:
-    """Traffic of the rank that sends most: on the first or the last pipeline stage."""
-    stages = {0, setup.mesh.pp - 1}
-    per_stage = [_collect(setup, stage) for stage in sorted(stages)]
+    """Traffic of the rank that sends most, of all pipeline stages."""
+    per_stage = [_collect(setup, stage) for stage in sorted(set(stand_ins(setup)))]
     totals = max(per_stage, key=lambda found: sum(sum(links.values()) for _, links in found.values()))
     terms, by_link = [], dict.fromkeys(("scaleup", "internode", "pcie", "disk"), 0.0)
-    for name, (formula, links) in totals.items():
-        value = sum(links.values())
-        terms.append(Term(name, value, value, formula, {f"{link}_bytes": sent for link, sent in links.items()}))
+    for name, (move, links) in totals.items():
+        value, inputs = sum(links.values()), {f"{link}_bytes": sent for link, sent in links.items()}
+        terms.append(Sent(name, value, value, move.formula, inputs, links=links, purpose=move.purpose))
         for link, sent in links.items():
             by_link[link] += sent
     return Traffic(tuple(terms), {link: sent for link, sent in by_link.items() if sent})
 
 
-Collected = dict[str, tuple[str, dict[str, float]]]
-"""By name: formula, and bytes by link."""
+Collected = dict[str, tuple[Transfer, dict[str, float]]]
+"""By name: one of the transfers, and bytes of all of them by link."""
 
 
 def _collect(setup: Setup, stage: int) -> Collected:
     found: Collected = {}
 
-    def add(move: Move, times: float, formula: str) -> None:
-        links = found.setdefault(f"{move.kind} {move.what}", (formula, {}))[1]
+    def add(move: Transfer, times: float) -> None:
+        links = found.setdefault(f"{move.kind} {move.what}", (move, {}))[1]
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
     repeats = repetitions(setup)
     for unit, count, placement in placed_units(setup, stage):
-        for move in unit_moves(setup, unit, placement):
-            add(move, count * repeats[move.when], f"traffic.{move.kind}")
-        for move in unit_copies(unit, placement):
-            add(move, count * repeats[move.when], "traffic.offload")
-        for move, formula in model_parallel_moves(setup, unit):
-            add(move, count * setup.micro_batches, formula)
+        for move in (*unit_moves(setup, unit, placement), *unit_copies(unit, placement)):
+            add(move, count * repeats[move.when])
+        for move in model_parallel_moves(setup, unit):
+            add(move, count * setup.micro_batches)
     for move in pipeline_moves(setup):
-        add(move, setup.micro_batches, "traffic.pipeline")
+        add(move, setup.micro_batches)
     return found
 
 
@@ -119,7 +116,7 @@ def repetitions(setup: Setup) -> dict[str, int]:
 # -- data parallelism ------------------------------------------------------------------------------------------
 
 
-def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
+def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:
     """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
     network, found = Network(setup.cluster.device), []
     for bucket in buckets(unit, placement):
@@ -129,7 +126,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Mov
                 group = _group(setup, move.over, bucket.size(move.over))
                 if group.size > 1 or move.kind != "all_reduce":
                     link = network.link(group)
-                    found.append(Move(move.kind, move.what, when, move.sent_bytes, group, link, messages))
+                    found.append(Transfer(move.kind, move.what, "data", when, move.sent_bytes, group, link, messages))
     return tuple(found)
 
 
@@ -139,15 +136,15 @@ def _group(setup: Setup, axis: str, size: int) -> Group:
     return Group(axis, size, whole.stride * (whole.size // size))
 
 
-def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
-    """What comes and goes between the device, the host's memory and its disks for one unit, by `when` as in `Move`.
+def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:
+    """What comes and goes between the device, the host's memory and its disks for one unit, by `when` as in `Transfer`.
 
     The root unit's weights are not fetched twice.
     """
     if placement.tiers == ON_DEVICE:
         return ()
     return tuple(
-        Move(move.kind, move.what, when, move.sent_bytes, None, move.over)
+        Transfer(move.kind, move.what, "offload", when, move.sent_bytes, None, move.over)
         for bucket in buckets(unit, placement)
         for when in WHEN
         for move in copies(bucket, when)
@@ -158,8 +155,8 @@ def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Move, ...]:
 # -- the other axes --------------------------------------------------------------------------------------------
 
 
-def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[tuple[Move, str]]:
-    """Tensor, context and expert parallelism in one unit and one micro-batch, each with its formula.
+def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[Transfer]:
+    """Tensor, context and expert parallelism in one unit and one micro-batch.
 
     Moves of forward and backward are told apart by `when`; what activation checkpointing repeats counts as backward.
     """
@@ -179,7 +176,7 @@ def activation_bytes(setup: Setup) -> float:
     return setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
 
 
-def _tensor_moves(setup: Setup, block: BlockShape | None) -> Iterator[tuple[Move, str]]:
+def _tensor_moves(setup: Setup, block: BlockShape | None) -> Iterator[Transfer]:
     """All-reduces, or as many pairs of all-gather and reduce-scatter.
 
     Two a block forward and two backward, two more where forward is repeated; one each way for embedding and head.
@@ -192,10 +189,10 @@ def _tensor_moves(setup: Setup, block: BlockShape | None) -> Iterator[tuple[Move
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", each), ("backward", each + again)):
         messages = round(2 * count) if setup.sequence_parallel else round(count)
-        yield Move(kind, "tensor-parallel activations", when, count * once, group, link, messages), "traffic.tensor"
+        yield Transfer(kind, "tensor-parallel activations", "tensor", when, count * once, group, link, messages)
 
 
-def _context_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Move, str]]:
+def _context_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
     group = group_of(setup.mesh, "cp")
     heads = max(1.0, block.kv_heads / setup.mesh.tp)
     channels = block.kv_latent or heads * (block.head_dim + block.value_dim)
@@ -203,19 +200,19 @@ def _context_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Move, str]
     again = 1 / setup.every if setup.checkpointing == "full" else 0.0
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", 1), ("backward", 2 + again)):
-        yield Move("send", "keys and values", when, count * once, group, link), "traffic.context"
+        yield Transfer("send", "keys and values", "context", when, count * once, group, link)
 
 
-def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[tuple[Move, str]]:
+def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
     group = group_of(setup.mesh, "ep")
     once = activation_bytes(setup) * block.active_experts * (group.size - 1) / group.size
     again = 2 / setup.every if setup.checkpointing == "full" else 0.0
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", 2), ("backward", 2 + again)):
-        yield Move("all_to_all", "expert tokens", when, count * once, group, link, round(count)), "traffic.expert"
+        yield Transfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, round(count))
 
 
-def pipeline_moves(setup: Setup) -> Iterator[Move]:
+def pipeline_moves(setup: Setup) -> Iterator[Transfer]:
     """What a middle stage sends of each micro-batch: activations onward, their gradients back."""
     stages = setup.mesh.pp
     if stages == 1:
@@ -225,4 +222,4 @@ def pipeline_moves(setup: Setup) -> Iterator[Move]:
     once = activation_bytes(setup) / setup.mesh.tp * setup.virtual_stages
     link = Network(setup.cluster.device).link(neighbours)
     for when in ("forward", "backward") if stages > 2 or setup.virtual_stages > 1 else ("forward",):
-        yield Move("send", "pipeline activations", when, once, neighbours, link)
+        yield Transfer("send", "pipeline activations", "pipeline", when, once, neighbours, link)

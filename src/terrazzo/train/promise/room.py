@@ -13,7 +13,7 @@ import torch
 from terrazzo.config import Config
 from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.planner import Memory, Setup, Stack, findings
+from terrazzo.planner import Framework, Memory, Setup, findings
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
@@ -55,7 +55,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     setup = _setup(config, world_size)
     if setup is None:
         return ["plan: the architecture is not one that the planner knows, so its memory was not checked"]
-    found = findings(setup, Stack(clip=config.train.clip is not None))
+    found = findings(setup, Framework(clip=config.train.clip is not None))
     refusal = next((str(finding) for finding in found if finding.severity != "warn"), None)
     memory, there = memory_of(setup), available(config, world_size)
     refusal = refusal or _lacks_room(config, setup, memory, there)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import Mesh
 
-__all__ = ["Group", "Move", "Network", "group_of"]
+__all__ = ["Group", "Network", "Transfer", "group_of"]
 
 _ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Innermost first."""
@@ -64,12 +64,13 @@ def group_of(mesh: Mesh, axis: str) -> Group:
 
 
 @dataclass(frozen=True)
-class Move:
+class Transfer:
     """One collective or copy of one unit.
 
     Attributes:
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `send` or `copy`.
         what: is moved, such as `weights`.
+        purpose: what needs it: `data` parallelism, `tensor`, `context`, `expert`, `pipeline`, or `offload`.
         when: `forward`, `backward` (before it), `reduce` (after each backward that reduces), `last` (after the last
             one), `update` (after the optimizer's step).
         sent_bytes: by one rank, each time.
@@ -80,11 +81,17 @@ class Move:
 
     kind: str
     what: str
+    purpose: str
     when: str
     sent_bytes: float
     group: Group | None
     link: str
     messages: int = 1
+
+    @property
+    def formula(self) -> str:
+        """Key of the formula that its bytes follow."""
+        return f"traffic.{self.kind if self.purpose == 'data' else self.purpose}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +132,7 @@ class Network:
         within = [cards, inside if self._domain >= hosts else through_host]
         return min(rate for rate in within if rate) if members > 1 else cards
 
-    def move_s(self, move: Move) -> float:
+    def move_s(self, move: Transfer) -> float:
         """Seconds of a collective, once. The links must be known."""
         group = move.group
         if self.free or group is None or group.size <= 1 or not move.sent_bytes:

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.bubble import bubble
 
-__all__ = ["FRAMEWORKS", "Finding", "Rule", "Severity", "Stack", "in_shares", "on_disk", "stage", "tiers"]
+__all__ = ["Finding", "Rule", "in_shares", "on_disk", "tiers", "zero_stage"]
 
 Severity = Literal["refuse", "planned", "warn"]
 """`refuse`: it fails, or trains something else. `planned`: sound, but this version of Terrazzo cannot run it yet.
 `warn`: it runs, and is slower, larger or less exact than it looks."""
-
-FRAMEWORKS = ("terrazzo", "deepspeed", "fsdp1", "fsdp2", "megatron", "torchao")
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Which framework runs a setup, and what of it a `Setup` does not say.
-
-    Attributes:
-        version: such as `(0, 19, 8)`; None for the newest.
-        clip: whether the global gradient norm is clipped.
-        optimizer_in_backward: each parameter is updated as soon as its gradient is there.
-        whole_model_unit: the model was wrapped once, as one sharding unit.
-        expert_layers: the framework's own mixture-of-experts layers are used.
-    """
-
-    framework: str = "terrazzo"
-    version: tuple[int, ...] | None = None
-    clip: bool = True
-    optimizer_in_backward: bool = False
-    whole_model_unit: bool = False
-    expert_layers: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Stack:
-        """`"deepspeed"`, `"deepspeed@0.18.2"`. Errors: `BadInput` with the nearest name."""
-        name, at, version = text.strip().lower().partition("@")
-        if name not in FRAMEWORKS:
-            raise BadInput(
-                f"There is no framework {name!r}.{did_you_mean(name, FRAMEWORKS)} Known are {', '.join(FRAMEWORKS)}."
-            )
-        if at and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})*", version):
-            raise BadInput(f"The version in {text!r} is not numbers and dots; write {name}@0.19.8, for example.")
-        return cls(name, tuple(int(part) for part in version.split(".")) if at else None)
-
-    def before(self, *version: int) -> bool:
-        """Whether it is older than `version`."""
-        return self.version is not None and self.version < version
 
 
 @dataclass(frozen=True)
@@ -86,14 +48,14 @@ class Rule:
     name: str
     scope: tuple[str, ...]
     severity: Severity
-    applies: Callable[[Setup, Stack], bool]
+    applies: Callable[[Setup, Framework], bool]
     reason: str
     alternative: str
     source: str
 
-    def finding(self, setup: Setup, stack: Stack) -> Finding | None:
+    def finding(self, setup: Setup, framework: Framework) -> Finding | None:
         """What the rule says of a setup, or None where it does not apply."""
-        if (self.scope and stack.framework not in self.scope) or not self.applies(setup, stack):
+        if (self.scope and framework.name not in self.scope) or not self.applies(setup, framework):
             return None
         known = facts(setup)
         return Finding(
@@ -101,7 +63,7 @@ class Rule:
         )
 
 
-def stage(setup: Setup) -> int:
+def zero_stage(setup: Setup) -> int:
     """The ZeRO stage whose states a plan splits: 0 to 3."""
     plan = setup.plan
     return 3 if plan.weight.axes else 2 if plan.grad.axes else 1 if plan.optim.axes else 0
@@ -128,7 +90,7 @@ def facts(setup: Setup) -> dict[str, object]:
     written = host_writes(setup)
     return {
         "plan": setup.plan.name,
-        "stage": stage(setup),
+        "stage": zero_stage(setup),
         "device": device.name,
         "domain": device.scaleup_domain,
         "model": model.name,
@@ -142,7 +104,7 @@ def facts(setup: Setup) -> dict[str, object]:
         "m": setup.micro_batches,
         "shard": mesh.dp_shard,
         "group": mesh.dp_shard * mesh.cp * mesh.tp,
-        "bubble": f"{(mesh.pp - 1) / (setup.micro_batches * setup.virtual_stages):.0%}",
+        "bubble": f"{bubble(mesh.pp, setup.micro_batches, setup.virtual_stages):.0%}",
         "offloaded": ", ".join(f"{state} on {tier}" for state, tier in tiers(setup).items()),
         "grad_tier": setup.plan.grad.tier,
         "units": sum(count for _, count in stage_units(setup, 0)),
