@@ -26,6 +26,7 @@ __all__ = [
     "LoraConfig",
     "MeshConfig",
     "ModelConfig",
+    "Named",
     "OffloadConfig",
     "OptimizerConfig",
     "PlanConfig",

@@ -21,7 +21,7 @@ from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.data.stored import SourceFile
 from terrazzo.train.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
-__all__ = ["Agree", "DataSpec", "TokenData", "default_cache_dir", "load_data"]
+__all__ = ["DataSpec", "TokenData", "load_data"]
 
 Agree = Callable[[str | None], str | None]
 """Called once by every rank with its error message or None; returns to all of them one rank's message, or
@@ -101,10 +101,10 @@ def load_data(spec: DataSpec, *, builds: bool = True, agree: Agree = lambda mess
     failure: Exception | None = None
     try:
         tokenizer = load_tokenizer(spec.tokenizer, spec.end_of_document)
-        wanted = [wanted_cache(spec, source, tokenizer) for source in sources_of(spec)]
+        wanted = [_wanted_cache(spec, source, tokenizer) for source in _sources_of(spec)]
         if builds:
             for one in wanted:
-                build_if_needed(spec, one, tokenizer)
+                _build_if_needed(spec, one, tokenizer)
     except Exception as error:  # whatever it is, the other ranks must hear of it before this one leaves
         failure = error
     message = agree(None if failure is None else f"{failure}")
@@ -112,15 +112,15 @@ def load_data(spec: DataSpec, *, builds: bool = True, agree: Agree = lambda mess
         raise failure
     if message is not None:
         raise BadInput(message)
-    return assemble(spec, tokenizer, [opened(one.path) for one in wanted])
+    return _assemble(spec, tokenizer, [_opened(one.path) for one in wanted])
 
 
-def sources_of(spec: DataSpec) -> list[str | Sequence[str]]:
+def _sources_of(spec: DataSpec) -> list[str | Sequence[str]]:
     """The sources that get a cache each: training and, if it has its own, validation."""
     return [spec.source] if spec.validation_source is None else [spec.source, spec.validation_source]
 
 
-class WantedCache(NamedTuple):
+class _WantedCache(NamedTuple):
     """The cache of a source: its own path, and the files that go into it, as they were found when it was named."""
 
     source: str | Sequence[str]
@@ -128,20 +128,20 @@ class WantedCache(NamedTuple):
     path: Path
 
 
-def wanted_cache(spec: DataSpec, source: str | Sequence[str], tokenizer: Tokenizer) -> WantedCache:
+def _wanted_cache(spec: DataSpec, source: str | Sequence[str], tokenizer: Tokenizer) -> _WantedCache:
     """The cache that a source has as it is now."""
     chat, files = chat_fingerprint(spec.tokenizer, spec.chat_template, spec.loss_on), find_files(source)
     key = cache_key(files, tokenizer.fingerprint, spec.text_field, spec.max_bytes, chat)
-    folder = Path(spec.cache).expanduser() if spec.cache is not None else default_cache_dir()
-    return WantedCache(source, files, folder / f"{key}.tokens")
+    folder = Path(spec.cache).expanduser() if spec.cache is not None else _default_cache_dir()
+    return _WantedCache(source, files, folder / f"{key}.tokens")
 
 
-def default_cache_dir() -> Path:
+def _default_cache_dir() -> Path:
     """`terrazzo/tokens` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "terrazzo" / "tokens"
 
 
-def build_if_needed(spec: DataSpec, wanted: WantedCache, tokenizer: Tokenizer) -> None:
+def _build_if_needed(spec: DataSpec, wanted: _WantedCache, tokenizer: Tokenizer) -> None:
     """Writes the cache, unless a whole and undamaged one is there."""
     source, files, path = wanted
     if open_cache(path, path.stem, verify=True) is not None:
@@ -164,7 +164,7 @@ def build_if_needed(spec: DataSpec, wanted: WantedCache, tokenizer: Tokenizer) -
         )
 
 
-def opened(path: Path) -> TokenCache:
+def _opened(path: Path) -> TokenCache:
     """The cache that some rank has just built or checked."""
     cache = open_cache(path, path.stem, verify=False)
     if cache is None:
@@ -176,28 +176,28 @@ def opened(path: Path) -> TokenCache:
     return cache
 
 
-def assemble(spec: DataSpec, tokenizer: Tokenizer, caches: list[TokenCache]) -> TokenData:
+def _assemble(spec: DataSpec, tokenizer: Tokenizer, caches: list[TokenCache]) -> TokenData:
     """The datasets of the opened caches: one to be split, or training and validation."""
     if spec.chat_template is not None and not any(cache.header.conversations for cache in caches):
         raise BadInput(
             f"data.chat_template is '{spec.chat_template}', but no record of data.source has 'messages', so nothing "
             "would be rendered with it. Remove it, or give conversations."
         )
-    end, packing = tokenizer.end_of_document, [packing_of(spec, cache) for cache in caches]
-    train, held = datasets(spec, caches[0], packing[0], 0.0 if len(caches) == 2 else spec.validation_fraction, end)
-    notes = notes_of(caches[0].header, {"training": train, "validation": held})
+    end, packing = tokenizer.end_of_document, [_packing_of(spec, cache) for cache in caches]
+    train, held = _datasets(spec, caches[0], packing[0], 0.0 if len(caches) == 2 else spec.validation_fraction, end)
+    notes = _notes_of(caches[0].header, {"training": train, "validation": held})
     if len(caches) == 2:
-        held, _ = datasets(spec, caches[1], packing[1], 0.0, end)
-        notes += notes_of(caches[1].header, {"validation": held})
+        held, _ = _datasets(spec, caches[1], packing[1], 0.0, end)
+        notes += _notes_of(caches[1].header, {"validation": held})
     skipped = Skipped([name for cache in caches for name in cache.header.skipped])
-    check_learns(spec, "training", train)
+    _check_learns(spec, "training", train)
     if held is not None and held.rows is not None:
-        check_learns(spec, "validation", held)
+        _check_learns(spec, "validation", held)
     # a single held-out token predicts nothing
     return TokenData(train, held if held is not None and held.targets_numel else None, tokenizer, skipped, notes)
 
 
-def packing_of(spec: DataSpec, cache: TokenCache) -> Packing:
+def _packing_of(spec: DataSpec, cache: TokenCache) -> Packing:
     """The packing as asked for, or as usual for what the cache holds."""
     if spec.packing is None and 0 < cache.header.conversations < cache.header.documents:
         raise BadInput(
@@ -214,7 +214,7 @@ def packing_of(spec: DataSpec, cache: TokenCache) -> Packing:
     return packing
 
 
-def check_learns(spec: DataSpec, part: str, dataset: SequenceDataset) -> None:
+def _check_learns(spec: DataSpec, part: str, dataset: SequenceDataset) -> None:
     """Raises `BadInput` for sequences without any target."""
     if dataset.targets_numel:
         return
@@ -226,7 +226,7 @@ def check_learns(spec: DataSpec, part: str, dataset: SequenceDataset) -> None:
     )
 
 
-def datasets(
+def _datasets(
     spec: DataSpec, cache: TokenCache, packing: Packing, fraction: float, end: int
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """The sequences of a cache, and those of `fraction` of its tokens that are held out."""
@@ -237,13 +237,13 @@ def datasets(
         )
     else:
         chosen = held_out_whole(cache, fraction)
-        train = in_rows(spec, cache, packing, ~chosen, end)
-        held = in_rows(spec, cache, packing, chosen, end) if chosen.any() else None
+        train = _in_rows(spec, cache, packing, ~chosen, end)
+        held = _in_rows(spec, cache, packing, chosen, end) if chosen.any() else None
     assert train is not None
     return train, held
 
 
-def in_rows(
+def _in_rows(
     spec: DataSpec, cache: TokenCache, packing: Packing, chosen: npt.NDArray[np.bool_], end: int
 ) -> SequenceDataset:
     """The chosen documents, each in one sequence."""
@@ -251,7 +251,7 @@ def in_rows(
     return SequenceDataset(cache, split_of(cache, chosen), spec.sequence_length, end, rows)
 
 
-def notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:
+def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:
     """What became of the conversations of one cache, and how much of the datasets made from it is learnt."""
     if not header.conversations:
         return ()
