@@ -10,6 +10,7 @@ from terrazzo.config.reading import config_from_dict, flatten, load_config
 from terrazzo.config.schema import (
     BatchConfig,
     Config,
+    DataConfig,
     LaunchConfig,
     LoraConfig,
     MeshConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "KEYS",
     "BatchConfig",
     "Config",
+    "DataConfig",
     "Key",
     "LaunchConfig",
     "LoraConfig",

@@ -25,7 +25,7 @@ from terrazzo.engine import (
     compile_units,
 )
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.train import data
+from terrazzo.train.data import load_tokenizer
 from terrazzo.train.model.decoder import DecoderConfig, build_model
 from terrazzo.train.model.lora import add_adapters
 
@@ -38,7 +38,6 @@ __all__ = [
     "build_precision",
     "check_settings",
     "construct",
-    "data_spec",
     "decoder_config",
     "mesh_shape",
     "optimizer_class",
@@ -150,15 +149,9 @@ def batch_arithmetic(batch: BatchConfig, world_size: int) -> int:
     return batch.global_batch // at_once
 
 
-def data_spec(config: Config) -> data.DataSpec:
-    """The data settings in the loader's own form."""
-    settings = {key: getattr(config.data, key) for key in type(config.data).model_fields}
-    return data.DataSpec(sequence_length=config.batch.sequence_length, **settings)
-
-
 def vocab_size_of(config: Config) -> int:
     """Of a decoder: as given, or the tokenizer's."""
-    return config.model.vocab_size or data.load_tokenizer(config.data.tokenizer).vocab_size
+    return config.model.vocab_size or load_tokenizer(config.data.tokenizer).vocab_size
 
 
 def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:

@@ -17,7 +17,6 @@ from terrazzo.train.build import (
     build_plan,
     build_precision,
     check_settings,
-    data_spec,
     decoder_config,
     mesh_shape,
     vocab_size_of,
@@ -90,11 +89,11 @@ def _check_model(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    spec = data_spec(config)
-    chat_fingerprint(spec.tokenizer, spec.chat_template, spec.loss_on)
-    find_files(spec.source)
-    if spec.validation_source is not None:
-        find_files(spec.validation_source)
+    data = config.data
+    chat_fingerprint(data.tokenizer, data.chat_template, data.loss_on)
+    find_files(data.source)
+    if data.validation_source is not None:
+        find_files(data.validation_source)
 
 
 def _check_folders(config: Config) -> None:

@@ -24,10 +24,9 @@ from terrazzo.train.build import (
     build_optimizer,
     build_plan,
     build_precision,
-    data_spec,
     prepare_model,
 )
-from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
+from terrazzo.train.data import Loader, TokenData, load_data
 from terrazzo.train.keeping import Keeper
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.learning_rate import build_schedule
@@ -159,8 +158,8 @@ def open_session(config: Config, ranks: Ranks, plan_notes: Sequence[str] = ()) -
 def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str]) -> Session:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
-    data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
-    loader = _loader(config, ranks, data)
+    data = load_data(config, builds=ranks.builds_shared_files, agree=agree)
+    loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     model, flops_per_token = _model(config, data)
@@ -205,17 +204,6 @@ def _load_pretrained(config: Config, model: nn.Module) -> None:
 def _seed(seed: int, step: int, rank: int) -> int:
     """For what ranks draw each for itself from `step` on."""
     return seed + 1 + rank + step * 1_000_003
-
-
-def _loader(config: Config, ranks: Ranks, data: TokenData) -> Loader:
-    settings = LoaderConfig(
-        global_batch=config.batch.global_batch,
-        micro_batch=config.batch.micro_batch,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        seed=config.train.seed,
-    )
-    return Loader(data.train, settings)
 
 
 def _model(config: Config, data: TokenData) -> tuple[nn.Module, int]:

@@ -80,10 +80,15 @@ def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) ->
     """Changes with whatever decides how a conversation is rendered; reads small files, and imports nothing.
 
     Raises:
-        BadInput: one of them is no plain file, or is too large.
+        BadInput: one of them is no plain file, or is too large; `template` is given for the built-in tokenizer.
     """
     digest = hashlib.sha256(loss_on.encode())
     if template is not None:
+        if name == BYTES:
+            raise BadInput(
+                f"data.chat_template is '{template}', but the tokenizer '{BYTES}' has a template of its own. "
+                "Leave data.chat_template out, or set data.tokenizer to the folder of a Hugging Face tokenizer."
+            )
         digest.update(_read_template(Path(template)).encode())
     if name != BYTES:
         folder = _folder_of(Path(name).expanduser())
