@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.checkpoint.exchange import gather_json
@@ -25,6 +25,7 @@ from terrazzo.engine import (
     Units,
     checkpoint_activations,
     compile_units,
+    data_mesh,
     shard,
 )
 from terrazzo.errors import BadInput, Misuse
@@ -263,9 +264,7 @@ def _mesh(description: Description, device: torch.device) -> DeviceMesh | None:
             )
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    shape = _shape(description, dist.get_world_size())
-    names = ("dp_replicate", "dp_shard") if len(shape) == 2 else ("dp_shard",)
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return data_mesh(device.type, *_shape(description, dist.get_world_size()))
 
 
 def _shape(description: Description, world: int) -> tuple[int, ...]:

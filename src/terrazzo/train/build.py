@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig, OptimizerConfig
 from terrazzo.engine import (
@@ -31,7 +30,6 @@ from terrazzo.train.model.lora import add_adapters
 
 __all__ = [
     "batch_arithmetic",
-    "build_mesh",
     "build_offload",
     "build_optimizer",
     "build_plan",
@@ -62,7 +60,7 @@ def build_plan(config: Config) -> Plan:
             " this run has one group: set plan.mesh.dp_replicate to the number of groups, such as"
             " plan.mesh.dp_replicate=2, or take a plan that needs none, such as plan=zero3."
         )
-    built.resolve(mesh_axes(plan.mesh))
+    built.resolve(("dp_replicate", "dp_shard") if plan.mesh.dp_replicate > 1 else ("dp_shard",))
     return built
 
 
@@ -109,13 +107,8 @@ def build_precision(config: Config) -> Precision:
     return Precision(**dtypes, loss_scaling=base.loss_scaling)
 
 
-def mesh_axes(mesh: MeshConfig) -> tuple[str, ...]:
-    """The axes of the mesh, outermost first."""
-    return ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
-
-
 def mesh_shape(mesh: MeshConfig, world_size: int) -> tuple[int, ...]:
-    """Sizes of `mesh_axes`; raises `BadInput` when they do not multiply to the number of ranks."""
+    """(replicas, shards), or (ranks,); raises `BadInput` when they do not multiply to the number of ranks."""
     shard = mesh.dp_shard or world_size // mesh.dp_replicate
     if mesh.dp_replicate * shard != world_size:
         given = f" × plan.mesh.dp_shard {mesh.dp_shard}" if mesh.dp_shard else ""
@@ -126,12 +119,6 @@ def mesh_shape(mesh: MeshConfig, world_size: int) -> tuple[int, ...]:
             f" dp_shard left out or {world_size} divided by it."
         )
     return (mesh.dp_replicate, shard) if mesh.dp_replicate > 1 else (shard,)
-
-
-def build_mesh(config: Config, device: torch.device, world_size: int) -> DeviceMesh:
-    """The device mesh over all ranks."""
-    shape = mesh_shape(config.plan.mesh, world_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=mesh_axes(config.plan.mesh))
 
 
 def batch_arithmetic(batch: BatchConfig, world_size: int) -> int:

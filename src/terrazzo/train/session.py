@@ -14,16 +14,16 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.exchange import agree, gather_json, together
 from terrazzo.config import Config, without_passwords
-from terrazzo.engine import engine_of
+from terrazzo.engine import data_mesh, engine_of
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import resident_bytes
 from terrazzo.train.build import (
     batch_arithmetic,
-    build_mesh,
     build_offload,
     build_optimizer,
     build_plan,
     build_precision,
+    mesh_shape,
     prepare_model,
 )
 from terrazzo.train.data import Loader, TokenData, load_data
@@ -171,7 +171,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str
         plan=build_plan(config),
         units=config.plan.units,
         precision=build_precision(config),
-        mesh=build_mesh(config, ranks.device, ranks.world_size),
+        mesh=data_mesh(ranks.device.type, *mesh_shape(config.plan.mesh, ranks.world_size)),
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
     )
