@@ -17,11 +17,11 @@ from terrazzo.dialects.explain import Option, Page, origin_words
 from terrazzo.dialects.precision_table import COLUMNS, Cost, costs, precisions
 from terrazzo.dialects.verdict import KINDS, Verdict
 from terrazzo.errors import printable
+from terrazzo.files import GIB
 
 __all__ = ["as_json", "say_conversion", "say_differences", "say_findings", "say_page", "say_report"]
 
 STYLES = {"refused": "red", "lossy": "yellow", "error": "red", "warning": "yellow", "defaulted": "cyan"}
-GIB = 2**30
 
 
 def say_report(value: Any) -> None:

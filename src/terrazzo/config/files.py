@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.files import read_plain
+from terrazzo.files import brackets, is_deeper, read_plain
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "Format", "Loaded", "load", "parse", "parse_value", "read_text"]
 
@@ -141,7 +141,7 @@ def _strict(text: str) -> str:
 
 def _json(text: str, origin: str) -> Any:
     text = _strict(text)
-    _check_depth(_brackets(text), origin)
+    _check_depth(brackets(text), origin)
 
     def refuse(word: str) -> NoReturn:
         raise BadInput(f"'{origin}' holds {word}, which is not a number that a setting can have.")
@@ -157,20 +157,9 @@ def _json(text: str, origin: str) -> Any:
     return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
 
 
-def _brackets(text: str) -> Iterator[int]:
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', text, re.DOTALL):
-        if found.group() in "[{":
-            yield 1
-        elif found.group() in "]}":
-            yield -1
-
-
 def _check_depth(steps: Iterator[int], origin: str) -> None:
-    depth = 0
-    for step in steps:
-        depth += step
-        if depth > MAX_DEPTH:
-            raise BadInput(f"'{origin}' is nested more than {MAX_DEPTH} deep; no configuration is.")
+    if is_deeper(steps, MAX_DEPTH):
+        raise BadInput(f"'{origin}' is nested more than {MAX_DEPTH} deep; no configuration is.")
 
 
 def _twice(key: str, origin: str, line: int | None = None) -> BadInput:
