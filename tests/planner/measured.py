@@ -15,16 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 import terrazzo as tz
 from terrazzo.config import config_from_dict
 from terrazzo.engine import LossScaling, Precision, data_mesh
-from terrazzo.train.build import (
-    batch_arithmetic,
-    build_optimizer,
-    build_plan,
-    build_precision,
-    mesh_shape,
-    prepare_model,
-)
+from terrazzo.train.build import batch_arithmetic, build_optimizer, build_plan, build_precision, mesh_shape
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
+from terrazzo.train.model.prepare import prepare_model
 
 MARKER_BYTES = 77_777
 """An allocation of a size that nothing else has: the measured step begins with it."""

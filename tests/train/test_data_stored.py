@@ -16,12 +16,12 @@ import pytest
 
 from terrazzo.config import config_from_dict, without_passwords
 from terrazzo.errors import BadInput
+from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import load as load_module
 from terrazzo.train.data import load_data
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.preflight import check
-from terrazzo.train.resume import resume_notes
 from tests.helpers.data import data_config
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'

@@ -23,19 +23,19 @@ from terrazzo.train.build import (
     build_optimizer,
     build_plan,
     build_precision,
+    build_schedule,
     mesh_shape,
-    prepare_model,
 )
+from terrazzo.train.checkpoints.keeping import Keeper
+from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
 from terrazzo.train.data import Loader, TokenData, load_data
-from terrazzo.train.keeping import Keeper
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.learning_rate import build_schedule
 from terrazzo.train.model.decoder import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.lora import load_base
-from terrazzo.train.preflight import clear_checkpoints, make_log_folder, resume_from
+from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.preflight.folders import make_log_folder
 from terrazzo.train.promise.swap import make_folders
-from terrazzo.train.resume import resume_notes
 
 __all__ = ["Session", "open_session"]
 

@@ -19,14 +19,13 @@ from terrazzo.train.build import (
     build_offload,
     build_plan,
     build_precision,
-    decoder_config,
     mesh_shape,
     optimizer_class,
-    vocab_size_of,
 )
 from terrazzo.train.launch.starting import resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import with_adapters
+from terrazzo.train.model.prepare import decoder_config, vocab_size_of
 
 __all__ = ["matmul_format", "ranks_here", "setup_of"]
 
