@@ -46,9 +46,8 @@ def prepare_model(config: Config, vocab_size: int) -> nn.Module:
     model = add_adapters(build_model(spec, device="meta"), config)
     units = config.plan.units
     mode, every = config.train.checkpointing
-    if mode != "none":
-        ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"
-        checkpoint_activations(model, mode, units=units, every=every, ops=ops, offload=offload)
+    ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"
+    checkpoint_activations(model, mode, units=units, every=every, ops=ops, offload=offload)
     if config.train.compile:
         compile_units(model, units=units)
     return model

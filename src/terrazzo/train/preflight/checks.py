@@ -18,6 +18,7 @@ from terrazzo.train.model.huggingface import read_config, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config, vocab_size_of
 from terrazzo.train.preflight.folders import check_written
+from terrazzo.train.preflight.idle import idle_notes
 from terrazzo.train.promise.room import check_plan
 from terrazzo.train.promise.swap import check_folders
 
@@ -27,7 +28,7 @@ __all__ = ["check"]
 def check(config: Config, world_size: int) -> list[str]:
     """Raise `BadInput` for anything in `config` that cannot work with `world_size` ranks. Changes nothing.
 
-    Returns what the planner has to say of the run, a line each.
+    Returns lines for the header of the run: what in `config` does nothing, and what the planner has to say.
     """
     build_plan(config)
     build_precision(config)
@@ -38,7 +39,7 @@ def check(config: Config, world_size: int) -> list[str]:
     _check_model(config)
     _check_data(config)
     check_written(config)
-    notes = [f"offload: {note}" for note in check_folders(config)]
+    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config))]
     return [*notes, *check_plan(config, world_size)]
 
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from terrazzo.config import Config
 from terrazzo.engine import find_units
-from terrazzo.planner import Cluster, Estimate, Memory, Setup
-from terrazzo.planner.api import estimate
+from terrazzo.planner import Cluster, Estimate, Memory, Setup, estimate
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
