@@ -5,7 +5,7 @@ Open to other packages:
     files   any configuration's file as plain data, for those who read other libraries'
 """
 
-from terrazzo.config.keys import KEYS, Key
+from terrazzo.config.keys import KEYS
 from terrazzo.config.reading import config_from_dict, flatten, load_config
 from terrazzo.config.schema import (
     BatchConfig,
@@ -14,7 +14,6 @@ from terrazzo.config.schema import (
     LaunchConfig,
     LoraConfig,
     MeshConfig,
-    ModelConfig,
     OffloadConfig,
     OptimizerConfig,
     PlanConfig,
@@ -29,11 +28,9 @@ __all__ = [
     "BatchConfig",
     "Config",
     "DataConfig",
-    "Key",
     "LaunchConfig",
     "LoraConfig",
     "MeshConfig",
-    "ModelConfig",
     "OffloadConfig",
     "OptimizerConfig",
     "PlanConfig",

@@ -93,10 +93,9 @@ class Setup:
     def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
         """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place."""
         chosen = self.activation_checkpointing
-        if chosen.mode != "none":
-            checkpoint_activations(
-                model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
-            )
+        checkpoint_activations(
+            model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
+        )
         if self.compile:
             compile_units(model, units=self.units)
         return shard(

@@ -20,7 +20,7 @@ from terrazzo.train.data.loader import (
 )
 from terrazzo.train.data.sequences import IGNORED, Batch, SequenceDataset
 from terrazzo.train.data.sources import PYTHON_STDLIB
-from terrazzo.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from terrazzo.train.data.tokenizer import ByteTokenizer, load_tokenizer
 
 __all__ = [
     "IGNORED",
@@ -33,7 +33,6 @@ __all__ = [
     "Loader",
     "SequenceDataset",
     "TokenData",
-    "Tokenizer",
     "evaluation_batches",
     "load_data",
     "load_tokenizer",

@@ -28,7 +28,7 @@ from terrazzo.train.data.records import ASSISTANT, Document
 from terrazzo.train.data.rendering import Failed, render
 from terrazzo.train.data.tokenizer import BYTES, MAX_BYTES, TokenArray, Tokenizer, check_files, missing_extra
 
-__all__ = ["Chat", "LossOn", "Rendered", "chat_fingerprint", "load_chat"]
+__all__ = ["Chat", "Rendered", "chat_fingerprint", "load_chat"]
 
 LossOn = Literal["assistant", "all"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from terrazzo.train.data.cache import TokenCache
 
-__all__ = ["Packing", "Rows", "TooLong", "arrange"]
+__all__ = ["Packing", "Rows", "arrange"]
 
 Packing = Literal["stream", "whole", "single"]
 TooLong = Literal["truncate", "drop"]
