@@ -36,7 +36,7 @@ class Toy(Dialect):
 
     name = "toy"
     title = "Toy"
-    known_keys = ("lr", "old_lr", "clip", "verbose", "magic", "stage")
+    known = ("lr", "old_lr", "clip", "verbose", "magic", "stage")
 
     def recognises(self, document: Document) -> bool:
         return "verbose" in document
@@ -58,14 +58,14 @@ class Toy(Dialect):
             stage = reader.integer("stage", 0, high=3)
             rows = Plan.named(f"zero{stage.value}").places()
             given |= {f"sharding.{state}": Setting(str(value), "file", "stage") for state, value in rows.items()}
-        return reader.finish(self.name, given, self.known_keys)
+        return reader.finish(self.name, given, self.known)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
-        draft = Draft(description, self.title)
+        draft = Draft(description, self.title, self.name)
         draft.copy("optimizer.lr", "lr")
         if description.dialect != self.name or description["training.clip"].key:
             draft.copy("training.clip", "clip")
-        return draft.finish(self.name)
+        return draft.finish()
 
 
 class Careless(Toy):
@@ -75,9 +75,9 @@ class Careless(Toy):
     title = "Careless"
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
-        draft = Draft(description, self.title)
+        draft = Draft(description, self.title, self.name)
         draft.put("optimizer.lr", "lr", description.value("optimizer.lr") / 2)
-        return draft.finish(self.name)
+        return draft.finish()
 
 
 def converted(document: dict[str, Any], source: Dialect, target: Dialect, context: Context = NO_CONTEXT) -> Conversion:
@@ -260,7 +260,7 @@ def test_a_draft_forgets_nothing() -> None:
         "mesh.cp": Setting(1),
         "batch.global_batch": Setting(8, "derived"),
     }
-    draft = Draft(build("other", given), "Toy")
+    draft = Draft(build("other", given), "Toy", "toy")
     draft.copy("optimizer.lr", "a.lr")
     writing = draft.finish()
     assert writing.document == {"a": {"lr": 0.1}}

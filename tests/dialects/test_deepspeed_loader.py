@@ -17,7 +17,7 @@ from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.keys import ALIASES, STRICT, TABLE
 from terrazzo.dialects.description import PATHS
 from terrazzo.dialects.dialect import Context, Reading
-from terrazzo.dialects.keys import ANY, NAMES, SWITCH
+from terrazzo.dialects.keys import ANY, LIST, SWITCH
 from terrazzo.dialects.reader import flatten
 
 pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench-installed")
@@ -128,7 +128,7 @@ def _values(key: str) -> st.SearchStrategy[Any]:
         return st.sampled_from([1, 2, 7, row.default if isinstance(row.default, int) else 3])
     if row.type.expected.startswith("a number"):
         return st.sampled_from([0.25, row.default if row.default is not None else 0.5])
-    if row.type is NAMES:
+    if row.type is LIST:
         return st.just(["a.B"])
     return st.just(row.default if row.default is not None or row.type is ANY else "x")
 
@@ -281,7 +281,7 @@ def test_the_table_knows_every_field_of_the_loader() -> None:
         "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
         "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
     }
-    known = set(DIALECT.known_keys)
+    known = set(DIALECT.keys)
     for section, model in models.items():
         for name, field in model.model_fields.items():
             key = f"{section}.{field.alias or name}"

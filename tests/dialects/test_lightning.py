@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from terrazzo.dialects.keys import matches
-from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, MODEL_PARALLEL, NAMED, SHARED, TRAINER
+from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, NAMED, SHARED, TRAINER
 from terrazzo.dialects.lightning.precision import WORDS
-from terrazzo.dialects.lightning.read_strategy import deepspeed_document
+from terrazzo.dialects.lightning.read_strategy import strategy_document
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import assert_lossless, converted, described, found, inventory, precision, verdicts
 
@@ -85,7 +85,7 @@ def test_every_key_of_the_inventory_has_a_verdict(name: str) -> None:
             said = verdict[f"strategy.init_args.{argument}"]
             assert "no such" not in said.why, said
         key = f"strategy.init_args.{argument}"
-        assert any(matches(key, pattern) for pattern in dialect("lightning").known_keys)
+        assert any(matches(key, pattern) for pattern in dialect("lightning").keys)
         assert dialect("lightning").meaning(key)
 
 
@@ -164,6 +164,12 @@ def test_a_strategy_that_is_not_known_is_refused_and_not_imported() -> None:
     assert verdicts("lightning", {"strategy": "fdsp"})["strategy"].why.endswith("Did you mean 'fsdp'?")
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", {"class_path": "no_such_package.Strategy"}])
+def test_arguments_of_a_strategy_beside_the_trainers_section_are_no_ones(strategy: Any) -> None:
+    document = {"trainer": {"strategy": strategy}, "strategy": {"init_args": {"word": {"x": 1}}}}
+    assert verdicts("lightning", document)["strategy.init_args.word.x"].kind == "refused"
+
+
 def test_a_whole_configuration_makes_other_arguments_void() -> None:
     document = {"strategy": strategy("DeepSpeedStrategy", config={"zero_optimization": {"stage": 1}}, stage=3)}
     assert described("lightning", document).row == "zero1"
@@ -239,10 +245,10 @@ def test_arguments_are_lightnings(strategies: Any) -> None:
     import lightning.pytorch
 
     assert set(parameters(lightning.pytorch.Trainer)) == set(TRAINER) - {"strategy.class_path"}
-    assert {name: row.default for name, row in DEEPSPEED.items()}.items() <= parameters(
+    assert {name: row.default for name, row in DEEPSPEED_STRATEGY.items()}.items() <= parameters(
         strategies.DeepSpeedStrategy
     ).items()
-    assert set(parameters(strategies.DeepSpeedStrategy)) <= {*DEEPSPEED, *SHARED}
+    assert set(parameters(strategies.DeepSpeedStrategy)) <= {*DEEPSPEED_STRATEGY, *SHARED}
     assert set(parameters(strategies.ModelParallelStrategy)) <= {*MODEL_PARALLEL, *SHARED}
     fsdp1 = {"cpu_offload", "mixed_precision", "auto_wrap_policy", "sharding_strategy", "device_mesh"}
     assert set(parameters(strategies.FSDPStrategy)) - {*SHARED, *FSDP} == fsdp1
@@ -278,10 +284,10 @@ def test_precision_words_are_lightnings() -> None:
         {"stage": 3, "offload_optimizer": True, "offload_optimizer_device": "nvme", "nvme_path": "/x", "block_size": 7},
     ],
 )
-def test_the_deepspeed_document_is_lightnings(strategies: Any, arguments: dict[str, Any]) -> None:
+def test_the_strategy_document_is_lightnings(strategies: Any, arguments: dict[str, Any]) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeedStrategy imports it")
     theirs = strategies.DeepSpeedStrategy(**arguments).config
-    ours, _ = deepspeed_document(arguments, {"precision": "32-true"})
+    ours, _ = strategy_document(arguments, {"precision": "32-true"})
     added = ("gradient_accumulation_steps", "gradient_clipping")  # Lightning adds them when training starts
     assert {key: value for key, value in ours.items() if key not in added} == theirs
 

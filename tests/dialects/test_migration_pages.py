@@ -35,7 +35,7 @@ def test_every_key_of_a_dialect_is_on_its_page(name: str) -> None:
     text = page_with(f" taken {name}:").replace("|", ",").replace(":", ",")
     words = set(re.findall(r"`([^`,]+)[`,]", text))
     whole = set(re.findall(r"^, `([\w.]+)` , all \d+ ,$", text, re.MULTILINE))
-    for key in dialect(name).known_keys:
+    for key in dialect(name).keys:
         section, _, last = key.removesuffix(".*").rpartition(".")
         prefix = section.removesuffix("config")  # Accelerate's keys stand with it, the Trainer's without
         names = {last, f"{prefix}{last}", last.removeprefix(prefix)}

@@ -54,7 +54,7 @@ class Fate:
 
 def fates(name: str) -> list[Fate]:
     """Of every key that the dialect of that name knows, in its order; a section's keys with one prefix or without."""
-    known = [key for key in dialect(name).known_keys if key not in spellings(name)]
+    known = [key for key in dialect(name).keys if key not in spellings(name)]
     found = [_fate(name, key) for key in known if not _again(name, key, known) and key not in ELSEWHERE]
     said = {_said_of(each) for each in found}
     return [each for each in found if (each.key.removesuffix(".*"), each.kind, each.why) not in said - {_said_of(each)}]

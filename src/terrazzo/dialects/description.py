@@ -17,8 +17,11 @@ from terrazzo.engine import PLANS, LossScaling, Place, Plan
 __all__ = [
     "DATA_AXES",
     "DTYPES",
+    "EVERY_DTYPE",
     "LOADED",
     "MEANING",
+    "MODEL_AXES",
+    "PARAMETER_DTYPES",
     "PATHS",
     "SHARDING",
     "STATES",
@@ -45,9 +48,15 @@ STATES = ("weight", "between", "grad", "optim")
 SHARDING = tuple(f"sharding.{state}" for state in STATES)
 TIERS = ("offload.weight", "offload.grad", "offload.optim")
 DATA_AXES = ("mesh.dp_replicate", "mesh.dp_shard")
+MODEL_AXES = ("tp", "cp", "sp", "ep", "pp")
+"""Axes of the mesh that are no data axes."""
 LOADED = "loaded"
 """The dtype in which the model was loaded, where a stack keeps it and the configuration does not say it."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "fp8", LOADED)
+EVERY_DTYPE = ("weight", "compute", "reduce", "accumulate", "master", "moments", "buffers", "output", "saved")
+"""What has a dtype of its own, as `precision` names it."""
+PARAMETER_DTYPES = tuple(name for name in EVERY_DTYPE if name not in ("buffers", "output"))
+"""The same of a parameter, its gradient and its optimizer state."""
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,6 @@ class Dialect(ABC):
     suffix: str = ".yaml"
     keys: Mapping[str, Key]
 
-    @property
-    def known_keys(self) -> tuple[str, ...]:
-        """The names of all keys."""
-        return tuple(self.keys)
-
     @abstractmethod
     def recognises(self, document: Document) -> bool:
         """Whether a document is of this dialect, as far as its keys tell. It must not raise, whatever is in there."""

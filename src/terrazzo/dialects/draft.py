@@ -1,6 +1,6 @@
 """Writing a document setting by setting, so that none is dropped in silence.
 
-    draft = Draft(description, "FSDP2")
+    draft = Draft(description, "FSDP2", "fsdp2")
     draft.put("precision.reduce", "mp_policy.reduce_dtype", "bfloat16")
     draft.implied("prefetch.backward")
     return draft.finish()
@@ -35,9 +35,9 @@ class Draft:
         own: the description was read from this very dialect.
     """
 
-    def __init__(self, description: Description, library: str, dialect: str = "") -> None:
+    def __init__(self, description: Description, library: str, dialect: str) -> None:
         self.description, self.library = description, library
-        self.own = bool(dialect) and description.dialect == dialect
+        self.own = description.dialect == dialect
         self.document: dict[str, Any] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._missing: list[Verdict] = []
@@ -106,27 +106,19 @@ class Draft:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def restore_extras(self, dialect: str) -> None:
-        """Write what the source said beyond the sections, if it is of this very dialect and not written by now."""
-        if self.description.dialect == dialect:
-            for extra in self.description.extras:
-                if not self.has(extra.key):
-                    self.write(extra.key, extra.value)
-
-    def finish(self, dialect: str = "") -> Writing:
+    def finish(self) -> Writing:
         """The document, with a verdict for every setting that is set.
 
-        Args:
-            dialect: the target's name. A source of the same dialect gets its extras back, and loses nothing of what
-                nobody has spoken of: its keys stand there again, and its defaults hold.
+        A source of this very dialect gets its extras back, and loses nothing of what nobody has spoken of: its keys
+        stand there again, and its defaults hold.
         """
-        own = bool(dialect) and self.description.dialect == dialect
-        if dialect:
-            self.restore_extras(dialect)
+        for extra in self.description.extras if self.own else ():
+            if not self.has(extra.key):
+                self.write(extra.key, extra.value)
         for path, setting in settings(self.description):
             if not setting.is_set or path in self._verdicts:
                 continue
-            if own or inactive(path, setting.value) or setting.origin == "derived":  # it follows from what is said
+            if self.own or inactive(path, setting.value) or setting.origin == "derived":  # it follows from what is said
                 self.implied(path)
             else:
                 self.lossy(path, f"{self.library} has nothing for {path} = {shown(setting.value)}")

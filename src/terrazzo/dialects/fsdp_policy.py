@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.dialects.description import LOADED, Setting
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import DTYPES, TORCH_NAMES
+from terrazzo.dialects.fsdp_words import TORCH_DTYPES, TORCH_NAMES
 from terrazzo.dialects.reader import Reader
 
 __all__ = ["FSDP1_POLICY", "FSDP2_POLICY", "Policy", "keep_casts", "loaded", "otherwise", "write_policy"]
@@ -42,7 +42,7 @@ FSDP2_POLICY = Policy("FSDP2", "mp_policy", ("output", "output_dtype"), "torch.a
 def loaded(context: Context, mixed: bool) -> str:
     """The dtype in which the parameters are kept: as told, else fp32 under a policy, as new modules are."""
     if context.load_dtype is not None:
-        return DTYPES.get(context.load_dtype.lower(), LOADED)
+        return TORCH_DTYPES.get(context.load_dtype.lower(), LOADED)
     return "fp32" if mixed else LOADED
 
 

@@ -1,53 +1,33 @@
-"""The words of torch's own sharding, for every dialect on FSDP: dtypes, strategies, units, offload."""
+"""The words of torch's own sharding, for every dialect on FSDP: dtypes, strategies, units, meshes, offload."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.description import (
-    PATHS,
-    SHARDING,
-    TIERS,
-    Description,
-    Origin,
-    Setting,
-    Settings,
-    inactive,
-    row_name,
-)
+from terrazzo.dialects.description import PATHS, TIERS, Description, Setting, Settings, inactive
 from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.keys import words
-from terrazzo.dialects.meaning import NVME_ONLY
+from terrazzo.dialects.meaning import NVME_ONLY, ON_CPU
 from terrazzo.dialects.reader import Reader, derived
-from terrazzo.engine import Plan
 
 __all__ = [
-    "ALONE_WORDS",
     "DTYPE",
-    "DTYPES",
-    "HYBRID",
-    "HYBRID_ROWS",
-    "NEAREST",
+    "MIN_NUMEL",
     "NUMBERED",
-    "ON_CPU",
     "ROW_NAMES",
     "STRATEGIES",
+    "TORCH_DTYPES",
     "TORCH_NAMES",
+    "VERSION",
     "WRAP_KEYS",
-    "alone",
     "canonical",
     "dtype",
     "is_size",
     "leave_to_loop",
     "mesh_sizes",
-    "nearest_row",
     "offload",
-    "origin_of",
-    "row_settings",
-    "shard_ranks",
     "uniform",
     "wants_deepspeed",
     "wrap_policy",
@@ -57,11 +37,9 @@ __all__ = [
 
 LOOP = ("batch", "optimizer", "schedule", "training", "activation_checkpointing", "saving", "loading")
 
-ON_CPU = "the optimizer steps on the CPU once backward is done"
-
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 """Torch's name of a neutral dtype."""
-DTYPES = {
+TORCH_DTYPES = {
     **{name: short for short, name in TORCH_NAMES.items()},
     **{f"torch.{name}": short for short, name in TORCH_NAMES.items()},
     **{short: short for short in TORCH_NAMES},
@@ -71,8 +49,14 @@ DTYPES = {
 }
 """Neutral dtype by any of the words in use."""
 
-DTYPE = words(DTYPES)
+DTYPE = words(TORCH_DTYPES)
 """The type of a key that takes one of them."""
+
+VERSION = words({1: 1, 2: 2, "1": 1, "2": 2})
+"""The type of a key that says FSDP1 or FSDP2."""
+
+MIN_NUMEL = 10**8
+"""Elements of the smallest unit by torch's size rule, where none is said."""
 
 STRATEGIES = {
     "full_shard": "zero3",
@@ -93,67 +77,7 @@ ROW_NAMES = {
 """Torch's name of a row."""
 NUMBERED = dict(enumerate(dict.fromkeys(STRATEGIES.values()), 1))
 """Row by the strategy's number."""
-HYBRID = {"zero3": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
-"""Row on two axes, replicas and shards, by that on one."""
-HYBRID_ROWS = tuple(HYBRID.values())
-ALONE = {**{row: flat for flat, row in HYBRID.items()}, "hpz": "zero3"}
-"""What a row on two axes is where one group holds all ranks: FSDP splits over that group and makes groups of one rank
-beside it, over which nothing is copied."""
-ALONE_WORDS = "one group holds all ranks: they are split over, and nothing is copied between groups"
-
-NEAREST = {
-    "zero1": (
-        "shard_grad_op",
-        "FSDP has no stage 1: weights and gradients are split as well, the numbers are the same",
-    ),
-    "zero2": (
-        "shard_grad_op",
-        "FSDP splits the weights at rest too and gathers them once per step: less memory, the same numbers",
-    ),
-    "hfsdp": ("hybrid_shard", "FSDP keeps the optimizer state whole in every replica: 12/S instead of 12/(S·R) bytes"),
-    "hpz": ("zero3", "without a second copy inside the node, backward gathers over all ranks: more traffic"),
-}
-"""The row that FSDP runs in place of one that it lacks, and what changes. The optimizer's numbers do not."""
-
-
-def nearest_row(description: Description, rows: Collection[str]) -> tuple[str | None, str]:
-    """The description's row, or the one nearest to it among `rows`, and what changes with it.
-
-    None with a reason where there is none near; None without one where the description says no row at all.
-    """
-    if not all(description[path].is_set for path in SHARDING):
-        return None, ""
-    row = description.row
-    if row is not None and row in rows:
-        return row, ""
-    if row in NEAREST and NEAREST[row][0] in rows:
-        return NEAREST[row]
-    places = " | ".join(f"{path.partition('.')[2]} {description.value(path)}" for path in SHARDING)
-    return None, f"no setting splits the states so ({places})"
-
-
 # -- reading -------------------------------------------------------------------------------------------------------
-
-
-def origin_of(*sources: Setting[Any]) -> Origin:
-    """ "file" if the file gave any of these, else "default"."""
-    return "file" if any(source.origin == "file" for source in sources) else "default"
-
-
-def row_settings(row: str, *sources: Setting[Any], origin: Origin | None = None) -> Settings:
-    """The four places of a row, under the keys of what chose it."""
-    chosen = origin or origin_of(*sources)
-    places = Plan.named(row).places()
-    return {f"sharding.{state}": derived(str(place), *sources, origin=chosen) for state, place in places.items()}
-
-
-def alone(given: Mapping[str, Setting[Any]]) -> Settings:
-    """The places of a row on two axes whose ranks are one group, under the same keys; empty for all else."""
-    row = row_name(*(given[path].value for path in SHARDING))
-    if row not in ALONE or given["mesh.dp_replicate"].value != 1:
-        return {}
-    places = Plan.named(ALONE[row]).places()
-    return {path: replace(given[path], value=str(places[path.partition(".")[2]])) for path in SHARDING}
 
 
 def uniform(kind: str, *states: str) -> Settings:
@@ -197,7 +121,7 @@ WRAP_KEYS = (*_CLASS_KEYS, *_SIZE_KEYS, ".size_based_auto_wrap_policy.<argument>
 def wrap_policy(reader: Reader, key: str) -> Settings:
     """Units by FSDP1's `auto_wrap_policy`: class names, or a smallest size. Names of functions are refused."""
     for name in (key + suffix for suffix in _SIZE_KEYS if key + suffix in reader.flat):
-        size = reader.integer(name, 10**8, low=1)
+        size = reader.integer(name, MIN_NUMEL, low=1)
         for other in reader.unread():
             if other.startswith(f"{key}.size_based_auto_wrap_policy."):
                 reader.keep(other, "only torch's size rule has it")
@@ -270,19 +194,6 @@ def leave_to_loop(pen: Pen) -> None:
             pen.lossy(path, f"{pen.library} takes no such argument: your own code says it")
 
 
-def shard_ranks(pen: Pen, world: int | None) -> int | None:
-    """Ranks per replica: as said, or what is left of the world where that is known."""
-    said: int | None = pen.value("mesh.dp_shard")
-    world = pen.value("mesh.world") or world
-    if said is not None or world is None:
-        return said
-    if pen.is_set("mesh.dp_replicate") and pen.value("mesh.dp_replicate") is None:
-        return None
-    for axis in ("dp_replicate", "tp", "cp", "sp", "pp"):
-        world //= pen.value(f"mesh.{axis}", 1)
-    return world or None
-
-
 def write_wrap_policy(pen: Pen, key: str) -> None:
     """Write units as FSDP1's `auto_wrap_policy`."""
     policy = pen.value("units.policy")
@@ -291,7 +202,7 @@ def write_wrap_policy(pen: Pen, key: str) -> None:
         pen.implied("units.policy", key=key)
     elif policy == "min_numel":
         where = pen.place("units.min_numel", f"{key}.min_num_params")
-        pen.put("units.min_numel", where, pen.value("units.min_numel", 10**8))
+        pen.put("units.min_numel", where, pen.value("units.min_numel", MIN_NUMEL))
         pen.implied("units.policy", key=where)
     elif policy == "auto":
         pen.lossy("units.policy", f"{pen.library} finds no units by itself: name the classes of the blocks in {key}")

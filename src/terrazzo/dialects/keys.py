@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 __all__ = [
     "ANY",
+    "LIST",
     "MISSING",
-    "NAMES",
     "SWITCH",
     "TEXT",
     "Keep",
@@ -61,7 +61,8 @@ class Key:
         default: the library's, as a document would say it.
         meaning: in a few words.
         keep: what another dialect loses without it: nothing (`harmless`), something (`lossy`), or the same numbers
-            (`refused`). Empty: it has a place in the neutral description, and a reader of its own.
+            (`refused`). Empty: it has a place in the neutral description, and a reader of its own. A key that is read
+            in some documents alone has both: its reader there, and elsewhere this.
         why: the loss in words; default: the meaning.
         null: whether null says nothing rather than something wrong; default: where the default is
             None, and of any names or anything.
@@ -82,7 +83,7 @@ class Key:
 
     @property
     def nullable(self) -> bool:
-        return (self.default is None or self.type in (ANY, NAMES)) if self.null is None else self.null
+        return (self.default is None or self.type in (ANY, LIST)) if self.null is None else self.null
 
 
 Rows = Mapping[str, Key | tuple[Any, str]]
@@ -167,6 +168,6 @@ def _names(value: Any) -> Any:
 SWITCH = Type("true or false", _switch)
 """True or false, also as the words."""
 TEXT = Type("text", lambda value: value if isinstance(value, str) else MISSING)
-NAMES = Type("a list of names", _names)
+LIST = Type("a list of names", _names)
 """A list of names, or one text with commas, as a tuple."""
 ANY = Type("a value", lambda value: value)

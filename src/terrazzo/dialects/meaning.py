@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.description import TIERS, Description, Extra, inactive, settings
+from terrazzo.dialects.description import MODEL_AXES, TIERS, Description, Extra, inactive, settings
 from terrazzo.engine import PLANS, Place, Plan
 from terrazzo.errors import BadInput
 
-__all__ = ["NVME_ONLY", "TWO_AXES", "agree", "data_ranks", "degrees", "extras_by_key", "idle", "same", "tier_and_share"]
+__all__ = [
+    "APART",
+    "NVME_ONLY",
+    "ON_CPU",
+    "TWO_AXES",
+    "agree",
+    "data_ranks",
+    "degrees",
+    "extras_by_key",
+    "idle",
+    "left",
+    "same",
+    "tier_and_share",
+]
 
 TWO_AXES = tuple(name for name in PLANS if any("S" in place.axes for place in Plan.named(name).places().values()))
 """Rows that need replicas and shards."""
 NVME_ONLY = tuple(f"offload.{name}" for name in ("path", "buffers", "direct", "block_bytes", "depth", "digest"))
 """Settings that say how files are read and written."""
+ON_CPU = "the optimizer steps on the CPU once backward is done"
+"""What libraries with one way to step there do, in words."""
+APART = tuple(axis for axis in MODEL_AXES if axis != "ep")
+"""Axes whose ranks see the same data. Experts are split over data ranks."""
 
 
 def degrees(description: Description) -> dict[str, int | None]:
@@ -45,8 +62,17 @@ def data_ranks(description: Description) -> int | None:
     found, world = degrees(description), description.value("mesh.world")
     if found["dp_shard"] and found["dp_replicate"]:
         return found["dp_shard"] * found["dp_replicate"]
-    others = math.prod(found[axis] or 1 for axis in ("pp", "cp", "sp", "tp"))
+    others = math.prod(found[axis] or 1 for axis in APART)
     return None if world is None or world % others else world // others
+
+
+def left(description: Description, world: int | None, axes: Iterable[str]) -> int | None:
+    """Ranks that some axes leave: of the world that the description says, else of `world`.
+
+    0 where they need more than there are; None where the number of ranks is not known.
+    """
+    ranks: int | None = description.value("mesh.world") or world
+    return None if ranks is None else ranks // math.prod(description.value(f"mesh.{axis}") or 1 for axis in axes)
 
 
 def extras_by_key(description: Description) -> Mapping[str, Extra]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.dialects.description import Description, Setting
+from terrazzo.dialects.description import PARAMETER_DTYPES, Description, Setting
 from terrazzo.dialects.meaning import degrees
 
 __all__ = ["COLUMNS", "Cost", "Precisions", "costs", "precisions"]
 
-COLUMNS = ("storage", "compute", "reduce", "accumulate", "master", "moments", "saved")
-_PATHS = dict(zip(COLUMNS, ("weight", *COLUMNS[1:]), strict=True))
+COLUMNS = ("storage", *PARAMETER_DTYPES[1:])
+_PATHS = dict(zip(COLUMNS, PARAMETER_DTYPES, strict=True))
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _MOMENTS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Rprop": 2, "ASGD": 1}  # others, as Adam: two
 _ADAM = 2

@@ -18,7 +18,7 @@ from typing import Any
 
 from terrazzo.dialects.description import Extra, Origin, Setting, Settings, build
 from terrazzo.dialects.dialect import Document, Reading
-from terrazzo.dialects.keys import MISSING, NAMES, SWITCH, TEXT, Key, Type, number, row_of, whole, words
+from terrazzo.dialects.keys import LIST, MISSING, SWITCH, TEXT, Key, Type, number, row_of, whole, words
 from terrazzo.dialects.verdict import Kind, Verdict
 from terrazzo.errors import did_you_mean
 
@@ -109,7 +109,7 @@ class Reader:
         if row is None:
             return self.any(key)
         default = self.default(key)
-        return self._checked(key, default or () if row.type is NAMES else default, row.type, row.nullable)
+        return self._checked(key, default or () if row.type is LIST else default, row.type, row.nullable)
 
     def default(self, key: str) -> Any:
         """What the library does where the document does not say it, in neutral words."""
@@ -141,7 +141,7 @@ class Reader:
 
     def names(self, key: str, default: Sequence[str] = (), *, null: bool = True) -> Setting[Any]:
         """A list of names, or one text with commas, as a tuple."""
-        return self._checked(key, tuple(default), NAMES, null)
+        return self._checked(key, tuple(default), LIST, null)
 
     def section(self, key: str, default: Mapping[str, Any] | None = None) -> Setting[Any]:
         """Everything below a key, as a mapping; each of its leaves is taken."""

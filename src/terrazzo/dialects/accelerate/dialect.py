@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.accelerate.findings import findings
-from terrazzo.dialects.accelerate.keys import KEYS
+from terrazzo.dialects.accelerate.keys import KEYS, canonical_key
 from terrazzo.dialects.accelerate.read import read
-from terrazzo.dialects.accelerate.source import Source
 from terrazzo.dialects.accelerate.write import write
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
@@ -43,4 +42,4 @@ class Accelerate(Dialect):
 
     def meaning(self, key: str) -> str:
         """What a key does, with or without its section's prefix."""
-        return super().meaning(Source({}, NO_CONTEXT).canonical(key))
+        return super().meaning(canonical_key(key))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import FILE
 from terrazzo.dialects.accelerate.source import Source
+from terrazzo.dialects.accelerate_words import AXES
 from terrazzo.dialects.dialect import Context, Document, Finding, Reading
 
 __all__ = ["findings"]
@@ -40,7 +41,7 @@ def _warning(key: str, text: str) -> Finding:
 
 
 def _parallelism(source: Source, kind: str) -> Iterator[Finding]:
-    sizes = {axis: source.get(f"{_P}{axis}_size", 1) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    sizes = {axis: source.get(f"{_P}{axis}_size", 1) for axis in AXES}
     if "parallelism_config" not in source or not all(isinstance(size, int) for size in sizes.values()):
         return
     if sizes["cp"] > 1 and sizes["sp"] > 1:

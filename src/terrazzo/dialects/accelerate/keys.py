@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from terrazzo.dialects.deepspeed_words import DEVICE
+from terrazzo.dialects.fsdp_words import MIN_NUMEL, VERSION
 from terrazzo.dialects.fsdp_words import STRATEGIES as FSDP_STRATEGIES
 from terrazzo.dialects.keys import ANY, SWITCH, TEXT, Key, Rows, Type, number, section, whole, words
 
-__all__ = ["GHOSTS", "KEYS", "PREFIXES", "SECTIONS", "STRATEGIES", "TOP", "TYPES"]
+__all__ = ["GHOSTS", "KEYS", "SECTIONS", "STRATEGIES", "TOP", "TYPES", "canonical_key"]
 
 TYPES = {
     "NO": "one process",
@@ -26,7 +28,6 @@ TYPES = {
 """What each `distributed_type` runs."""
 
 _HALF = words({"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"})
-_VERSION = words({1: 1, 2: 2, "1": 1, "2": 2})
 _POLICY = words({"transformer_based_wrap": "classes", "size_based_wrap": "min_numel", "no_wrap": "none"})
 _PREFETCH = words({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, 1: 1, 2: 0, "1": 1, "2": 0})
 CHECKPOINTS = {"full_state_dict": "full", "local_state_dict": "local", "sharded_state_dict": "sharded"}
@@ -42,7 +43,6 @@ def _numbered(choices: Mapping[str, str]) -> Type:
 STRATEGIES = {name: row for name, row in FSDP_STRATEGIES.items() if not name.startswith("_")}
 """Row by the strategy's name."""
 _STATE, _STRATEGY = _numbered(CHECKPOINTS), _numbered(STRATEGIES)
-_DEVICE = words({"none": "none", "cpu": "cpu", "nvme": "nvme"})
 
 _TOP: Rows = {
     "compute_environment": ("LOCAL_MACHINE", "where it runs"),
@@ -73,11 +73,11 @@ _TOP: Rows = {
 }
 
 _FSDP: Rows = {
-    "fsdp_version": Key(_VERSION, 1, "FSDP1 or FSDP2"),
+    "fsdp_version": Key(VERSION, 1, "FSDP1 or FSDP2"),
     "fsdp_sharding_strategy": Key(_STRATEGY, "FULL_SHARD", "version 1: which states are split"),
     "fsdp_reshard_after_forward": Key(SWITCH, True, "version 2: weights are freed after forward"),
     "fsdp_offload_params": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
-    "fsdp_min_num_params": Key(whole(), 100_000_000, "SIZE_BASED_WRAP: smallest unit, in elements"),
+    "fsdp_min_num_params": Key(whole(), MIN_NUMEL, "SIZE_BASED_WRAP: smallest unit, in elements"),
     "fsdp_auto_wrap_policy": Key(_POLICY, "NO_WRAP", "units: by class, by size, or one for all"),
     "fsdp_transformer_layer_cls_to_wrap": Key(TEXT, None, "class names of the units, with commas"),
     "fsdp_backward_prefetch": Key(
@@ -97,8 +97,8 @@ _FSDP: Rows = {
 _DEEPSPEED: Rows = {
     "deepspeed_config_file": Key(TEXT, None, "a DeepSpeed JSON, in place of most other keys"),
     "zero_stage": Key(whole(0, 3), 2, "ZeRO stage"),
-    "offload_optimizer_device": Key(_DEVICE, "none", "where optimizer state lives", null=True),
-    "offload_param_device": Key(_DEVICE, "none", "where weights live", null=True),
+    "offload_optimizer_device": Key(DEVICE, "none", "where optimizer state lives", null=True),
+    "offload_param_device": Key(DEVICE, "none", "where weights live", null=True),
     "offload_optimizer_nvme_path": Key(TEXT, None, "folder of the swap files"),
     "offload_param_nvme_path": Key(TEXT, None, "folder of the swap files"),
     "gradient_accumulation_steps": Key(whole(1), None, "micro-batches per optimizer step"),
@@ -147,19 +147,27 @@ _FP8: Rows = {
 }
 _MPI: Rows = {"mpirun_hostfile": (None, "list of nodes")}
 
-TOP = section("", _TOP)
+TOP = section("", _TOP, "harmless")
 """Keys at the top. Others are refused."""
 SECTIONS = {
-    "fsdp_config": section("", _FSDP),
-    "deepspeed_config": section("", _DEEPSPEED),
-    "parallelism_config": section("", _PARALLELISM),
-    "dynamo_config": section("", _DYNAMO),
-    "fp8_config": section("", _FP8),
-    "mpirun_config": section("", _MPI),
+    "fsdp_config": section("", _FSDP, "harmless"),
+    "deepspeed_config": section("", _DEEPSPEED, "harmless"),
+    "parallelism_config": section("", _PARALLELISM, "harmless"),
+    "dynamo_config": section("", _DYNAMO, "harmless"),
+    "fp8_config": section("", _FP8, "lossy", "how fp8 is scaled"),
+    "mpirun_config": section("", _MPI, "harmless"),
 }
 """Keys of each section."""
-PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": "fp8_"}
+_PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": "fp8_"}
 """What Accelerate puts before a key of a section that lacks it."""
+
+
+def canonical_key(key: str) -> str:
+    """A key with its section's prefix."""
+    section, dot, name = key.partition(".")
+    prefix = _PREFIXES.get(section, "")
+    return f"{section}.{prefix}{name.removeprefix(prefix)}" if dot else key
+
 
 GHOSTS = {
     "fsdp_config.fsdp_backward_prefetch_policy": "fsdp_config.fsdp_backward_prefetch",
@@ -179,7 +187,7 @@ _ROWS = {
     **TOP,
     **{key: row for name, rows in SECTIONS.items() for key, row in section(name, rows).items()},
 }
-_SHORT = [f"{name}.{prefix}" for name, prefix in PREFIXES.items()]
+_SHORT = [f"{name}.{prefix}" for name, prefix in _PREFIXES.items()]
 KEYS: dict[str, Key] = {
     **_ROWS,
     **{
@@ -188,6 +196,6 @@ KEYS: dict[str, Key] = {
         for key, row in _ROWS.items()
         if key.startswith(start)
     },
-    "megatron_lm_config.*": Key(ANY, None, ""),
+    "megatron_lm_config.*": Key(ANY, None, "", "harmless"),
 }
-"""All keys, dotted. What nobody reads changes nothing: the engine that it belongs to does not run."""
+"""All keys, dotted. What has a reader and is not read changes nothing: the engine that it belongs to does not run."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from terrazzo.dialects.accelerate_words import AXES
 from terrazzo.errors import BadInput
 
 __all__ = [
@@ -106,8 +107,7 @@ def dynamo_section(environment: Mapping[str, str], plugin: Any = None, backend: 
 
 def parallelism_section(config: Any) -> dict[str, Any]:
     """The `parallelism_config` of a `ParallelismConfig`."""
-    axes = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    return {f"{_PARALLELISM}{axis}_size": getattr(config, f"{axis}_size") for axis in axes}
+    return {f"{_PARALLELISM}{axis}_size": getattr(config, f"{axis}_size") for axis in AXES}
 
 
 def fsdp_section(plugin: Any) -> dict[str, Any]:

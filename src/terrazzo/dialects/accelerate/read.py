@@ -7,16 +7,15 @@ from typing import Any
 
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import read_deepspeed
-from terrazzo.dialects.accelerate.read_fsdp import read_fsdp, read_mesh, version_of
+from terrazzo.dialects.accelerate.read_fsdp import VERSION, read_fsdp, read_mesh
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.accelerate_precision import precision_row
+from terrazzo.dialects.accelerate_words import stack_precision
 from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.fsdp_words import offload, row_settings
+from terrazzo.dialects.fsdp_words import offload
+from terrazzo.dialects.rows import row_settings
 
 __all__ = ["read"]
-
-_LOSSY = {"fp8_config": "how fp8 is scaled"}
 
 
 def read(document: Document, context: Context) -> Reading:
@@ -28,7 +27,7 @@ def read(document: Document, context: Context) -> Reading:
     given |= _engine(source, TYPES[kind.value], half, given) | _compile(source, TYPES[kind.value])
     if kind.origin == "file":
         given = {path: _chosen(path, setting, kind) for path, setting in given.items()}
-    source.keep_rest(_LOSSY if half.value == "fp8" else {})
+    source.keep_rest(fp8=half.value == "fp8")
     return source.finish("accelerate", given)
 
 
@@ -73,7 +72,7 @@ def _engine(source: Source, engine: str, half: Setting[Any], given: Settings) ->
         said = {path: setting for path, setting in given.items() if setting.origin == "file"}
         return read_deepspeed(source, low, world) | said
     if engine == "fsdp":
-        return read_fsdp(source, given) | _precision(source, f"fsdp{version_of(source).value}", half)
+        return read_fsdp(source, given) | _precision(source, f"fsdp{source.take(VERSION).value}", half)
     if engine == "another engine":
         source.refuse("distributed_type", "it is an engine of its own: take FSDP, DEEPSPEED or MULTI_GPU")
         return {}
@@ -90,7 +89,7 @@ def _engine(source: Source, engine: str, half: Setting[Any], given: Settings) ->
 def _precision(source: Source, stack: str, half: Setting[Any]) -> Settings:
     """fp8 sits on bf16."""
     under = Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
-    given = precision_row(stack, under, False, source.context)
+    given = stack_precision(stack, under, False, source.context)
     if half.value == "fp8":
         given["precision.compute"] = half
     return given

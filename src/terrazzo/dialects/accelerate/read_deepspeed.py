@@ -10,11 +10,11 @@ from terrazzo.dialects.description import Setting, Settings, settings
 from terrazzo.dialects.dialect import Context, Reading
 from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested
 
-__all__ = ["FILE", "PLUGIN", "read_deepspeed"]
+__all__ = ["FILE", "read_deepspeed"]
 
 _D = "deepspeed_config"
 FILE = f"{_D}.deepspeed_config_file"
-PLUGIN = {
+_PLUGIN = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
     "zero_optimization.stage": "zero_stage",
@@ -41,7 +41,7 @@ def read_deepspeed(source: Source, half: Setting[Any], world: int | None) -> Set
         return _from_file(source, file.value, context)
     document = _made(source, half)
     reading = DEEPSPEED.read(document, context)
-    keys = {inner: f"{_D}.{name}" for inner, name in PLUGIN.items() if f"{_D}.{name}" in source.flat}
+    keys = {inner: f"{_D}.{name}" for inner, name in _PLUGIN.items() if f"{_D}.{name}" in source.flat}
     keys |= dict.fromkeys(("bf16.enabled", "fp16.enabled"), half.key)
     _carry(source, reading, keys)
     found = {path: _rekeyed(setting, keys) for path, setting in settings(reading.description) if setting.is_set}
@@ -56,7 +56,7 @@ def _from_file(source: Source, name: str, context: Context) -> Settings:
         source.refuse(FILE, fault)
         return {}
     nested = read_nested(DEEPSPEED, document, context, FILE, file=name)
-    for key in [f"{_D}.{each}" for each in PLUGIN.values()]:
+    for key in [f"{_D}.{each}" for each in _PLUGIN.values()]:
         source.refuse(key, "Accelerate refuses it beside deepspeed_config_file: say it in that file")
     verdict = nested.verdicts[0] if nested.verdicts else None
     if verdict is not None:

@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate.source import Source
+from terrazzo.dialects.accelerate_words import AXES
 from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.fsdp_words import ALONE_WORDS, HYBRID, alone, offload, row_settings
+from terrazzo.dialects.fsdp_words import offload
 from terrazzo.dialects.reader import derived
+from terrazzo.dialects.rows import ALONE_WORDS, HYBRID, alone, row_settings
 
-__all__ = ["read_fsdp", "read_mesh", "version_of"]
+__all__ = ["VERSION", "read_fsdp", "read_mesh"]
 
 _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
-
-
-def version_of(source: Source) -> Setting[int]:
-    """FSDP's version: 1 unless the file says 2."""
-    return source.take(f"{_F}version")
+VERSION = f"{_F}version"
+"""Key of FSDP's version: 1 unless the file says 2."""
 
 
 def read_mesh(source: Source, fsdp: bool) -> Settings:
@@ -28,7 +27,7 @@ def read_mesh(source: Source, fsdp: bool) -> Settings:
         fsdp: whether FSDP shards: what else there is takes the ranks that are left, whatever dp_shard_size says.
     """
     given: Settings = {}
-    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
+    for axis in AXES:
         given[f"mesh.{axis}"] = source.take(f"{_P}{axis}_size")
     shards = given["mesh.dp_shard"]
     if not fsdp and shards.origin == "file":
@@ -40,7 +39,7 @@ def read_mesh(source: Source, fsdp: bool) -> Settings:
 
 def read_fsdp(source: Source, mesh: Settings) -> Settings:
     """Row, units, offload, prefetch, loading, checkpointing and kind of checkpoint."""
-    version = version_of(source)
+    version = source.take(VERSION)
     row, chosen = _row(source, version.value)
     replicas = mesh["mesh.dp_replicate"]
     given: Settings = {}

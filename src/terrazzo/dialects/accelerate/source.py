@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.accelerate.keys import GHOSTS, KEYS, PREFIXES, SECTIONS, TOP
+from terrazzo.dialects.accelerate.keys import GHOSTS, KEYS, SECTIONS, TOP, canonical_key
 from terrazzo.dialects.description import Setting
 from terrazzo.dialects.dialect import Context, Document
 from terrazzo.dialects.keys import Type, row_of
@@ -24,7 +24,7 @@ class Source(Reader):
     def __init__(self, document: Document, context: Context) -> None:
         super().__init__(document, "Accelerate", keys=KEYS)
         self.context = context
-        self.spelling = {self.canonical(key): key for key in self.flat}  # of both spellings the later one holds
+        self.spelling = {canonical_key(key): key for key in self.flat}  # of both spellings the later one holds
 
     def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
         found = super()._checked(key, default, kind, null)
@@ -40,30 +40,20 @@ class Source(Reader):
         if all(extra.key != key for extra in self._extras):
             super().keep_as(key, value, why)
 
-    def keep_rest(self, why: dict[str, str]) -> None:
-        """Keep every known key that nobody has read, and explain the others.
-
-        Args:
-            why: what is lost with some of them, by the beginning of their keys; the rest is harmless.
-        """
+    def keep_rest(self, *, fp8: bool) -> None:
+        """Keep every known key that nobody has read, and explain the others. `fp8`: its section has an effect."""
         for key in self.unread():
-            name = self.canonical(key)
-            reason = next((words for start, words in why.items() if name.startswith(start)), "")
+            name = canonical_key(key)
             row = row_of(KEYS, name)
             if self.flat[key] in (None, {}) and (name in KEYS or key in SECTIONS or key == "megatron_lm_config"):
                 self.keep(key, "it says nothing: the default holds", harmless=True)
             elif row is not None:
-                self.keep(key, reason or row.meaning, harmless=not reason)
+                lossy = fp8 and row.keep == "lossy"
+                self.keep(key, row.why if lossy else row.meaning, harmless=not lossy)
             else:
                 self.refuse(key, self._stranger(key))
         for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
             self.keep_as(key, None, "it says nothing: the default holds")
-
-    def canonical(self, key: str) -> str:
-        """A key with its section's prefix."""
-        section, dot, name = key.partition(".")
-        prefix = PREFIXES.get(section, "")
-        return f"{section}.{prefix}{name.removeprefix(prefix)}" if dot else key
 
     def _stranger(self, key: str) -> str:
         """What Accelerate does with a key that it does not know."""
@@ -73,7 +63,7 @@ class Source(Reader):
         if section not in SECTIONS:
             near = did_you_mean(section, (*TOP, *SECTIONS, "megatron_lm_config"))
             return f"Accelerate has no '{section}' at the top and refuses the file.{near}"
-        name = self.canonical(key)
+        name = canonical_key(key)
         if name in GHOSTS:
             return f"nothing reads it: Accelerate drops it without a word. Did you mean '{GHOSTS[name]}'?"
         near = did_you_mean(name.partition(".")[2], SECTIONS[section])

@@ -12,14 +12,12 @@ from terrazzo.dialects.fsdp_words import leave_to_loop
 
 __all__ = ["write"]
 
-_NAME = "accelerate"
-
 
 def write(description: Description, context: Context) -> Writing:
     """A file that `accelerate launch --config_file` takes, with a verdict for every setting."""
-    if description.dialect == _NAME:
+    if description.dialect == "accelerate":
         return write_own(description)
-    pen = Pen(description, "Accelerate", _NAME)
+    pen = Pen(description, "Accelerate", "accelerate")
     leave_to_loop(pen)
     pen.write("compute_environment", "LOCAL_MACHINE")
     engine = _engine(pen)
@@ -33,7 +31,7 @@ def write(description: Description, context: Context) -> Writing:
     else:
         write_replicas(pen, half)
     _compile(pen, engine)
-    return pen.finish(_NAME)
+    return pen.finish()
 
 
 def _engine(pen: Pen) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.accelerate_precision import AUTOCAST
+from terrazzo.dialects.accelerate_words import AUTOCAST
+from terrazzo.dialects.deepspeed_words import BY_PARAMETER, KEPT_WHOLE, STAGES, write_grad
 from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING, TIERS
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import ON_CPU
-from terrazzo.dialects.meaning import NVME_ONLY, TWO_AXES, tier_and_share
+from terrazzo.dialects.meaning import NVME_ONLY, ON_CPU, TWO_AXES, tier_and_share
 
 __all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]
 
 _D, _P = "deepspeed_config", "parallelism_config.parallelism_config_"
-_STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "shard_grad_op": 2}
 _IN_FILE = "only a deepspeed_config_file says it"
 _LOST = {
-    "shard_grad_op": "DeepSpeed keeps the weights whole between steps as well: more memory, the same numbers",
+    "shard_grad_op": KEPT_WHOLE,
     "hpz": f"hpZ is in no key of Accelerate's: {_IN_FILE}",
     "hybrid_shard": "DeepSpeed splits over all ranks: less memory, more traffic",
 }
@@ -49,8 +48,8 @@ def write_autocast(pen: Pen, half: str | None) -> None:
 def write_deepspeed(pen: Pen, half: str | None) -> None:
     """Write what Accelerate's plugin takes of DeepSpeed's configuration."""
     row = pen.description.row or ""
-    stage = _STAGES.get(row, 3)
-    why = _LOST.get(row, "" if row in _STAGES else f"DeepSpeed has no such row: stage {stage} is nearest")
+    stage = STAGES.get(row, 3)
+    why = _LOST.get(row, "" if row in STAGES else f"DeepSpeed has no such row: stage {stage} is nearest")
     pen.put(SHARDING, f"{_D}.zero_stage", stage, why, "lossy" if why else "applied")
     low = ("bf16" if half == "fp8" else half) or "fp32"
     states = ("weight", "reduce", "accumulate", "buffers", "output", "saved")
@@ -74,11 +73,7 @@ def _offload(pen: Pen, stage: int) -> None:
         "offload_optimizer": _device(pen, "offload.optim", f"{_D}.offload_optimizer_device", stage),
         "offload_param": _device(pen, "offload.weight", f"{_D}.offload_param_device", stage),
     }
-    there = "cpu" if devices["offload_optimizer"] != "device" else "device"
-    if pen.value("offload.grad", "device") == there:
-        pen.implied("offload.grad", "with the optimizer's state" if there == "cpu" else "")
-    else:
-        pen.lossy("offload.grad", f"DeepSpeed keeps gradients where the step is: {there}")
+    write_grad(pen, devices["offload_optimizer"])
     folders = pen.value("offload.path", ())
     for name in [name for name, device in devices.items() if device == "nvme" and folders]:
         why = f"accelerate launch does not hand it on, and DeepSpeed swaps to a folder named 'none': {_IN_FILE}"
@@ -158,7 +153,7 @@ def _axes(pen: Pen, stage: int) -> None:
     pen.implied(DATA_AXES, "all ranks that are started")
     if pen.description.row in TWO_AXES:
         pen.lossy(DATA_AXES, f"groups of ranks are in no key of Accelerate's: {_IN_FILE}")
-    pen.implied(["units.policy", "units.classes", "units.min_numel"], "DeepSpeed gathers parameter by parameter")
+    pen.implied(["units.policy", "units.classes", "units.min_numel"], BY_PARAMETER)
     for path in ("prefetch.forward", "prefetch.backward"):
         if stage == 3 and pen.value(path, 1) != 1:
             pen.lossy(path, f"DeepSpeed gathers ahead by elements: {_IN_FILE}")

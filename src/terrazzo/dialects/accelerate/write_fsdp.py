@@ -7,7 +7,9 @@ from terrazzo.dialects.accelerate.write_engines import write_autocast, write_pre
 from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, nearest_row, shard_ranks, write_offload
+from terrazzo.dialects.fsdp_words import write_offload
+from terrazzo.dialects.meaning import left
+from terrazzo.dialects.rows import HYBRID_ROWS, nearest_row, shard_ranks
 
 __all__ = ["write_fsdp"]
 
@@ -69,10 +71,10 @@ def _sizes(pen: Pen, row: str, version: int, shards: int | None) -> None:
 
 def _one_axis(pen: Pen, world: int | None) -> int | None:
     """Ranks of the one data axis: replicas and their shards, or what is left of the world."""
-    shards, world = pen.value("mesh.dp_shard"), pen.value("mesh.world") or world
+    shards, ranks = pen.value("mesh.dp_shard"), left(pen.description, world, ("tp", "cp"))
     if shards is not None and (pen.value("mesh.dp_replicate") is not None or not pen.is_set("mesh.dp_replicate")):
         return int(shards * pen.value("mesh.dp_replicate", 1))
-    return None if world is None else max(1, world // (pen.value("mesh.tp", 1) * pen.value("mesh.cp", 1)))
+    return None if ranks is None else max(1, ranks)
 
 
 def _parallel(pen: Pen, hybrid: bool, shards: int | None, sizes: dict[str, int]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from terrazzo.dialects.accelerate.keys import PREFIXES
+from terrazzo.dialects.accelerate.keys import canonical_key
+from terrazzo.dialects.accelerate_words import AXES
+from terrazzo.dialects.deepspeed_words import STAGES
 from terrazzo.dialects.description import Description, settings
 from terrazzo.dialects.dialect import Writing
 from terrazzo.dialects.draft import Draft
@@ -13,7 +15,6 @@ from terrazzo.dialects.draft import Draft
 __all__ = ["write_own"]
 
 _D, _F, _P = "deepspeed_config.", "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
-_STAGES = {"zero0": 0, "zero1": 1, "zero2": 2}
 _Say = Callable[[Description], Any]
 
 
@@ -38,33 +39,27 @@ _SAY: Mapping[str, _Say] = {
     f"{_F}activation_checkpointing": lambda description: description.value("activation_checkpointing.mode") != "none",
     f"{_F}activation_checkpointing_offload": _of("activation_checkpointing.offload"),
     f"{_F}ignored_modules": _of("units.ignored"),
-    f"{_D}zero_stage": lambda description: _STAGES.get(description.row or "", 3),
+    f"{_D}zero_stage": lambda description: STAGES.get(description.row or "", 3),
     f"{_D}offload_optimizer_nvme_path": _folder(0),
     f"{_D}offload_param_nvme_path": _folder(-1),
     f"{_D}gradient_accumulation_steps": _of("batch.accumulation"),
     f"{_D}gradient_clipping": _of("training.clip"),
     f"{_D}zero3_init_flag": _of("loading.low_memory"),
     f"{_D}zero3_save_16bit_model": lambda description: description.value("saving.export") != "none",
-    **{f"{_P}{axis}_size": _of(f"mesh.{axis}") for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")},
+    **{f"{_P}{axis}_size": _of(f"mesh.{axis}") for axis in AXES},
 }
 """What a key says, from the description. Keys that choose among words are kept as they stood."""
 
 
 def write_own(description: Description) -> Writing:
     """The document again: what stands in the extras as it is, the rest from the settings that it gave."""
-    draft = Draft(description, "Accelerate")
+    draft = Draft(description, "Accelerate", "accelerate")
     kept = {extra.key for extra in description.extras}
     for path, setting in settings(description):
         if not setting.is_set:
             continue
         for key in setting.keys:
-            if key not in kept and (say := _SAY.get(_canonical(key))) is not None:
+            if key not in kept and (say := _SAY.get(canonical_key(key))) is not None:
                 draft.write(key, say(description))
         draft.implied(path, key=setting.key)
-    return draft.finish("accelerate")
-
-
-def _canonical(key: str) -> str:
-    section, dot, name = key.partition(".")
-    prefix = PREFIXES.get(section, "")
-    return f"{section}.{prefix}{name.removeprefix(prefix)}" if dot else key
+    return draft.finish()

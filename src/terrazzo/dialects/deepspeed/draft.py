@@ -13,9 +13,7 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Draft
 from terrazzo.dialects.verdict import Kind
 
-__all__ = ["NAME", "DeepSpeedDraft"]
-
-NAME = "deepspeed"
+__all__ = ["DeepSpeedDraft"]
 
 
 class DeepSpeedDraft(Draft):
@@ -28,7 +26,7 @@ class DeepSpeedDraft(Draft):
     """
 
     def __init__(self, description: Description, context: Context) -> None:
-        super().__init__(description, "DeepSpeed", NAME)
+        super().__init__(description, "DeepSpeed", "deepspeed")
         self.context, self.version = context, context.version("deepspeed", LAST)
         self.stood_as = {extra.key: extra.value for extra in description.extras} if self.own else {}
 

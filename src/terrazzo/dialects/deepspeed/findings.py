@@ -7,7 +7,8 @@ from typing import Any
 
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
-from terrazzo.dialects.deepspeed.read_precision import DTYPES
+from terrazzo.dialects.deepspeed.read_precision import DTYPE_WORDS
+from terrazzo.dialects.deepspeed.read_zero import OLD_OFFLOAD
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, in_words
 from terrazzo.dialects.dialect import Context, Document, Finding, Reading
@@ -64,7 +65,7 @@ def _auto(source: Source) -> Iterator[Finding]:
 
 
 def _old_words(source: Source) -> Iterator[Finding]:
-    for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+    for section, old in OLD_OFFLOAD.items():
         if source.raw(f"{_ZERO}.{old}") is not None and f"{_ZERO}.{section}" in source:
             yield _error(f"{_ZERO}.{old}", f"an old word beside {section}, which DeepSpeed refuses: remove it")
 
@@ -84,10 +85,10 @@ def _precision(source: Source, stage: int) -> Iterator[Finding]:
             yield _error(key, "it needs ZeRO stage 1, 2 or 3")
     if _on(source, "bf16.bf16_optimizer_states") and not _on(source, "bf16.bf16_master_weights_and_grads"):
         yield _error("bf16.bf16_optimizer_states", "it needs bf16_master_weights_and_grads")
-    from_file = source.choice("data_types.grad_accum_dtype", DTYPES, None, null=True).value
+    from_file = source.choice("data_types.grad_accum_dtype", DTYPE_WORDS, None, null=True).value
     if from_file is not None and from_file != low and stage == 0:
         yield _error("data_types.grad_accum_dtype", f"at stage 0 it must be the model's dtype, {low}")
-    said = source.choice("data_types.param_dtype", DTYPES, None, null=True).value
+    said = source.choice("data_types.param_dtype", DTYPE_WORDS, None, null=True).value
     if said is not None and said != low:
         yield _error("data_types.param_dtype", f"it is {said}, but fp16 and bf16 say {low}")
     if _on(source, "torch_autocast.enabled") and low != "fp32":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.keys import ANY, NAMES, SWITCH, TEXT, Key, number, section, whole
+from terrazzo.dialects.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole
 
 __all__ = ["CORE_ROWS", "OPTIMIZER_DEFAULTS", "OPTIMIZER_PARAMS", "SCHEDULER_PARAMS"]
 
@@ -51,7 +51,7 @@ _AUTOCAST = {
     "enabled": Key(SWITCH, False, "torch.autocast rather than a cast model"),
     "dtype": Key(TEXT, None, "dtype of autocast"),
     "lower_precision_safe_modules": Key(
-        NAMES, None, "module classes whose gradients are reduced in that dtype; null: linear and convolution"
+        LIST, None, "module classes whose gradients are reduced in that dtype; null: linear and convolution"
     ),
 }
 _DATA_TYPES = {

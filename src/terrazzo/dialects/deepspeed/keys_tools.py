@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.keys import ANY, NAMES, SWITCH, TEXT, Keep, Key, number, section, whole
+from terrazzo.dialects.keys import ANY, LIST, SWITCH, TEXT, Keep, Key, number, section, whole
 
 __all__ = ["TOOL_ROWS"]
 
@@ -116,7 +116,7 @@ _MONITORS = {
         {
             **_switches("harmless", enabled="collectives are logged", verbose="each is printed", debug="with callers"),
             "prof_all": Key(SWITCH, True, "all of them", "harmless"),
-            "prof_ops": Key(NAMES, (), "only these", "harmless"),
+            "prof_ops": Key(LIST, (), "only these", "harmless"),
         },
     ),
     **section(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from terrazzo.dialects.keys import ANY, NAMES, SWITCH, TEXT, Key, number, section, whole, words
+from terrazzo.dialects.deepspeed_words import DEVICE
+from terrazzo.dialects.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole
 
 __all__ = ["ZERO_ROWS"]
 
 _QUANTIZED = "weights or gradients travel in 8 bits, which changes the numbers: switch it off"
 _ZENFLOW = "ZenFlow updates most parameters late, which changes the numbers: use plain offload"
 _ELEMENTS = "counted in elements"
-_DEVICE = words({"none": "none", "cpu": "cpu", "nvme": "nvme"})
 
 _ZERO = {
     "stage": Key(whole(0, 3), 0, "0: replicas; 1: splits optimizer state; 2: and gradients; 3: and weights"),
@@ -40,9 +40,7 @@ _ZERO = {
     "log_trace_cache_warnings": Key(SWITCH, False, "a changed order of modules is logged", "harmless"),
     "enable_sanity_checks": Key(SWITCH, False, "further checks between ranks", "harmless"),
     "save_muon_momentum_buffer_in_memory": Key(SWITCH, False, "Muon's momentum stays off NVMe", "harmless"),
-    "stage3_prefetch_bucket_size": Key(
-        whole(), 50_000_000, f"weights gathered ahead, {_ELEMENTS}; 0: none", "harmless"
-    ),
+    "stage3_prefetch_bucket_size": Key(whole(), 50_000_000, f"weights gathered ahead, {_ELEMENTS}; 0: none"),
     "stage3_param_persistence_threshold": Key(whole(), 100_000, "parameters up to this size stay whole", "harmless"),
     "stage3_model_persistence_threshold": Key(whole(), sys.maxsize, "how much may stay whole in all", "harmless"),
     "stage3_max_live_parameters": Key(whole(), 1_000_000_000, f"weights gathered at a time, {_ELEMENTS}", "harmless"),
@@ -56,7 +54,7 @@ _ZERO = {
     "cpu_offload_use_pin_memory": Key(SWITCH, None, "old word for pin_memory"),
 }
 _OFFLOAD_PARAM = {
-    "device": Key(_DEVICE, "none", "where the weights' shards live: none, cpu, nvme"),
+    "device": Key(DEVICE, "none", "where the weights' shards live: none, cpu, nvme"),
     "nvme_path": Key(TEXT, None, "folder of the swap files"),
     "buffer_count": Key(whole(), 5, "staging buffers between NVMe and the device"),
     "buffer_size": Key(whole(), 100_000_000, f"size of one of them, {_ELEMENTS}", "harmless"),
@@ -64,7 +62,7 @@ _OFFLOAD_PARAM = {
     "pin_memory": Key(SWITCH, True, "host memory is page-locked"),
 }
 _OFFLOAD_OPTIMIZER = {
-    "device": Key(_DEVICE, "none", "where optimizer state lives: none, cpu, nvme"),
+    "device": Key(DEVICE, "none", "where optimizer state lives: none, cpu, nvme"),
     "nvme_path": Key(TEXT, None, "folder of the swap files"),
     "buffer_count": Key(whole(), 4, "staging buffers between NVMe and host"),
     "pin_memory": Key(SWITCH, True, "host memory is page-locked"),
@@ -89,9 +87,9 @@ _ZENFLOW_ROWS = {
 }
 _WHOLE = "other engines gather whole blocks anyway"
 _LEAF = {
-    "classes": Key(NAMES, None, "module classes gathered as one", "harmless", _WHOLE),
-    "names": Key(NAMES, (), "module names gathered as one", "harmless", _WHOLE),
-    "name_suffixes": Key(NAMES, (), "endings of module names gathered as one", "harmless", _WHOLE),
+    "classes": Key(LIST, None, "module classes gathered as one", "harmless", _WHOLE),
+    "names": Key(LIST, (), "module names gathered as one", "harmless", _WHOLE),
+    "name_suffixes": Key(LIST, (), "endings of module names gathered as one", "harmless", _WHOLE),
 }
 _AIO = {
     "block_size": Key(whole(1), 1_048_576, "bytes of one read or write"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.description import LOADED, Setting, Settings
+from terrazzo.dialects.description import EVERY_DTYPE, LOADED, Setting, Settings
 from terrazzo.dialects.reader import derived
 from terrazzo.engine import LossScaling
 
-__all__ = ["DTYPES", "read_precision"]
+__all__ = ["DTYPE_WORDS", "read_precision"]
 
-DTYPES = {
+DTYPE_WORDS = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
@@ -17,7 +17,6 @@ DTYPES = {
 """Neutral dtype by DeepSpeed's words for it."""
 
 _WIRE = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
-_EVERY = ("weight", "compute", "reduce", "accumulate", "master", "moments", "buffers", "output", "saved")
 
 
 def read_precision(source: Source, sequence_parallel: bool) -> Settings:
@@ -34,7 +33,7 @@ def read_precision(source: Source, sequence_parallel: bool) -> Settings:
     else:
         asked = [each for each in (bf16, fp16, autocast) if each.origin != "default"]
         kind = derived("fp32", *asked, origin=asked[0].origin if asked else "default")
-        given = dict.fromkeys((f"precision.{name}" for name in _EVERY), Setting("fp32", "default"))
+        given = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting("fp32", "default"))
         given["precision.compute"] = kind
     for switch, mode in ((bf16, "bf16"), (fp16, "fp16"), (autocast, "torch_autocast")):
         if switch.origin != "default" and switch.key not in given["precision.compute"].keys:
@@ -51,7 +50,7 @@ def _open(*switches: Setting[bool]) -> Settings:
 
 def _low(source: Source, low: str, switch: Setting[bool]) -> Settings:
     """bf16 or fp16: all but buffers in 16 bits where nothing else is said, masters and moments in fp32."""
-    given: Settings = dict.fromkeys((f"precision.{name}" for name in _EVERY), Setting(low, "default"))
+    given: Settings = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting(low, "default"))
     given["precision.weight"] = given["precision.compute"] = Setting(low, switch.origin, switch.key)
     given |= {"precision.master": Setting("fp32", "default"), "precision.moments": Setting("fp32", "default")}
     given["precision.buffers"] = Setting(LOADED, "default")
@@ -95,9 +94,9 @@ def _scaling(source: Source) -> Settings:
 
 def _autocast(source: Source, switch: Setting[bool]) -> Settings:
     """fp32 throughout, but for what autocast computes, and the gradients of linear layers on the wire."""
-    dtype = source.choice("torch_autocast.dtype", DTYPES, "fp16", null=True)
+    dtype = source.choice("torch_autocast.dtype", DTYPE_WORDS, "fp16", null=True)
     safe = source.take("torch_autocast.lower_precision_safe_modules")
-    given: Settings = dict.fromkeys((f"precision.{name}" for name in _EVERY), Setting("fp32", "default"))
+    given: Settings = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting("fp32", "default"))
     compute = derived(dtype.value, switch, dtype, origin="file")
     wire = Setting(dtype.value, "derived")
     if safe.origin == "file":
@@ -122,7 +121,7 @@ def _wire(source: Source, given: Settings, sequence_parallel: bool) -> Settings:
     elif wire.origin == "file":
         source.keep_as(name, source.raw(name), "autocast says the dtype of each gradient")
     for path, key in {"accumulate": "grad_accum_dtype", "buffers": "buffer_dtype"}.items():
-        found = source.choice(f"data_types.{key}", DTYPES, None, null=True)
+        found = source.choice(f"data_types.{key}", DTYPE_WORDS, None, null=True)
         if found.value is not None:
             changed[f"precision.{path}"] = Setting(found.value, found.origin, found.key)
     return changed

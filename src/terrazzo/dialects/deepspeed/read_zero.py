@@ -6,12 +6,12 @@ from typing import Any
 
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
-from terrazzo.dialects.description import Origin, Setting, Settings
-from terrazzo.dialects.fsdp_words import ALONE_WORDS, alone
+from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.reader import derived
-from terrazzo.engine import Plan
+from terrazzo.dialects.rows import ALONE_WORDS, alone, row_settings
 
 __all__ = [
+    "OLD_OFFLOAD",
     "one_group",
     "read_mesh",
     "read_offload",
@@ -26,7 +26,8 @@ ZERO = "zero_optimization"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 GATHER, PREFETCH = f"{ZERO}.stage3_gather_16bit_weights_on_model_save", f"{ZERO}.stage3_prefetch_bucket_size"
 _ROWS = ("zero0", "zero1", "zero2", "zero3")
-_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+OLD_OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+"""A section's older word, for states on the CPU."""
 
 
 def stage_of(source: Source) -> Setting[int]:
@@ -66,10 +67,10 @@ def read_sharding(source: Source, stage: Setting[int]) -> Settings:
         return _mics(source, stage)
     if stage.value == 3 and hpz.value > 1:
         source.say(HPZ, "applied", "gradients end up split over all ranks; here they are summed within the group first")
-        return _row("hpz", stage, hpz) | {"mesh.dp_shard": hpz}
+        return row_settings("hpz", stage, hpz) | {"mesh.dp_shard": hpz}
     if hpz.origin == "file":
         source.keep_as(HPZ, hpz.value, "it has no effect here")
-    return _row(_ROWS[stage.value], stage)
+    return row_settings(_ROWS[stage.value], stage)
 
 
 def _mics(source: Source, stage: Setting[int]) -> Settings:
@@ -77,13 +78,7 @@ def _mics(source: Source, stage: Setting[int]) -> Settings:
     group = source.integer(MICS, 1)
     since = in_words(REMOVED[MICS].since)
     source.say(MICS, "renamed", f"MiCS is the row hybrid_shard; DeepSpeed {since} removed it and refuses the key")
-    return _row("hybrid_shard", stage, group) | {"mesh.dp_shard": group}
-
-
-def _row(name: str, *sources: Setting[int]) -> Settings:
-    origin: Origin = next((each.origin for each in sources if each.origin != "default"), "default")
-    places = Plan.named(name).places()
-    return {f"sharding.{state}": derived(str(place), *sources, origin=origin) for state, place in places.items()}
+    return row_settings("hybrid_shard", stage, group) | {"mesh.dp_shard": group}
 
 
 def read_mesh(source: Source, group: Setting[Any]) -> Settings:
@@ -167,7 +162,7 @@ def read_offload(source: Source, stage: int) -> Settings:
 def _device(source: Source, section: str) -> Setting[str]:
     """Where a section puts things; `cpu_offload: true` is an old way to say "cpu"."""
     key = f"{ZERO}.{section}.device"
-    old = f"{ZERO}.{next(word for word, meant in _OLD_OFFLOAD.items() if meant == section)}"
+    old = f"{ZERO}.{OLD_OFFLOAD[section]}"
     if source.raw(old) is not None:
         asked = source.boolean(old, False)
         if asked.origin == "file" and source.verdicts[old].kind == "applied":

@@ -45,7 +45,7 @@ class Source(Reader):
 
     def default(self, key: str) -> Any:
         """The default in this version."""
-        return default_of(key, self.version, TABLE[key].default)
+        return default_of(key, self.version, super().default(key))
 
     def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
         if (auto := self.auto(key)) is not None:

@@ -16,8 +16,6 @@ __all__ = [
     "REMOVED_OPTIMIZERS",
     "STRICT_WARMUP",
     "SWITCHED",
-    "Removed",
-    "Version",
     "default_of",
     "in_words",
 ]

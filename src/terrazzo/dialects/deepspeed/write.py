@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.deepspeed.draft import NAME, DeepSpeedDraft
+from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.write_precision import write_precision
 from terrazzo.dialects.deepspeed.write_training import write_batch, write_optimizer, write_schedule, write_training
 from terrazzo.dialects.deepspeed.write_zero import (
@@ -32,4 +32,4 @@ def write(description: Description, context: Context) -> Writing:
     write_schedule(draft)
     write_training(draft)
     write_saving(draft, stage)
-    return draft.finish(NAME)
+    return draft.finish()

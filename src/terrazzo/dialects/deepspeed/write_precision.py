@@ -6,27 +6,26 @@ import math
 from typing import Any
 
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
-from terrazzo.dialects.description import LOADED
+from terrazzo.dialects.description import EVERY_DTYPE, LOADED
 
 __all__ = ["write_precision"]
 
-_EVERY = ("weight", "compute", "reduce", "accumulate", "master", "moments", "buffers", "output", "saved")
 _WIRE = ("fp32", "fp16", "bf16")
 _SCALING = "precision.loss_scaling"
 
 
 def write_precision(draft: DeepSpeedDraft, stage: int, optimizer_on_cpu: bool) -> None:
     """Write the section that gives the compute dtype, then every dtype that it does not bring along."""
-    if not any(draft.is_set(f"precision.{name}") for name in _EVERY):
+    if not any(draft.is_set(f"precision.{name}") for name in EVERY_DTYPE):
         return
-    asked = {name: _dtype(draft, name) for name in _EVERY}
+    asked = {name: _dtype(draft, name) for name in EVERY_DTYPE}
     low = asked["compute"] = asked["compute"] or asked["weight"]
     if draft.value("precision.autocast"):
         brought = _autocast(draft, asked)
     elif low in ("bf16", "fp16"):
         brought = _low(draft, asked, stage, optimizer_on_cpu)
     else:
-        brought = dict.fromkeys(_EVERY, "fp32")
+        brought = dict.fromkeys(EVERY_DTYPE, "fp32")
         _off(draft)
     _wire(draft, asked, brought, stage)
     _rest(draft, asked, brought)
@@ -60,7 +59,12 @@ def _autocast(draft: DeepSpeedDraft, asked: dict[str, str | None]) -> dict[str, 
         draft.put(
             "precision.reduce", safe, draft.stood_as.get(safe, []), "no module's gradients are reduced in 16 bits"
         )
-    return {**dict.fromkeys(_EVERY, "fp32"), "compute": low, "output": low, "reduce": "fp32" if wire == "fp32" else low}
+    return {
+        **dict.fromkeys(EVERY_DTYPE, "fp32"),
+        "compute": low,
+        "output": low,
+        "reduce": "fp32" if wire == "fp32" else low,
+    }
 
 
 def _words(draft: DeepSpeedDraft, key: str, dtype: str) -> Any:
@@ -75,7 +79,7 @@ def _low(draft: DeepSpeedDraft, asked: dict[str, str | None], stage: int, on_cpu
     if asked["weight"] == "fp32":
         why = f"DeepSpeed rests the weights in {low} beside fp32 masters: the numbers are the same, the memory is not"
         draft.lossy("precision.weight", why, f"{low}.enabled")
-    brought = {**dict.fromkeys(_EVERY, low), "master": "fp32", "moments": "fp32", "buffers": LOADED}
+    brought = {**dict.fromkeys(EVERY_DTYPE, low), "master": "fp32", "moments": "fp32", "buffers": LOADED}
     _masters(draft, asked, brought, stage)
     if low == "bf16":
         _moments(draft, asked, brought, on_cpu)
@@ -163,7 +167,7 @@ def _wire(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str
 
 def _rest(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str]) -> None:
     """A verdict for every dtype that no key has said."""
-    for name in _EVERY:
+    for name in EVERY_DTYPE:
         path, wanted = f"precision.{name}", asked[name]
         if draft.spoken(path) or not draft.is_set(path):
             continue

@@ -9,6 +9,7 @@ from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.read_schedule import NEUTRAL
 from terrazzo.dialects.deepspeed.read_training import BUILT_IN
+from terrazzo.dialects.deepspeed_words import BY_PARAMETER
 from terrazzo.dialects.description import inactive
 from terrazzo.dialects.reader import join
 
@@ -233,7 +234,7 @@ def write_training(draft: DeepSpeedDraft) -> None:
 
 
 def _units(draft: DeepSpeedDraft) -> None:
-    draft.implied(["units.policy", "units.classes", "units.min_numel"], "DeepSpeed gathers parameter by parameter")
+    draft.implied(["units.policy", "units.classes", "units.min_numel"], BY_PARAMETER)
     if draft.value("units.ignored"):
         draft.lossy("units.ignored", "DeepSpeed splits every parameter")
     if draft.value("loading.low_memory"):

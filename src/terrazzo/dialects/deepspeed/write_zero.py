@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.versions import REMOVED
-from terrazzo.dialects.description import SHARDING
-from terrazzo.dialects.fsdp_words import ON_CPU
-from terrazzo.dialects.meaning import TWO_AXES, tier_and_share
+from terrazzo.dialects.deepspeed_words import KEPT_WHOLE, STAGES, write_grad
+from terrazzo.dialects.description import MODEL_AXES, SHARDING
+from terrazzo.dialects.meaning import ON_CPU, TWO_AXES, tier_and_share
 from terrazzo.dialects.verdict import Kind
 
 __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "write_sharding"]
 
 ZERO = "zero_optimization"
 MICS = f"{ZERO}.mics_shard_size"
-_STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hpz": 3}
 _GROUP = "DeepSpeed splits over all ranks and keeps a second copy of the weights in the group (hpZ)"
-_NEAREST = {
-    "shard_grad_op": (2, "DeepSpeed keeps the weights whole between steps as well: more memory, the same numbers"),
-    "hybrid_shard": (3, f"{_GROUP}: less memory, more traffic between groups"),
-    "hybrid_shard_zero2": (3, f"{_GROUP}, which it gathers again for backward"),
-    "hfsdp": (3, f"{_GROUP}: weights and gradients are split over all ranks too"),
+_LOST = {
+    "shard_grad_op": KEPT_WHOLE,
+    "hybrid_shard": f"{_GROUP}: less memory, more traffic between groups",
+    "hybrid_shard_zero2": f"{_GROUP}, which it gathers again for backward",
+    "hfsdp": f"{_GROUP}: weights and gradients are split over all ranks too",
 }
+"""What changes with a row that DeepSpeed lacks, at the stage nearest to it."""
 
 
 def write_sharding(draft: DeepSpeedDraft) -> int:
     """Write the stage and return it."""
     if not any(draft.is_set(path) for path in SHARDING):
         return 0
-    row = draft.description.row
-    stage, why = (_STAGES[row], "") if row in _STAGES else _NEAREST.get(row or "", _by_states(draft))
+    row = draft.description.row or ""
+    known = row in STAGES or row in _LOST
+    stage, why = (STAGES.get(row, 3), _LOST.get(row, "")) if known else _by_states(draft)
     mics = row == "hybrid_shard" and draft.version < REMOVED[MICS].since
     key = ZERO if draft.stood(SHARDING, ZERO) else f"{ZERO}.stage"
     note = f"{why}; MiCS, which had it, is gone from DeepSpeed" if row == "hybrid_shard" and not mics else why
@@ -69,7 +70,7 @@ def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
         draft.put("mesh.dp_shard", "data_parallel_size", draft.value("mesh.dp_shard"))
     elif not draft.has(f"{ZERO}.zero_hpz_partition_size") and not draft.has(MICS):
         draft.implied(["mesh.dp_shard", "mesh.dp_replicate"], "all ranks that the launcher starts")
-    degrees = {axis: draft.value(f"mesh.{axis}", 1) for axis in ("tp", "sp", "ep", "cp", "pp")}
+    degrees = {axis: draft.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}
     if degrees["tp"] > 1:
         draft.put("mesh.tp", "tensor_parallel.autotp_size", degrees["tp"])
     if degrees["sp"] > 1:
@@ -101,7 +102,7 @@ def _pipeline(draft: DeepSpeedDraft, stages: int, stage: int) -> None:
 def write_offload(draft: DeepSpeedDraft, stage: int) -> None:
     """Write tiers, as far as the stage has them."""
     optim, weight = _optimizer(draft, stage), _weight(draft, stage)
-    _grad(draft, optim)
+    write_grad(draft, optim)
     sections = [name for name, tier in (("offload_optimizer", optim), ("offload_param", weight)) if tier != "device"]
     _pin(draft, sections)
     _nvme(draft, [name for name, tier in (("offload_optimizer", optim), ("offload_param", weight)) if tier == "nvme"])
@@ -156,15 +157,6 @@ def _weight(draft: DeepSpeedDraft, stage: int) -> str:
     why = f"DeepSpeed has one tier for weights: all of them on {tier}" if mixed else why
     draft.put("offload.weight", key, tier, why, "lossy" if why else "applied")
     return tier
-
-
-def _grad(draft: DeepSpeedDraft, optim: str) -> None:
-    """Gradients go where the optimizer's step is."""
-    there = "cpu" if optim == "nvme" else optim
-    if draft.value("offload.grad", "device") == there:
-        draft.implied("offload.grad", "with the optimizer's state" if there != "device" else "")
-    else:
-        draft.lossy("offload.grad", f"DeepSpeed keeps gradients where the step is: {there}")
 
 
 def _pin(draft: DeepSpeedDraft, sections: list[str]) -> None:

@@ -8,20 +8,9 @@ from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
 from terrazzo.dialects.fsdp1.keys import KEYS
 from terrazzo.dialects.fsdp_policy import keep_casts, loaded, otherwise
-from terrazzo.dialects.fsdp_words import (
-    ALONE_WORDS,
-    HYBRID_ROWS,
-    ROW_NAMES,
-    alone,
-    canonical,
-    dtype,
-    mesh_sizes,
-    offload,
-    row_settings,
-    uniform,
-    wrap_policy,
-)
+from terrazzo.dialects.fsdp_words import ROW_NAMES, canonical, dtype, mesh_sizes, offload, uniform, wrap_policy
 from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.rows import ALONE_WORDS, HYBRID_ROWS, alone, row_settings
 
 __all__ = ["read"]
 

@@ -6,15 +6,8 @@ from terrazzo.dialects.description import DATA_AXES, SHARDING, Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp_policy import FSDP1_POLICY, write_policy
-from terrazzo.dialects.fsdp_words import (
-    HYBRID_ROWS,
-    ROW_NAMES,
-    leave_to_loop,
-    nearest_row,
-    shard_ranks,
-    write_offload,
-    write_wrap_policy,
-)
+from terrazzo.dialects.fsdp_words import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
+from terrazzo.dialects.rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write"]
 
@@ -24,11 +17,9 @@ def write(description: Description, context: Context, library: str) -> Writing:
     pen = Pen(description, library, "fsdp1")
     world = context.world
     leave_to_loop(pen)
-    row, why = nearest_row(pen.description, ROW_NAMES)
+    row, why = choose_row(pen, ROW_NAMES, f"one of {', '.join(ROW_NAMES.values())}")
     if row is not None:
         _write_row(pen, row, why, world)
-    elif why:
-        pen.refuse(SHARDING, f"{why}: choose one of {', '.join(ROW_NAMES.values())}")
     pen.implied("mesh.world")
     write_wrap_policy(pen, "auto_wrap_policy")
     older = pen.own and "ignored_modules" in pen.setting("units.ignored").keys
@@ -38,7 +29,7 @@ def write(description: Description, context: Context, library: str) -> Writing:
         pen.implied("offload.pin") if pen.value("offload.pin", True) else pen.lossy("offload.pin", "FSDP1 always pins")
     _write_prefetch(pen)
     pen.option("loading.broadcast", "sync_module_states", False)
-    return pen.finish("fsdp1")
+    return pen.finish()
 
 
 def _write_row(pen: Pen, row: str, why: str, world: int | None) -> None:

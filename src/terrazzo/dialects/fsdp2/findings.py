@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from terrazzo.dialects.dialect import Document, Finding
-from terrazzo.dialects.fsdp2.read_mesh import MODEL_AXES
+from terrazzo.dialects.fsdp2.read_mesh import MESH_ORDER
 
 __all__ = ["findings"]
 
@@ -14,7 +14,7 @@ def findings(document: Document) -> Iterable[Finding]:
     """All of them."""
     yield from _precision(document)
     mesh = document.get("mesh")
-    if isinstance(mesh, Mapping) and set(mesh) & set(MODEL_AXES) and not document.get("dp_mesh_dims"):
+    if isinstance(mesh, Mapping) and set(mesh) & set(MESH_ORDER) and not document.get("dp_mesh_dims"):
         text = "fully_shard takes every axis of this mesh for a data axis: say which are, in dp_mesh_dims."
         yield Finding("mesh", "error", text)
     if isinstance(mesh, list | tuple) and len(mesh) == 2:

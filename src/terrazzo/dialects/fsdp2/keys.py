@@ -8,7 +8,7 @@ parameter from 2.15 on.
 from __future__ import annotations
 
 from terrazzo.dialects.fsdp_words import DTYPE
-from terrazzo.dialects.keys import ANY, NAMES, SWITCH, Key, whole, words
+from terrazzo.dialects.keys import ANY, LIST, SWITCH, Key, whole, words
 
 __all__ = ["KEYS"]
 
@@ -23,12 +23,12 @@ _OLD_FACTOR = "gradients are divided by another number: scale the loss"
 _MISSING = "what a missing gradient counts as is the library's"
 
 KEYS: dict[str, Key] = {
-    "module": Key(NAMES, (), "class names of the modules that are units, beside the root"),
+    "module": Key(LIST, (), "class names of the modules that are units, beside the root"),
     "mesh": Key(ANY, None, "sizes of the data axes: shards, or replicas and shards"),
     "mesh.<axis>": Key(ANY, None, "size of an axis by name"),
     "dp_mesh_dims": Key(ANY, None, "which axes of a larger mesh are data axes"),
-    "dp_mesh_dims.shard": Key(NAMES, (), "axes to shard over"),
-    "dp_mesh_dims.replicate": Key(NAMES, (), "axes to replicate over"),
+    "dp_mesh_dims.shard": Key(LIST, (), "axes to shard over"),
+    "dp_mesh_dims.replicate": Key(LIST, (), "axes to replicate over"),
     "reshard_after_forward": Key(
         SWITCH, True, "whether weights are freed after forward; a number: kept split over so many ranks", null=True
     ),

@@ -12,10 +12,10 @@ from terrazzo.dialects.fsdp_policy import keep_casts, loaded, otherwise
 from terrazzo.dialects.fsdp_words import canonical, dtype, offload, uniform
 from terrazzo.dialects.reader import Reader, derived
 
-__all__ = ["REDUCE_CHANGED", "read"]
+__all__ = ["read"]
 
 
-REDUCE_CHANGED = (2, 15)
+_REDUCE_CHANGED = (2, 15)
 """The version of torch from which on no `reduce_dtype` means the parameter's own dtype."""
 
 
@@ -51,7 +51,7 @@ def _units(reader: Reader) -> Settings:
 
 def reduces_in_parameter_dtype(context: Context) -> bool:
     """Whether this version of torch reduces in the parameter's own dtype where none is said; default: the one here."""
-    return context.version("torch", torch.__version__) >= REDUCE_CHANGED
+    return context.version("torch", torch.__version__) >= _REDUCE_CHANGED
 
 
 def _precision(reader: Reader, context: Context) -> Settings:

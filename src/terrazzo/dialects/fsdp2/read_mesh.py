@@ -13,14 +13,15 @@ from typing import Any
 
 from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp_words import mesh_sizes, row_settings
+from terrazzo.dialects.fsdp_words import mesh_sizes
 from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.rows import row_settings
 
-__all__ = ["DP_DIMS", "MODEL_AXES", "product", "read_mesh"]
+__all__ = ["MESH_ORDER", "product", "read_mesh"]
 
 
-DP_DIMS = ("dp_mesh_dims.shard", "dp_mesh_dims.replicate")
-MODEL_AXES = ("pp", "cp", "sp", "ep", "tp")
+_DP_DIMS = ("dp_mesh_dims.shard", "dp_mesh_dims.replicate")
+MESH_ORDER = ("pp", "cp", "sp", "ep", "tp")
 """Axes that are no data axes, as they stand in a mesh: pipelines before the data axes, all others after them.
 
 The order counts: context parallel ranks join the shards, and a tensor that FSDP cuts after tensor parallelism did is
@@ -56,7 +57,7 @@ def read_mesh(reader: Reader, context: Context) -> Settings:
 
 def _mesh(reader: Reader) -> _Mesh:
     sizes = mesh_sizes(reader, "mesh")
-    shard, replicate = (_names(reader, key) for key in DP_DIMS)
+    shard, replicate = (_names(reader, key) for key in _DP_DIMS)
     if sizes is None:
         return _Mesh()
     raw = reader.get("mesh")
@@ -67,7 +68,7 @@ def _mesh(reader: Reader) -> _Mesh:
     named = {str(axis): size for axis, size in raw.items()}
     if shard:
         return _by_name(reader, named, shard, replicate)
-    others = {axis: named.pop(axis) for axis in MODEL_AXES if axis in named}
+    others = {axis: named.pop(axis) for axis in MESH_ORDER if axis in named}
     return _by_order(reader, named, others)
 
 
@@ -88,15 +89,15 @@ def _by_order(reader: Reader, sizes: dict[str, int | None], others: dict[str, in
 
 def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...], replicate: tuple[str, ...]) -> _Mesh:
     absent = [name for name in (*shard, *replicate) if name not in sizes]
-    strange = [name for name in sizes if name not in (*shard, *replicate, *MODEL_AXES)]
+    strange = [name for name in sizes if name not in (*shard, *replicate, *MESH_ORDER)]
     if absent or strange:
         fault = (
             f"dp_mesh_dims names '{absent[0]}', which it lacks" if absent else f"its axis '{strange[0]}' is not known"
         )
         reader.refuse("mesh", f"{fault}: its axes are {', '.join(sizes)}")
         return _Mesh()
-    others = {axis: sizes[axis] for axis in MODEL_AXES if axis in sizes}
-    shards = product(sizes[name] for name in shard if name not in MODEL_AXES)
+    others = {axis: sizes[axis] for axis in MESH_ORDER if axis in sizes}
+    shards = product(sizes[name] for name in shard if name not in MESH_ORDER)
     return _Mesh(product(sizes[name] for name in replicate), shards, others, given=True)
 
 

@@ -24,7 +24,7 @@ def write(description: Description, context: Context) -> Writing:
         pen.option(f"prefetch.{way}", f"set_modules_to_{way}_prefetch", default)
     if pen.value("loading.broadcast"):
         pen.lossy("loading.broadcast", "load with set_model_state_dict(..., broadcast_from_rank0=True)")
-    return pen.finish("fsdp2")
+    return pen.finish()
 
 
 def _units(pen: Pen) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from terrazzo.dialects.description import DATA_AXES, SHARDING
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp2.read_mesh import MODEL_AXES, product
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, nearest_row, shard_ranks
+from terrazzo.dialects.fsdp2.read_mesh import MESH_ORDER, product
+from terrazzo.dialects.rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_sharding"]
 
@@ -19,15 +19,12 @@ _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "hpz", "zero0")
 def write_sharding(pen: Pen, context: Context) -> None:
     """Write the row and the axes."""
     pen.implied("mesh.world")
-    row, why = nearest_row(pen.description, _ROWS)
+    row, why = choose_row(pen, _ROWS, "a row that fully_shard has, such as zero3")
     if row == "hpz" and pen.value("mesh.dp_shard") is None:
         row, why = "zero3", "how many ranks keep a second copy is not known (mesh.dp_shard): none is kept"
-    if row is None:
-        if why:
-            pen.refuse(SHARDING, f"{why}: choose a row that fully_shard has, such as zero3")
-        return
-    _write_reshard(pen, row, why)
-    _write_mesh(pen, row, context)
+    if row is not None:
+        _write_reshard(pen, row, why)
+        _write_mesh(pen, row, context)
 
 
 def _write_reshard(pen: Pen, row: str, why: str) -> None:
@@ -44,9 +41,9 @@ def _write_reshard(pen: Pen, row: str, why: str) -> None:
 
 def _write_mesh(pen: Pen, row: str, context: Context) -> None:
     if pen.own and (pen.kept("mesh") or not any("mesh" in pen.setting(path).keys for path in DATA_AXES)):
-        pen.implied((*DATA_AXES, *(f"mesh.{axis}" for axis in MODEL_AXES)))
+        pen.implied((*DATA_AXES, *(f"mesh.{axis}" for axis in MESH_ORDER)))
         return
-    others = {axis: pen.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}
+    others = {axis: pen.value(f"mesh.{axis}", 1) for axis in MESH_ORDER}
     others = {axis: size for axis, size in others.items() if size != 1}
     sizes = _data_axes(pen, row, context)
     if others:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from terrazzo.dialects.description import Description
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 from terrazzo.dialects.lightning.findings import findings
-from terrazzo.dialects.lightning.keys import DEEPSPEED, FSDP, KEYS, MODEL_PARALLEL, SHARED, TRAINER
+from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, KEYS, MODEL_PARALLEL, SHARED, TRAINER
 from terrazzo.dialects.lightning.read import read
 from terrazzo.dialects.lightning.write import write
 
@@ -39,14 +39,14 @@ class Lightning(Dialect):
         name = key.removeprefix("trainer.")
         if not name.startswith("strategy.init_args."):
             return super().meaning(name)
-        row = {**SHARED, **FSDP, **MODEL_PARALLEL, **DEEPSPEED}.get(name.split(".")[2])
+        row = {**SHARED, **FSDP, **MODEL_PARALLEL, **DEEPSPEED_STRATEGY}.get(name.split(".")[2])
         return row.meaning if row else "argument of the strategy"
 
     def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
-        return read(document, context, self.name)
+        return read(document, context)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
-        return write(description, context, self.name)
+        return write(description, context)
 
     def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
         return findings(document)

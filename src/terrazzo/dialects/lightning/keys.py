@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.keys import ANY, NAMES, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.keys import ANY, LIST, TEXT, Key, Rows, number, section, whole, words
 from terrazzo.dialects.lightning.precision import WORDS
 
-__all__ = ["DEEPSPEED", "FSDP", "KEYS", "MODEL_PARALLEL", "NAMED", "ROWS", "SHARED", "TRAINER"]
+__all__ = ["DEEPSPEED_STRATEGY", "FSDP", "KEYS", "MODEL_PARALLEL", "NAMED", "ROWS", "SHARED", "TRAINER"]
 
 _PRECISION = words(WORDS, fold=False)
 _CLIPPED = words({"norm": "norm", "value": "value"})
@@ -97,8 +97,8 @@ FSDP = {
     "state_dict_type": Key(
         words({"full": "full", "sharded": "sharded"}), "full", "full: one file; sharded: one per rank"
     ),
-    "activation_checkpointing": Key(NAMES, None, "older form of activation_checkpointing_policy"),
-    "activation_checkpointing_policy": Key(NAMES, None, "classes of blocks that are recomputed in backward"),
+    "activation_checkpointing": Key(LIST, None, "older form of activation_checkpointing_policy"),
+    "activation_checkpointing_policy": Key(LIST, None, "classes of blocks that are recomputed in backward"),
 }
 """Arguments of FSDPStrategy beside those of FullyShardedDataParallel."""
 MODEL_PARALLEL = {
@@ -148,7 +148,7 @@ _DEEPSPEED: Rows = {
     "load_full_weights": (False, "load one file of weights"),
     "exclude_frozen_parameters": (False, "frozen weights are not saved"),
 }
-DEEPSPEED = section("", _DEEPSPEED)
+DEEPSPEED_STRATEGY = section("", _DEEPSPEED)
 """Arguments of DeepSpeedStrategy."""
 
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, Setting, Settings
+from terrazzo.dialects.description import LOADED, PARAMETER_DTYPES, Setting, Settings
 from terrazzo.engine import LossScaling
 
 __all__ = ["WORDS", "precision_row"]
@@ -23,7 +23,6 @@ WORDS: dict[Any, str] = {
 }
 """Lightning's full word by any of its words."""
 _DTYPES = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp64"}
-_STATES = ("weight", "compute", "reduce", "accumulate", "master", "moments", "saved")
 
 
 def precision_row(strategy: str, word: Setting[Any]) -> Settings:
@@ -34,7 +33,7 @@ def precision_row(strategy: str, word: Setting[Any]) -> Settings:
     """
     name, _, way = word.value.partition("-")
     narrow, kept = _DTYPES[name], _DTYPES[name] if way == "true" else "fp32"
-    row = dict.fromkeys(_STATES, kept) | {"compute": narrow}
+    row = dict.fromkeys(PARAMETER_DTYPES, kept) | {"compute": narrow}
     sharded = strategy == "FSDPStrategy"
     if sharded:
         row |= {"reduce": narrow}

@@ -8,12 +8,13 @@ from typing import Any
 
 from terrazzo.dialects.description import Extra, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.fsdp_words import alone, is_size
+from terrazzo.dialects.fsdp_words import is_size
 from terrazzo.dialects.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.lightning.precision import precision_row
 from terrazzo.dialects.lightning.read_loop import read_loop
 from terrazzo.dialects.lightning.read_strategy import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
 from terrazzo.dialects.reader import Reader
+from terrazzo.dialects.rows import alone
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read"]
@@ -21,9 +22,9 @@ __all__ = ["read"]
 _VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
 
 
-def read(document: Document, context: Context, name: str) -> Reading:
+def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
-    return _Read(document, context).reading(name)
+    return _Read(document, context).reading()
 
 
 class _Read:
@@ -36,7 +37,7 @@ class _Read:
         self.trainer = document["trainer"] if self.prefix else document
         self.context = context
 
-    def reading(self, name: str) -> Reading:
+    def reading(self) -> Reading:
         reader = self.reader
         reader.keep_nulls()
         word = self._precision()
@@ -51,7 +52,7 @@ class _Read:
         _keep_others(reader, self.prefix, strategy)
         _name_class(strategy, given)
         prefixed = {path: self._prefixed(setting) for path, setting in given.items()}
-        return self._close(reader.finish(name, prefixed, KEYS, unknown="raises a TypeError"), found)
+        return self._close(reader.finish("lightning", prefixed, KEYS, unknown="raises a TypeError"), found)
 
     def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
         """Keys that name a Trainer argument without its section."""
@@ -145,10 +146,8 @@ def _keep_others(reader: Reader, prefix: str, strategy: Strategy) -> None:
     """Refuse what the strategy's class does not take, and keep what nobody has read."""
     for key in reader.unread():
         name, dot, argument = key.removeprefix(prefix).partition("strategy.init_args.")
-        if name or not dot:
+        if name or not dot or strategy.kind not in ARGUMENTS:
             reader.keep_row(key)
-        elif strategy.kind not in ARGUMENTS:
-            reader.keep(key, KEYS["strategy"].meaning)
         else:
             near = did_you_mean(argument, ARGUMENTS[strategy.kind])
             reader.refuse(key, f"{strategy.kind} has no such argument and raises a TypeError.{near}")

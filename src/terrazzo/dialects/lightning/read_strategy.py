@@ -8,14 +8,14 @@ from typing import Any
 
 from terrazzo.dialects.description import SHARDING, Extra, Setting, Settings
 from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp_words import offload, row_settings
-from terrazzo.dialects.lightning.keys import DEEPSPEED as DEEPSPEED_KEYS
-from terrazzo.dialects.lightning.keys import FSDP, MODEL_PARALLEL, SHARED
+from terrazzo.dialects.fsdp_words import offload
+from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, SHARED
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
 from terrazzo.dialects.reader import Reader
+from terrazzo.dialects.rows import row_settings
 from terrazzo.dialects.verdict import Verdict
 
-__all__ = ["Found", "Strategy", "deepspeed_document", "read_strategy"]
+__all__ = ["Found", "Strategy", "read_strategy", "strategy_document"]
 
 _AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 _ACTIVATIONS = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
@@ -168,11 +168,11 @@ def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, An
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def deepspeed_document(
+def strategy_document(
     arguments: Mapping[str, Any], trainer: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """What DeepSpeedStrategy hands to DeepSpeed, and the arguments behind each key of it."""
-    values = {name: arguments.get(name, row.default) for name, row in DEEPSPEED_KEYS.items()}
+    values = {name: arguments.get(name, row.default) for name, row in DEEPSPEED_STRATEGY.items()}
     document: dict[str, Any] = {
         "activation_checkpointing": {name: values[name] for name in _ACTIVATIONS_ALL},
         "aio": {name: values[name] for name in _AIO},
@@ -234,7 +234,7 @@ def _deepspeed(strategy: Strategy, context: Context, trainer: Mapping[str, Any])
     config = strategy.arguments.get("config")
     if config is not None:
         return _configured(strategy, config, context, trainer)
-    document, source = deepspeed_document(strategy.arguments, trainer)
+    document, source = strategy_document(strategy.arguments, trainer)
     nested = read_nested(DEEPSPEED, document, context, "inner")
 
     def arguments(setting: Setting[Any]) -> list[str]:
@@ -278,7 +278,7 @@ def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[s
             found.append(Verdict(key, value, "applied", "", "Lightning's own: it does not change what is trained"))
         elif name in _FP16 and not trainer["precision"].startswith("16-"):
             found.append(Verdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
-        elif name in DEEPSPEED_KEYS and name not in used:
+        elif name in DEEPSPEED_STRATEGY and name not in used:
             found.append(Verdict(key, value, "refused", "", "it is read with offload only: turn that on, or remove it"))
     return found
 
@@ -291,7 +291,9 @@ def _configured(strategy: Strategy, config: Any, context: Context, trainer: Mapp
     if fault:
         return Found({}, [Verdict(where, config, "refused", "", fault)], [])
     said = set(document)
-    complete(document, {name: row.default for name, row in DEEPSPEED_KEYS.items()} | dict(strategy.arguments), trainer)
+    complete(
+        document, {name: row.default for name, row in DEEPSPEED_STRATEGY.items()} | dict(strategy.arguments), trainer
+    )
     nested = read_nested(DEEPSPEED, document, context, where, file=named)
     added = {f"{where}.{name}" for name in set(document) - said}
     verdicts = [verdict for verdict in nested.verdicts if not _is_of(verdict.key, added)]
@@ -335,6 +337,6 @@ def _ignored(strategy: Strategy) -> list[Verdict]:
 DDP_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
 ARGUMENTS = {
     "FSDPStrategy": (*FSDP, *SHARED),
-    "DeepSpeedStrategy": (*DEEPSPEED_KEYS, *SHARED),
+    "DeepSpeedStrategy": (*DEEPSPEED_STRATEGY, *SHARED),
     "ModelParallelStrategy": (*MODEL_PARALLEL, *SHARED),
 }

@@ -12,9 +12,10 @@ import torch
 from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import ROW_NAMES, TORCH_NAMES, nearest_row, wants_deepspeed
+from terrazzo.dialects.fsdp_words import ROW_NAMES, TORCH_NAMES, wants_deepspeed
 from terrazzo.dialects.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, placed
+from terrazzo.dialects.rows import nearest_row
 from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["write"]
@@ -27,11 +28,11 @@ _ADOPTED = ("sharding.", "mesh.", "units.", "offload.", "prefetch.", "loading.br
 _PLAIN_WORDS = tuple(word for word in WORDS if isinstance(word, str) and "-" in word and "engine" not in word)
 
 
-def write(description: Description, context: Context, name: str) -> Writing:
+def write(description: Description, context: Context) -> Writing:
     """The document."""
-    if description.dialect == name:
-        return _own(description, name)
-    pen = Pen(description, "Lightning", name)
+    if description.dialect == "lightning":
+        return _own(description)
+    pen = Pen(description, "Lightning", "lightning")
     pen.implied("mesh.world")
     _loop(pen)
     row, why = nearest_row(description, ROW_NAMES)
@@ -44,19 +45,19 @@ def write(description: Description, context: Context, name: str) -> Writing:
         _fsdp(pen, context)
     elif why:
         pen.refuse(SHARDING, f"{why}: choose one of {', '.join(ROW_NAMES)}")
-    return pen.finish(name)
+    return pen.finish()
 
 
-def _own(description: Description, name: str) -> Writing:
+def _own(description: Description) -> Writing:
     """What was read from this very dialect: the loop from its settings, the rest as it stood."""
     copied = tuple(replace(extra, value=deepcopy(extra.value)) for extra in description.extras)
-    pen = Pen(replace(description, extras=copied), "Lightning", name)
+    pen = Pen(replace(description, extras=copied), "Lightning", "lightning")
     for path in PATHS:
         setting = pen.setting(path)
         last = setting.keys[-1].rpartition(".")[2] if setting.keys else ""
         if path in _OWN and last == _OWN[path] and setting.origin != "default":
             pen.put(path, setting.keys[-1], setting.value)
-    return pen.finish(name)
+    return pen.finish()
 
 
 _OWN = {

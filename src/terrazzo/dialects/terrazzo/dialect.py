@@ -35,10 +35,10 @@ class Terrazzo(Dialect):
         return isinstance(document.get("plan"), str) or 2 * len(known) > len(names) or (bool(known) and len(names) < 4)
 
     def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
-        return read(document, context, self.name)
+        return read(document, context)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
-        return write(description, context, self.name)
+        return write(description, context)
 
     def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
         """What the trainer refuses of a plan with its tiers. That of single keys is said by their verdicts."""

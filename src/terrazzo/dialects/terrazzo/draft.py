@@ -13,16 +13,15 @@ __all__ = ["HubDraft"]
 class HubDraft(Draft):
     """A document of the hub under way: what is left to defaults, and what is taken over as it is."""
 
-    def __init__(self, description: Description, name: str) -> None:
-        super().__init__(description, "Terrazzo", name)
-        self.foreign = not self.own
+    def __init__(self, description: Description) -> None:
+        super().__init__(description, "Terrazzo", "terrazzo")
 
     def left(self, *paths: str) -> bool:
         """Whether there is nothing to write for these: not set, or Terrazzo's own defaults."""
         found = [self.setting(path) for path in paths if self.is_set(path)]
         if not found:
             return True
-        own = not self.foreign and not any(setting.key for setting in found)
+        own = self.own and not any(setting.key for setting in found)
         if own:
             self.implied(paths)
         return own
@@ -35,9 +34,9 @@ class HubDraft(Draft):
 
     def _carry(self, path: str, key: str) -> None:
         value, origin = self.setting(path).value, self.setting(path).origin
-        default = self.foreign and origin == "default" and value == KEYS[key].default
+        default = not self.own and origin == "default" and value == KEYS[key].default
         null = KEYS[key].null and KEYS[key].default is not None  # None is a value, too
-        if default or (value is None and not null and (self.foreign or not self.setting(path).key)):
+        if default or (value is None and not null and (not self.own or not self.setting(path).key)):
             self.implied(path)
         else:
             self.put(path, key, list(value) if isinstance(value, tuple) else value)

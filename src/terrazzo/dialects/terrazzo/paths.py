@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["KEY_OF", "PATHS", "WORDS"]
+__all__ = ["KEY_OF", "PATH_OF", "WORDS"]
 
 _SAME = (
     "offload.step", "offload.threads", "offload.pin", "offload.direct", "offload.depth", "offload.digest",
@@ -13,7 +13,7 @@ _SAME = (
     "optimizer.name", "optimizer.lr", "optimizer.weight_decay",
     "schedule.name", "schedule.warmup_steps", "schedule.final_fraction", "schedule.decay_steps",
 )  # fmt: skip
-PATHS: Mapping[str, str] = {
+PATH_OF: Mapping[str, str] = {
     **{key: key for key in _SAME},
     "plan.mesh.dp_replicate": "mesh.dp_replicate",
     "plan.mesh.dp_shard": "mesh.dp_shard",
@@ -32,7 +32,7 @@ PATHS: Mapping[str, str] = {
     "checkpoint.background": "saving.background",
 }
 """Path by key."""
-KEY_OF: Mapping[str, str] = {path: key for key, path in PATHS.items()}
+KEY_OF: Mapping[str, str] = {path: key for key, path in PATH_OF.items()}
 
 WORDS: Mapping[str, Mapping[str, Any]] = {
     "launch.device": {"auto": None, "cpu": "cpu", "cuda": "cuda"},

@@ -33,12 +33,12 @@ def _dtypes(draft: HubDraft) -> None:
     fixed = draft.value("precision.static_loss_scale")
     if draft.left(*paths):
         return
-    own = {path for path in paths if not draft.foreign and draft.setting(path).key == path}
+    own = {path for path in paths if draft.own and draft.setting(path).key == path}
     wanted = {field: _dtype(draft, field) for field in DTYPE_FIELDS if f"precision.{field}" not in own}
     name = _nearest_preset(wanted, scaled=bool(scaling or fixed))
     names = draft.setting("precision.loss_scaling").keys
-    key = "precision" if names == ("precision",) and not draft.foreign else "precision.name"
-    if draft.foreign or names:
+    key = "precision" if names == ("precision",) and draft.own else "precision.name"
+    if not draft.own or names:
         draft.write(key, name)
     for path, field in zip(paths, DTYPE_FIELDS, strict=True):
         _one_dtype(draft, path, field, SHORT[getattr(PRECISIONS[name], field)], key)

@@ -12,7 +12,7 @@ from terrazzo.dialects.description import LOADED, STATES, TIERS, Setting, Settin
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
-from terrazzo.dialects.terrazzo.paths import PATHS, WORDS
+from terrazzo.dialects.terrazzo.paths import PATH_OF, WORDS
 from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Place, Plan
 from terrazzo.errors import BadInput
 
@@ -31,15 +31,15 @@ _ELSEWHERE = {
 }
 
 
-def read(document: Document, context: Context, name: str) -> Reading:
+def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
     reader = Reader(document, "Terrazzo", _OPAQUE)
-    given = {path: _take(reader, key) for key, path in PATHS.items()}
+    given = {path: _take(reader, key) for key, path in PATH_OF.items()}
     given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
     given |= _followed(given, reader, context) | _options(reader) | _ALWAYS
     _tiers_of_name(reader, given)
     _keep_others(reader)
-    return reader.finish(name, given, KEYS, unknown="refuses it")
+    return reader.finish("terrazzo", given, KEYS, unknown="refuses it")
 
 
 def _take(reader: Reader, key: str) -> Setting[Any]:
@@ -147,8 +147,11 @@ def _tier(reader: Reader, key: str) -> Setting[Any] | None:
     raw = reader.any(key).value
     if raw is None:
         return None
+    if not isinstance(raw, str | Mapping):
+        reader.refuse(key, f"it is {raw!r}, expected device, cpu, nvme or shares such as cpu:0.7.")
+        return Setting("device", "default", key)
     try:
-        return Setting(_shortest(tier_text(raw if isinstance(raw, Mapping) else str(raw))), "file", key)
+        return Setting(_shortest(tier_text(raw)), "file", key)
     except ValueError as error:
         reader.refuse(key, str(error))
         return Setting("device", "default", key)

@@ -7,8 +7,9 @@ from typing import Any
 
 from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
-from terrazzo.dialects.fsdp_words import offload, row_settings
+from terrazzo.dialects.fsdp_words import offload
 from terrazzo.dialects.reader import Reader, derived, given_only
+from terrazzo.dialects.rows import row_settings
 from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, OPAQUE, REMOVED
 
 __all__ = ["read"]
@@ -114,6 +115,8 @@ def _batch(reader: Reader) -> Settings:
 def _optimizer(reader: Reader) -> Settings:
     key = "optimizer.param_groups"
     groups = reader.get(key)
+    if groups == KEYS[key].default:
+        reader.keep(key, "it says nothing: the default holds", harmless=True)
     if not groups:
         return {}
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):

@@ -7,7 +7,9 @@ from typing import Any
 from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING, Description
 from terrazzo.dialects.dialect import Context, Writing
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, TORCH_NAMES, nearest_row, write_offload
+from terrazzo.dialects.fsdp_words import TORCH_NAMES, write_offload
+from terrazzo.dialects.meaning import left
+from terrazzo.dialects.rows import HYBRID_ROWS, choose_row
 from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS
 
 __all__ = ["write"]
@@ -15,6 +17,7 @@ __all__ = ["write"]
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
 _REPLICAS, _SHARDS = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
 _KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
+_APART = ("tp", "cp", "pp")  # there is no sp
 _NEVER_CLIPS = 1e9
 
 
@@ -32,7 +35,7 @@ def write(description: Description, context: Context) -> Writing:
     _loop(pen)
     _activations(pen)
     _saving(pen)
-    return pen.finish("torchtitan")
+    return pen.finish()
 
 
 def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None) -> None:
@@ -49,13 +52,10 @@ def _plan(pen: Pen, context: Context) -> None:
     if pen.value("mesh.sp", 1) != 1:
         pen.refuse("mesh.sp", "torchtitan has no Ulysses attention: use context parallelism (mesh.cp)")
     pen.implied("mesh.world")
-    row, why = nearest_row(pen.description, _ROWS)
-    if row is None:
-        if why:
-            pen.refuse(SHARDING, f"{why}: choose zero3, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or zero0")
-        return
-    _reshard(pen, row, why)
-    _degrees(pen, row, context)
+    row, why = choose_row(pen, _ROWS, "zero3, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or zero0")
+    if row is not None:
+        _reshard(pen, row, why)
+        _degrees(pen, row, context)
 
 
 def _reshard(pen: Pen, row: str, why: str) -> None:
@@ -115,7 +115,7 @@ def _shard_degree(pen: Pen, ranks: int | None, why: str = "") -> None:
 
 def _replicated(pen: Pen, replicas: int, shards: int | None, context: Context) -> None:
     """Nothing is split: every data rank is a replica."""
-    ranks = replicas * shards if shards else _left(pen, context)
+    ranks = replicas * shards if shards else left(pen.description, context.world, _APART) or None
     if ranks is None:
         why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
         pen.refuse((*SHARDING, *DATA_AXES), why)
@@ -126,14 +126,6 @@ def _replicated(pen: Pen, replicas: int, shards: int | None, context: Context) -
     else:
         pen.implied(DATA_AXES)
     pen.write(_SHARDS, 1)
-
-
-def _left(pen: Pen, context: Context) -> int | None:
-    """Data ranks, of the world that model axes leave."""
-    world = pen.value("mesh.world") or context.world
-    for axis in ("tp", "cp", "pp"):
-        world = None if world is None else world // pen.value(f"mesh.{axis}", 1)
-    return world or None
 
 
 def _units(pen: Pen) -> None:
@@ -218,7 +210,7 @@ def _batch(pen: Pen, context: Context) -> None:
     _option(pen, "batch.sequence_length", "training.seq_len")
     key = "training.global_batch_size"
     micro, count = pen.value("batch.micro_batch"), pen.value("batch.accumulation")
-    ranks = _left(pen, context)
+    ranks = left(pen.description, context.world, _APART)
     if pen.own:
         if key in pen.setting("batch.accumulation").keys and pen.setting("batch.accumulation").origin == "file":
             pen.put("batch.accumulation", key, -1)

@@ -42,10 +42,10 @@ class TrainingArguments(Dialect):
         return super().meaning(canonical_key(key))
 
     def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
-        return read(document, context, self.name)
+        return read(document, context)
 
     def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
-        return write(description, context, self.name)
+        return write(description, context)
 
     def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
         return findings(document, reading, context)

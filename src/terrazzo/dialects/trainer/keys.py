@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from terrazzo.dialects.keys import ANY, NAMES, SWITCH, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.accelerate_words import AXES
+from terrazzo.dialects.fsdp_words import VERSION
+from terrazzo.dialects.keys import ANY, LIST, SWITCH, TEXT, Key, Rows, number, section, whole, words
 
 __all__ = [
     "ALIASES",
@@ -50,7 +52,6 @@ SCHEDULES = {
 }
 _OPTIM = words({**OPTIMIZERS, **{name: name for name in _OTHERS}}, fold=False)
 _SAVE = words({name: name for name in ("no", "steps", "epoch", "best")})
-_VERSION = words({1: 1, 2: 2, "1": 1, "2": 2})
 _STATE = words({"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"})
 _POLICY = words({name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")})
 _PREFETCH = words({"no_prefetch": 0, "backward_pre": 1, "backward_post": 0})
@@ -191,7 +192,7 @@ ALIASES = {
 """Fields under an older name that still works."""
 
 FSDP_KEYS = {
-    "version": Key(_VERSION, 2, "1: FullyShardedDataParallel, 2: fully_shard"),
+    "version": Key(VERSION, 2, "1: FullyShardedDataParallel, 2: fully_shard"),
     "reshard_after_forward": Key(
         SWITCH, True, "whether weights are freed after forward; version 1: the sharding strategy"
     ),
@@ -200,7 +201,7 @@ FSDP_KEYS = {
     "cpu_ram_efficient_loading": Key(SWITCH, False, "rank 0 loads the weights and sends them"),
     "state_dict_type": Key(_STATE, "FULL_STATE_DICT", "FULL_STATE_DICT or SHARDED_STATE_DICT"),
     "auto_wrap_policy": Key(_POLICY, "TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
-    "transformer_layer_cls_to_wrap": Key(NAMES, None, "class names of the units"),
+    "transformer_layer_cls_to_wrap": Key(LIST, None, "class names of the units"),
     "min_num_params": Key(whole(), 0, "SIZE_BASED_WRAP: smallest number of elements"),
     "xla": Key(ANY, False, "torch_xla's FSDP, for TPUs"),
     "xla_fsdp_v2": Key(ANY, False, "torch_xla's SPMD"),
@@ -234,7 +235,7 @@ DISTRIBUTED = {
 """Fields of transformers' own DistributedConfig, an argument of `from_pretrained`."""
 
 _PARALLELISM: Rows = {
-    **{f"{axis}_size": Key(whole(1), 1, "", null=True) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")},
+    **{f"{axis}_size": Key(whole(1), 1, "", null=True) for axis in AXES},
     **{f"{axis}_backend": (None, "") for axis in ("cp", "sp")},
     **{f"{axis}_handler.*": (None, "") for axis in ("tp", "cp", "sp")},
 }

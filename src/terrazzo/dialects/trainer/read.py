@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate_precision import precision_row
+from terrazzo.dialects.accelerate_words import stack_precision
 from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.trainer.findings import MATCHED
@@ -24,7 +24,7 @@ _OUTER = (
 """Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
 
 
-def read(document: Document, context: Context, name: str) -> Reading:
+def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
     source = Source(document, context)
     source.keep_nulls()
@@ -36,7 +36,7 @@ def read(document: Document, context: Context, name: str) -> Reading:
         given = {path: _with_field(source, setting) for path, setting in given.items()}
         _clipping(source, given["training.clip"].value)
     _explain_others(source)
-    return source.close(name, given)
+    return source.close(given)
 
 
 def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) -> Settings:
@@ -54,7 +54,7 @@ def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) ->
     if stack == "deepspeed":
         return {}
     deferred = given["batch.accumulation"].value > 1
-    return precision_row(stack, half, deferred, source.context)
+    return stack_precision(stack, half, deferred, source.context)
 
 
 def _which(halves: list[Setting[Any]]) -> tuple[Any, str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.dialects.accelerate_words import AXES
 from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.fsdp_words import HYBRID, NUMBERED, STRATEGIES, offload, row_settings
+from terrazzo.dialects.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
 from terrazzo.dialects.reader import derived
+from terrazzo.dialects.rows import HYBRID, row_settings
 from terrazzo.dialects.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
 from terrazzo.dialects.trainer.source import Source
 from terrazzo.errors import did_you_mean
 
-__all__ = ["read_parallel", "stack_of", "version_of"]
+__all__ = ["read_parallel", "stack_of"]
 
 _BY_NUMBER = {str(number): row for number, row in NUMBERED.items()}
 _MISNAMED = {
@@ -29,11 +31,11 @@ def stack_of(source: Source) -> str:
     if source.nested is not None:
         return "deepspeed"
     if source.get("fsdp"):
-        return f"fsdp{version_of(source)}"
+        return f"fsdp{fsdp_version(source)}"
     return "native" if "distributed_config" in source else "ddp"
 
 
-def version_of(source: Source) -> int:
+def fsdp_version(source: Source) -> int:
     """FSDP's version, as `fsdp_config` says."""
     return 1 if str(source.get("fsdp_config.version", 2)) == "1" else 2
 
@@ -53,7 +55,7 @@ def read_parallel(source: Source, stack: str) -> Settings:
 def _parallelism(source: Source) -> Settings:
     """Accelerate's ParallelismConfig, as a mapping."""
     found: Settings = {}
-    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
+    for axis in AXES:
         found[f"mesh.{axis}"] = source.take(f"parallelism_config.{axis}_size")
     if "parallelism_config" not in source or found["mesh.dp_shard"].origin == "default":
         found["mesh.dp_shard"] = Setting(None, "default")
@@ -120,7 +122,7 @@ def _legacy(source: Source) -> dict[str, Any]:
         source.say("fsdp", "renamed", "words are deprecated: say fsdp: true, and the rest in fsdp_config")
     if wrong:
         source.refuse("fsdp", f"it names {wrong[0]!r}, which is no option of FSDP: say fsdp: true")
-    elif found.get("row") not in (None, "zero3", "shard_grad_op") and version_of(source) == 2:
+    elif found.get("row") not in (None, "zero3", "shard_grad_op") and fsdp_version(source) == 2:
         why = (
             f"{raw!r} needs version 1 of FSDP, and TrainingArguments raise with version 2, the default: say"
             " fsdp_config: {version: 1}, or fsdp: true with parallelism_config: {dp_replicate_size: ...}"
@@ -176,7 +178,7 @@ def _fsdp_units(source: Source, version: int) -> Settings:
     if policy.value == "NO_WRAP":
         return {"units.policy": derived("none", policy, origin="file")}
     if policy.value == "SIZE_BASED_WRAP":
-        floor = Setting(size.value or (10**8 if version == 1 else 0), size.origin, size.key)
+        floor = Setting(size.value or (MIN_NUMEL if version == 1 else 0), size.origin, size.key)
         return {"units.policy": derived("min_numel", policy, origin="file"), "units.min_numel": floor}
     if classes.value:
         return {"units.policy": derived("classes", policy, classes, origin="file"), "units.classes": classes}

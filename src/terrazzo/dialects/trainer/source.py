@@ -114,9 +114,9 @@ class Source(Reader):
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self, dialect: str, given: Mapping[str, Setting[Any]]) -> Reading:
+    def close(self, given: Mapping[str, Setting[Any]]) -> Reading:
         """The reading, under the document's own keys."""
-        reading = self.finish(dialect, given, unknown="raises a TypeError")
+        reading = self.finish("trainer", given, unknown="raises a TypeError")
         spelled = {path: replace(setting, key=self._as_written(setting)) for path, setting in given.items()}
         by_key = {verdict.key: verdict for verdict in merge([self._respelled(each) for each in reading.verdicts])}
         by_key |= {verdict.key: verdict for verdict in self.shadowed}

@@ -22,16 +22,16 @@ from terrazzo.dialects.trainer.write_parallel import write_ddp, write_fsdp, writ
 __all__ = ["write"]
 
 
-def write(description: Description, context: Context, name: str) -> Writing:
+def write(description: Description, context: Context) -> Writing:
     """The document."""
-    own = description.dialect == name
+    own = description.dialect == "trainer"
     if own:
         description = replace(description, extras=_outer(description))
-    pen = Pen(description, "TrainingArguments", name)
+    pen = Pen(description, "TrainingArguments", "trainer")
     write_loop(pen)
     pen.implied("mesh.world")
     if own:
-        return pen.finish(name)
+        return pen.finish()
     if wants_deepspeed(description):
         return _with_deepspeed(pen, context)
     deferred = pen.value("batch.accumulation", 1) > 1
@@ -41,7 +41,7 @@ def write(description: Description, context: Context, name: str) -> Writing:
     else:
         write_fsdp(pen, context)
         write_precision(pen, "fsdp2", deferred, context)
-    return pen.finish(name)
+    return pen.finish()
 
 
 def _outer(description: Description) -> tuple[Any, ...]:

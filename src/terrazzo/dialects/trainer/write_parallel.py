@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.accelerate_precision import AUTOCAST, precision_row
+from terrazzo.dialects.accelerate_words import AUTOCAST, stack_precision
 from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import HYBRID_ROWS, nearest_row, shard_ranks, write_offload
+from terrazzo.dialects.fsdp_words import MIN_NUMEL, write_offload
+from terrazzo.dialects.rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 
@@ -29,9 +30,8 @@ def write_ddp(pen: Pen) -> None:
 
 def write_fsdp(pen: Pen, context: Context) -> None:
     """Write `fsdp` and its section. Version 1 is deprecated, and always shards over all ranks."""
-    row, why = nearest_row(pen.description, _ROWS)
+    row, why = choose_row(pen, _ROWS, "zero3, shard_grad_op, hybrid_shard or zero0")
     if row is None:
-        pen.refuse(SHARDING, f"{why}: choose zero3, shard_grad_op, hybrid_shard or zero0")
         return
     pen.write("fsdp", True)
     replicas, shards = pen.value("mesh.dp_replicate"), pen.value("mesh.dp_shard")
@@ -74,7 +74,7 @@ def _units(pen: Pen) -> None:
         pen.put(paths, f"{_SECTION}.transformer_layer_cls_to_wrap", list(pen.value("units.classes", ())))
     elif policy == "min_numel":
         pen.put("units.policy", f"{_SECTION}.auto_wrap_policy", "SIZE_BASED_WRAP")
-        pen.put("units.min_numel", f"{_SECTION}.min_num_params", pen.value("units.min_numel", 10**8))
+        pen.put("units.min_numel", f"{_SECTION}.min_num_params", pen.value("units.min_numel", MIN_NUMEL))
     elif policy == "none":
         pen.put("units.policy", f"{_SECTION}.auto_wrap_policy", "NO_WRAP")
     else:
@@ -136,7 +136,7 @@ def write_precision(pen: Pen, stack: str, deferred: bool, context: Context) -> N
     if mixed:
         pen.put("precision.compute", compute, True)
     half = Setting(compute if mixed else None, "file", compute if mixed else "")
-    row = precision_row(stack, half, deferred, context)
+    row = stack_precision(stack, half, deferred, context)
     for path, does in row.items():
         asked = pen.setting(path)
         if not asked.is_set or pen.own:

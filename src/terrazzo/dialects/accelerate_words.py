@@ -1,4 +1,4 @@
-"""The precision that Accelerate trains in, and so the Trainer, by what stands under it.
+"""What Accelerate and the Trainer on it share: axes, and the precision that they train in, by what stands under it.
 
 What a word such as `bf16: true` means depends on the stack: Accelerate lifts trainable FSDP parameters to fp32 before
 they are sharded, and gathers and reduces in 16 bits; under DDP, weights keep the dtype in which the model was loaded.
@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, Setting, Settings
+from terrazzo.dialects.description import LOADED, PARAMETER_DTYPES, Setting, Settings
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.fsdp_policy import loaded
 from terrazzo.engine import LossScaling
 
-__all__ = ["AUTOCAST", "precision_row"]
+__all__ = ["AUTOCAST", "AXES", "stack_precision"]
+
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+"""Axes of the mesh that a `ParallelismConfig` has a size for."""
 
 AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losses compute in fp32"
 
-_STATES = ("weight", "compute", "reduce", "accumulate", "master", "moments", "saved")
 
-
-def precision_row(stack: str, half: Setting[Any], deferred: bool, context: Context) -> Settings:
+def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: Context) -> Settings:
     """The dtype of every state.
 
     Args:
@@ -31,7 +32,7 @@ def precision_row(stack: str, half: Setting[Any], deferred: bool, context: Conte
         deferred: gradients of several micro-batches are summed before they are reduced.
     """
     kept = loaded(context, False)
-    row = dict.fromkeys(_STATES, kept)
+    row = dict.fromkeys(PARAMETER_DTYPES, kept)
     if half.value is not None:
         row |= {"compute": half.value}
         if stack in ("fsdp1", "fsdp2"):

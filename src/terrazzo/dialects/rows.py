@@ -1,0 +1,101 @@
+"""Rows of the table as libraries without some of them say them: two axes that are one, and the nearest row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.dialects.description import SHARDING, Description, Origin, Setting, Settings, row_name
+from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.meaning import APART, left
+from terrazzo.dialects.reader import derived
+from terrazzo.engine import Plan
+
+__all__ = [
+    "ALONE_WORDS",
+    "HYBRID",
+    "HYBRID_ROWS",
+    "alone",
+    "choose_row",
+    "nearest_row",
+    "row_settings",
+    "shard_ranks",
+]
+
+HYBRID = {"zero3": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
+"""Row on two axes, replicas and shards, by that on one."""
+HYBRID_ROWS = tuple(HYBRID.values())
+_ALONE = {**{row: flat for flat, row in HYBRID.items()}, "hpz": "zero3"}
+"""What a row on two axes is where one group holds all ranks: FSDP splits over that group and makes groups of one rank
+beside it, over which nothing is copied."""
+ALONE_WORDS = "one group holds all ranks: they are split over, and nothing is copied between groups"
+
+_NEAREST = {
+    "zero1": (
+        "shard_grad_op",
+        "FSDP has no stage 1: weights and gradients are split as well, the numbers are the same",
+    ),
+    "zero2": (
+        "shard_grad_op",
+        "FSDP splits the weights at rest too and gathers them once per step: less memory, the same numbers",
+    ),
+    "hfsdp": ("hybrid_shard", "FSDP keeps the optimizer state whole in every replica: 12/S instead of 12/(S·R) bytes"),
+    "hpz": ("zero3", "without a second copy inside the node, backward gathers over all ranks: more traffic"),
+}
+"""The row that FSDP runs in place of one that it lacks, and what changes. The optimizer's numbers do not."""
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def row_settings(row: str, *sources: Setting[Any]) -> Settings:
+    """The four places of a row, under the keys of what chose it, with the origin of the first that is no default."""
+    origin: Origin = next((source.origin for source in sources if source.origin != "default"), "default")
+    places = Plan.named(row).places()
+    return {f"sharding.{state}": derived(str(place), *sources, origin=origin) for state, place in places.items()}
+
+
+def alone(given: Mapping[str, Setting[Any]]) -> Settings:
+    """The places of a row on two axes whose ranks are one group, under the same keys; empty for all else."""
+    row = row_name(*(given[path].value for path in SHARDING))
+    if row not in _ALONE or given["mesh.dp_replicate"].value != 1:
+        return {}
+    places = Plan.named(_ALONE[row]).places()
+    return {path: replace(given[path], value=str(places[path.partition(".")[2]])) for path in SHARDING}
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def nearest_row(description: Description, rows: Collection[str]) -> tuple[str | None, str]:
+    """The description's row, or the one nearest to it among `rows`, and what changes with it.
+
+    None with a reason where there is none near; None without one where the description says no row at all.
+    """
+    if not all(description[path].is_set for path in SHARDING):
+        return None, ""
+    row = description.row
+    if row is not None and row in rows:
+        return row, ""
+    if row in _NEAREST and _NEAREST[row][0] in rows:
+        return _NEAREST[row]
+    places = " | ".join(f"{path.partition('.')[2]} {description.value(path)}" for path in SHARDING)
+    return None, f"no setting splits the states so ({places})"
+
+
+def choose_row(pen: Pen, rows: Collection[str], hint: str) -> tuple[str | None, str]:
+    """`nearest_row` of what is written; where there is none near it is refused, with a hint which one to choose."""
+    row, why = nearest_row(pen.description, rows)
+    if row is None and why:
+        pen.refuse(SHARDING, f"{why}: choose {hint}")
+    return row, why
+
+
+def shard_ranks(pen: Pen, world: int | None) -> int | None:
+    """Ranks per replica: as said, or what is left of the world where that is known."""
+    said: int | None = pen.value("mesh.dp_shard")
+    open_ended = pen.is_set("mesh.dp_replicate") and pen.value("mesh.dp_replicate") is None
+    if said is not None or open_ended:
+        return said
+    return left(pen.description, world, ("dp_replicate", *APART)) or None
