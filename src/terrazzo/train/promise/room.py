@@ -23,7 +23,7 @@ from terrazzo.train.model.huggingface import read_config
 from terrazzo.train.promise.as_setup import ranks_here, setup_of
 from terrazzo.train.promise.swap import lacks_room, offload_notes
 
-__all__ = ["check_plan"]
+__all__ = ["Available", "available", "check_plan"]
 
 CERTAIN = (
     "weights", "master", "moments", "gradients", "gathered", "unreduced", "receive", "sums", "disk buffers",
@@ -55,7 +55,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
         return ["plan: the architecture is not one that the planner knows, so its memory was not checked"]
     found = findings(setup, Stack(clip=config.train.clip is not None))
     refusal = next((str(finding) for finding in found if finding.severity != "warn"), None)
-    memory, there = memory_of(setup), _available(config, world_size)
+    memory, there = memory_of(setup), available(config, world_size)
     refusal = refusal or _lacks_room(config, setup, memory, there)
     if refusal is not None and not config.launch.ignore_planner:
         raise BadInput(f"{refusal} To start it all the same: launch.ignore_planner=true.")
@@ -69,7 +69,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     return [f"plan: {note}" for note in notes]
 
 
-def _lacks_room(config: Config, setup: Setup, memory: Memory, there: _Available | None) -> str | None:
+def _lacks_room(config: Config, setup: Setup, memory: Memory, there: Available | None) -> str | None:
     """Why the device, its host or the host's disks are too small; None where they are not, or nothing is known."""
     if there is not None:
         certain = sum(term.value for term in memory.near_terms if term.name in CERTAIN)
@@ -78,25 +78,25 @@ def _lacks_room(config: Config, setup: Setup, memory: Memory, there: _Available 
     return lacks_room(config, memory, setup.mesh.world_size)
 
 
-class _Available(NamedTuple):
+class Available(NamedTuple):
     """Memory of one rank, and in words what it is."""
 
     bytes: int
     what: str
 
 
-def _available(config: Config, world_size: int) -> _Available | None:
+def available(config: Config, world_size: int) -> Available | None:
     """Of its CUDA device in all, or its share of what this machine has free; None if not known.
 
     On a CPU no more than the limits of its process leave it (RLIMIT_DATA, RLIMIT_AS).
     """
     if resolve_device(config.launch) == "cuda":
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return _Available(int(device.total_memory), "a CUDA device")
+        return Available(int(device.total_memory), "a CUDA device")
     free = available_host_bytes()
-    found = [_Available(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()]
+    found = [Available(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()]
     if free is not None:
-        found.append(_Available(free // ranks_here(world_size), "a rank's share of this machine's free memory"))
+        found.append(Available(free // ranks_here(world_size), "a rank's share of this machine's free memory"))
     return min(found, default=None)
 
 
@@ -113,7 +113,7 @@ def _setup(config: Config, world_size: int) -> Setup | None:
         return None
 
 
-def _too_large(config: Config, setup: Setup, memory: Memory, there: _Available) -> str:
+def _too_large(config: Config, setup: Setup, memory: Memory, there: Available) -> str:
     largest = sorted(memory.near_terms, key=lambda term: -term.value)[:3]
     return (
         f"This run needs about {_gib(memory.near_bytes)} on each rank, {memory.limiting_rank}, and {there.what} is "
