@@ -23,7 +23,7 @@ from tools.lint_finalizers import find_waits
 # A subpackage may import from its own layer and the layers below. "" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "tether"),
-    ("files",),
+    ("exchange", "files"),
     ("engine",),
     ("config",),
     ("checkpoint", "dialects", "planner", "telemetry"),

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,6 +71,16 @@ class Patient:
         missing = [word for word in words if word not in problem]
         assert not missing, f"{what}: {missing} is not in: {problem}"
         assert differences(state_of(self.model, self.optimizer), self.before) == [], what
+
+    def cannot_read(self, root: Path | str, file: str, code: int | None) -> None:
+        """Loading step 2, and the newest of `root`, names the file and takes nothing for damaged. Collective."""
+        for load in (lambda: checkpoint.load(step_path(root, 2), self.model, self.optimizer),
+                     lambda: checkpoint.load_newest(root, self.model, self.optimizer)):  # fmt: skip
+            with pytest.raises(BadInput, match=rf"{file}' cannot be read: .* not known: have the file") as caught:
+                load()
+            assert caught.type is BadInput
+            assert code is None or os.strerror(code) in str(caught.value)
+        assert differences(state_of(self.model, self.optimizer), self.before) == []
 
     def problem(self, path: Path | str) -> str | None:
         """What is wrong with a checkpoint, if anything. Collective."""
@@ -233,9 +244,36 @@ def test_files_that_cannot_be_read(root: Path, code: int, name: str) -> None:
         for file in FILES:
             fault = failing(name, f"{step_path(root, 2)}/{file}", code)
             with tapped_for_all(root, fault):
-                patient.refuses(step_path(root, 2), (file,), f"{name} of {file}")
+                patient.cannot_read(root, f"{step_path(root, 2)}/{file}", code)
 
     run_in_threads(2, body)
+
+
+@pytest.mark.parametrize("name", ["info", "cat_file"])
+def test_objects_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(root), "/terrazzo-unread", recursive=True)
+    real, asked = getattr(type(memory), name), [""]
+
+    def fails(self: Any, path: str, *rest: Any, **named: Any) -> Any:
+        if path.endswith(f"step-00000002/{asked[0]}") and dist.get_rank() == 1:
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return real(self, path, *rest, **named)
+
+    def body(rank: int) -> None:
+        patient = Patient()
+        for file in FILES:
+            asked[0] = file
+            dist.barrier()
+            patient.cannot_read("memory://terrazzo-unread", file, errno.ETIMEDOUT)
+            dist.barrier()
+
+    monkeypatch.setattr(type(memory), name, fails)
+    try:
+        run_in_threads(2, body)
+    finally:
+        monkeypatch.undo()
+        memory.rm("/terrazzo-unread", recursive=True)
 
 
 def failing(name: str, path: str, code: int) -> faults.Fault:
@@ -328,18 +366,16 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(root: Path) -> None:
     run_in_threads(2, body)
 
 
-def test_a_checkpoint_that_cannot_be_listed_is_not_passed_over_in_silence(root: Path) -> None:
+def test_a_checkpoint_that_cannot_be_listed_is_not_passed_over(root: Path) -> None:
     def locked(call: Call, real: faults.Real) -> Any:
         if call.path.startswith(step_path(root, 2)):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), call.path)
         return real()
 
     def body(rank: int) -> None:
-        model, optimizer = build(5)
+        patient = Patient()
         with tapped_for_all(root, locked):
-            resumed = checkpoint.load_newest(root, model, optimizer)
-        assert resumed is not None and resumed.path == step_path(root, 1)
-        assert list(resumed.refused) == [step_path(root, 2)]
+            patient.cannot_read(root, step_path(root, 2) + ".*", errno.EACCES)
 
     run_in_threads(2, body)
 

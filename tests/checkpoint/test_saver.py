@@ -70,7 +70,7 @@ def test_a_background_save_is_of_its_moment_whatever_happens_after(pool: Pool, t
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def fail_on_the_second_rank(folder: str) -> list[str]:
+def fail_on_the_second_rank(folder: str, store_fails: bool) -> list[str]:
     model, optimizer = built("zero3")
     rank = torch.distributed.get_rank()
     saver = checkpoint.Saver(model, optimizer)
@@ -83,6 +83,8 @@ def fail_on_the_second_rank(folder: str) -> list[str]:
     saver.save(f"{folder}/step-00000002", {"step": 2})
     if rank == 1:
         os.kill(writer, signal.SIGKILL)
+        if store_fails:
+            saver._under_way[1].committed = unanswered  # type: ignore[index, method-assign]
     for act in (lambda: saver.save(f"{folder}/step-00000003", {"step": 3}), saver.close):
         try:
             act()
@@ -91,8 +93,15 @@ def fail_on_the_second_rank(folder: str) -> list[str]:
     return said
 
 
-def test_a_killed_writer_is_an_error_on_every_rank_and_earlier_ones_are_intact(pool: Pool, tmp_path: Path) -> None:
-    said = pool.run(fail_on_the_second_rank, str(tmp_path))
+def unanswered() -> bool:
+    raise RuntimeError("the store does not answer")
+
+
+@pytest.mark.parametrize("store_fails", [False, True])
+def test_a_killed_writer_is_an_error_on_every_rank_and_earlier_ones_are_intact(
+    pool: Pool, tmp_path: Path, store_fails: bool
+) -> None:
+    said = pool.run(fail_on_the_second_rank, str(tmp_path), store_fails)
     assert said[0] == said[1]
     assert "step-00000002' was not saved" in said[0][0]
     assert "killed by signal 9" in said[0][0]

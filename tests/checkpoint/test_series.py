@@ -13,10 +13,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
+from terrazzo.checkpoint.convert import convert
+from terrazzo.checkpoint.describe import lost
+from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.threads import exclusive, run_in_threads
@@ -80,6 +84,16 @@ def test_the_newest_is_the_highest_step_and_resumes_to_the_bit(folder: str) -> N
     assert weight == 100_000_000
     assert (found.path, found.run, found.world_size, found.refused) == (checkpoint.latest(folder), "r", 2, {})
     assert found.extra["step"] == 100_000_000
+
+
+def test_what_a_conversion_loses_is_what_was_there(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    source = checkpoint.open_source(tmp_path / "step-00000001")
+    generators = "the states of the ranks' random generators"
+    assert all(generators in lost(source, to) for to in ("terrazzo", "hf", "dcp"))
+    convert(source, str(tmp_path / "converted"))
+    converted = checkpoint.open_source(tmp_path / "converted")
+    assert not any(generators in lost(converted, to) for to in ("terrazzo", "hf", "dcp"))
 
 
 def test_an_existing_name_is_refused_and_left_as_it_is(folder: str) -> None:
@@ -191,6 +205,23 @@ def test_ranks_that_see_different_checkpoints_are_told(tmp_path: Path) -> None:
         model, optimizer = built()
         with pytest.raises(Damaged, match="do not see the same checkpoint"):
             checkpoint.load(tmp_path / str(rank) / "step-00000001", model, optimizer)
+
+    run_in_threads(2, body)
+
+
+def test_a_store_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, 1)
+
+    def occupied(self: LocalStore, name: str) -> bool:
+        if dist.get_rank() == 0:
+            raise RuntimeError("no answer")
+        return True
+
+    monkeypatch.setattr(LocalStore, "occupied", occupied)
+
+    def body(rank: int) -> None:
+        with pytest.raises(tz.Misuse, match="rank 0: RuntimeError: no answer"):
+            checkpoint.load_newest(tmp_path, *built())
 
     run_in_threads(2, body)
 

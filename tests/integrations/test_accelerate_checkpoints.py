@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from terrazzo.errors import SaveFailed
 from tests.helpers.processes import Pool
 from tests.integrations.accelerating import Block, Loop, fresh_state, small_model
 
@@ -109,6 +111,27 @@ def _named(folder: str) -> None:
     assert found.value == 2
     newest = loop.weights()
     assert all(torch.equal(values, newest[name]) for name, values in again.weights().items())
+
+
+def _passed_over(folder: str) -> tuple[str, str]:
+    """What is said where older ones cannot be removed; and of the newest one, damaged."""
+    loop, _ = _loop("zero3")
+    loop.accelerator.save_state(folder)
+    unremoved = patch("terrazzo.integrations.accelerate.checkpoints.prune", side_effect=OSError("stays"))
+    with unremoved, pytest.raises(SaveFailed) as told:
+        loop.accelerator.save_state(folder)
+    loop.accelerator.wait_for_everyone()
+    (Path(folder) / "terrazzo" / "step-00000002" / "manifest.sha256").write_text("")
+    loop.accelerator.wait_for_everyone()
+    with pytest.warns(UserWarning, match="is DAMAGED") as warned:
+        loop.accelerator.load_state(folder)
+    return str(told.value), next(str(each.message) for each in warned if "DAMAGED" in str(each.message))
+
+
+def test_every_rank_hears_what_was_not_removed_and_what_was_passed_over(two_processes: Pool, tmp_path: Path) -> None:
+    for told, warned in two_processes.run(_passed_over, str(tmp_path)):
+        assert told == "rank 0: OSError: stays"
+        assert f"resume: {tmp_path}/terrazzo/step-00000002 is DAMAGED, not used: " in warned
 
 
 def test_accelerates_names_and_limit_hold(two_processes: Pool, tmp_path: Path) -> None:

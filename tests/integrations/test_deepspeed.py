@@ -16,6 +16,7 @@ import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations import deepspeed
 from tests.helpers.processes import Pool
+from tests.integrations import killed
 
 pytestmark = pytest.mark.processes
 
@@ -229,6 +230,7 @@ def resumed(folder: str) -> dict[str, Any]:
     assert first.save_16bit_model(folder)
     found: dict[str, Any] = {"full": full, "uninterrupted": go_on(first, 2)}
     for stage in (3, 1):
+        killed.between_renames(Path(folder) / "global_step2")
         engine = deepspeed.initialize(model=model(), config=config(stage))[0]
         path, state = engine.load_checkpoint(folder)
         assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (2, 2 * MICRO * 2, 2)
@@ -336,6 +338,18 @@ def refused() -> list[str]:
         messages.append(str(caught.value))
     assert whole[0].weight.dtype is torch.float32  # as it was
     return messages
+
+
+def in_order() -> list[int]:
+    """Where in the order of `initialize` each model is that `GatheredParameters` goes through."""
+    models = [model() for _ in range(8)]
+    engines = [deepspeed.initialize(model=each, config=config(3))[0] for each in models]
+    own = [engine.module for engine in engines]
+    return [next(n for n, each in enumerate(own) if each is found) for found in list(deepspeed.zero.SHARDED)[-8:]]
+
+
+def test_models_are_met_in_the_order_of_initialize(two_processes: Pool) -> None:
+    assert two_processes.run(in_order) == [list(range(8))] * 2
 
 
 def test_what_cannot_be_done_says_what_to_do(two_processes: Pool) -> None:

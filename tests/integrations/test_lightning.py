@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from tests.helpers.processes import Pool
+from tests.integrations import killed
 
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -172,6 +173,7 @@ def resumed(folder: str) -> None:
         Regression(dropout=0.5),
         trainer(max_epochs=4, enable_checkpointing=True, callbacks=[saving(folder)]),
     )
+    killed.between_renames(Path(folder) / "last.ckpt")
     second.fit(module, data(), ckpt_path=f"{folder}/last.ckpt")
     assert second.global_step == straight.global_step
     assert module.losses == whole.losses[len(whole.losses) // 2 :]
@@ -236,6 +238,8 @@ def test_a_trainers_state_survives_json() -> None:
     assert found["betas"] == (0.9, (0.1,))
     torch.testing.assert_close(found["score"], state["score"], equal_nan=True)
     assert found["steps"].dtype == torch.int64
+    for shape in ((0, 3), (2, 0), (0,)):
+        assert from_json(to_json(torch.ones(shape))).shape == shape
     with pytest.raises(tz.BadInput, match=r"checkpoint\['hyper_parameters'\]\['loss'\] is a MSELoss"):
         to_json({"hyper_parameters": {"loss": nn.MSELoss()}})
 

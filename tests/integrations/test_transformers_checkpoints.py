@@ -14,6 +14,7 @@ from terrazzo.checkpoint import open_source
 from terrazzo.checkpoint.job import Job
 from terrazzo.errors import SaveFailed
 from tests.helpers.processes import Pool
+from tests.integrations import killed
 from tests.integrations.trainers import PATIENCE_S, Run, apart, sequences, tiny_model, tiny_tokenizer
 
 pytest.importorskip("transformers")
@@ -96,6 +97,8 @@ def _failing(folder: Path) -> tuple[int, bool]:
         trainer._save_optimizer_and_scheduler(str(checkpoint))
     step = open_source(checkpoint / "terrazzo").step
     trainer._save_optimizer_and_scheduler(str(checkpoint))
+    killed.between_renames(checkpoint / "terrazzo")
+    trainer._load_from_checkpoint(str(checkpoint))
     clean = [each.name for each in checkpoint.iterdir() if "terrazzo" in each.name] == ["terrazzo"]
     return step, clean and open_source(checkpoint / "terrazzo").step == 3
 

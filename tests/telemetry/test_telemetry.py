@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,28 @@ def test_a_run_goes_on_without_a_reader(monkeypatch: pytest.MonkeyPatch, capfd: 
             console.advance()
         console.close()
     assert capfd.readouterr().err.count("Standard output is closed (nobody reads it any more)") == 1
+
+
+def test_a_run_goes_on_with_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lines are whole, or not there; and it goes on writing when there is room again."""
+    import resource
+
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.log("train", 1, {"loss": "x" * 1000})  # standard error is a file, too
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))  # a line is cut short, and fails
+    try:
+        for step in (2, 3):
+            sink.log("train", step, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    sink.log("train", 4, {"loss": 1.0})
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
+    assert capfd.readouterr().err.count(f"'{path}' cannot be written") == 1
 
 
 def test_tensorboard_gets_numbers_and_text(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from terrazzo.checkpoint.exchange import agree, gather_json
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
+from terrazzo.exchange import agree, gather_json
 from terrazzo.train.launch.ranks import agree_on_config
 from tests.helpers.threads import run_in_threads
 

@@ -248,6 +248,33 @@ def test_the_best_checkpoint_by_validation_loss_is_kept(tmp_path: Path) -> None:
     assert len(kept) == (1 if best["step"] == 4 else 2)
 
 
+def test_a_checkpoint_is_ranked_by_a_validation_of_its_own_step_alone(tmp_path: Path) -> None:
+    keep = {"every": 1, "keep_last": None}
+    trained(config_in(tmp_path, data={"validation_fraction": 0.2}, checkpoint=keep, train={"eval_every": 2}))
+    found = [open_source(path).extra for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert [each["step"] for each in found if each["metric"] is not None] == [2, 4]
+    assert found[-1]["best"]["loss"] <= min(found[1]["metric"], found[3]["metric"])
+
+
+def test_a_new_run_does_not_empty_the_metrics_of_another(tmp_path: Path) -> None:
+    first, other = {"folder": str(tmp_path / "a")}, {"folder": str(tmp_path / "b")}
+    trained(config_in(tmp_path, checkpoint=first))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for elsewhere in (other, {}):
+        with pytest.raises(BadInput, match=rf"of a run with checkpoint.folder='{tmp_path}/a'.*another log.folder"):
+            check(config_in(tmp_path, checkpoint=elsewhere), 1)
+    check(config_in(tmp_path, checkpoint=other | {"resume": "never", "overwrite": True}), 1)
+    longer = config_in(tmp_path, checkpoint=first, train={"steps": 6})
+    check(longer, 1)
+    trained(longer)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_bytes()) > len(before)
+    shutil.rmtree(tmp_path / "a")
+    check(longer, 1)  # as a run that was killed before it had saved
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"metrics.jsonl is of another run"):
+        check(longer, 1)
+
+
 def test_a_hugging_face_folder_is_written_at_the_end(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     trained(config_in(tmp_path, checkpoint={"save_format": "hf"}))

@@ -10,8 +10,8 @@ Open to other packages:
 
     audit, compare, convert, describe      what the command line does with folders
     exporters                              checkpoints as other libraries read them
-    exchange                               plain values between ranks, for whoever has to agree
     read, source, stores                   a checkpoint's weights as a mapping, whose a folder is, names of states
+    store                                  names of steps
     rng                                    states of random generators
 """
 

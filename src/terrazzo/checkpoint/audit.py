@@ -12,7 +12,7 @@ from terrazzo.checkpoint.read import open_source, own_folder
 from terrazzo.checkpoint.store import Folder
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["Audit", "open_audit"]
+__all__ = ["open_audit"]
 
 _BLOCKS_AT_ONCE = 16  # a task of a thread: 64 MiB
 

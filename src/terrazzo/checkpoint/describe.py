@@ -88,7 +88,7 @@ def lost(source: Source, to: str) -> list[str]:
         lines.append("the optimizer's state")
     if to != "terrazzo" and source.extra:
         lines.append(f"extra: {', '.join(source.extra)}")
-    if source.about() and (to != "terrazzo" or len(source.ranks) > 1):
+    if source.ranks:
         lines.append("the states of the ranks' random generators")
     return lines
 

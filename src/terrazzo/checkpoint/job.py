@@ -84,7 +84,7 @@ class Job:
 
     def fail(self, draft: Draft, problem: str) -> None:
         """Tell the other ranks, as far as that is possible: the disk that failed may not take this either."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # of whatever kind the store has
             draft.note(FAILED, f"rank {self.rank}: {problem}".encode())
 
     def conclude(self, draft: Draft) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, is_checkpoint
+from terrazzo.checkpoint.store import STEP, Draft, Folder, Sink, Store, is_checkpoint, reading
 from terrazzo.errors import Damaged
 from terrazzo.files import sync_folder
 
@@ -25,6 +25,7 @@ __all__ = ["LocalStore"]
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
 _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)  # a link, a socket, a device, a file above it
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # weights and settings are nobody else's business
 
 
@@ -35,20 +36,17 @@ class LocalStore(Store):
         self.root, self.where = root, str(root)
 
     def names(self) -> list[str]:
-        try:
-            visible = [name for name in os.listdir(self.root) if not name.startswith(".")]
-        except FileNotFoundError:
-            return []
+        visible = [name for name in _listed(self.root) if not name.startswith(".")]
         return sorted(name for name in visible if _looks_complete(self.root / name))
 
     def candidates(self) -> list[str]:
         if not self.root.is_dir():  # a checkpoint of another format, in one file
             return []
-        named = {entry.name for entry in self.root.iterdir() if entry.name.startswith("step-") and entry.is_dir()}
+        named = {name for name in _listed(self.root) if name.startswith(STEP) and (self.root / name).is_dir()}
         return sorted(named.union(self.names()))
 
     def unfinished(self) -> list[str]:
-        hidden = [name for name in os.listdir(self.root) if name.startswith(".")] if self.root.is_dir() else []
+        hidden = [name for name in _listed(self.root) if name.startswith(".")] if self.root.is_dir() else []
         return sorted(name for name in hidden if ".partial-" in name and not name.endswith(".lock"))
 
     def folder(self, name: str) -> LocalFolder:
@@ -70,7 +68,8 @@ class LocalStore(Store):
         return aside
 
     def occupied(self, name: str) -> bool:
-        return os.path.lexists(self.root / name)
+        with reading(str(self.root / name)):
+            return _is_there(self.root / name)
 
 
 class LocalFolder(Folder):
@@ -79,34 +78,32 @@ class LocalFolder(Folder):
     def __init__(self, path: Path) -> None:
         self.path, self.where = path, str(path)
 
-    def size_bytes(self, file: str) -> int:
+    def _size_bytes(self, file: str) -> int:
         with self._opened(file) as descriptor:
             return os.fstat(descriptor).st_size
 
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+    def _read_into(self, file: str, offset: int, buffer: memoryview) -> int:
         done = 0
         with self._opened(file) as descriptor:
-            while done < len(buffer):
-                count = os.preadv(descriptor, [buffer[done:]], offset + done)
-                if not count:
-                    raise Damaged(f"'{self.path / file}' ends at byte {offset + done}: it has been cut off.")
+            while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done:]], offset + done)):
                 done += count
+        return done
 
-    def has(self, file: str) -> bool:
-        return os.path.lexists(self.path / file)
+    def _has(self, file: str) -> bool:
+        return _is_there(self.path / file)
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[int]:
-        """A descriptor of a plain file; whatever the system says against that, or against reading it, is `Damaged`."""
+        """A descriptor of a plain file."""
         path, descriptor = self.path / file, -1
         try:  # a pipe would block without O_NONBLOCK
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise Damaged(f"'{path}' is not a plain file.")
             yield descriptor
-        except FileNotFoundError:
-            raise Damaged(f"The checkpoint '{self.path}' has no {file}.") from None
         except OSError as error:
+            if error.errno not in _NO_PLAIN_FILE:
+                raise
             raise Damaged(f"'{path}' cannot be read as a plain file: {error.strerror}.") from None
         finally:
             if descriptor >= 0:
@@ -246,14 +243,31 @@ def _make_folders(path: Path) -> None:
         sync_folder(folder.parent)
 
 
+def _listed(folder: Path) -> list[str]:
+    with reading(str(folder)):
+        try:
+            return os.listdir(folder)
+        except FileNotFoundError:
+            return []
+
+
+def _is_there(path: Path) -> bool:
+    """As `os.path.lexists`, which takes any failure for a no."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return True
+
+
 def _looks_complete(folder: Path) -> bool:
     """Whether it is a checkpoint, or may be one that cannot be looked into: opening that one says why."""
     try:
         return is_checkpoint(os.listdir(folder))
-    except PermissionError:
-        return True
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:
+        return True
 
 
 def _sweep(root: Path) -> None:

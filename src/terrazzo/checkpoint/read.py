@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.misfits import fitted_groups, misfits
@@ -24,6 +23,7 @@ from terrazzo.checkpoint.store import Folder
 from terrazzo.checkpoint.stores import store_and_name
 from terrazzo.engine import Read, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, Damaged, Misuse, printable
+from terrazzo.exchange import gather_json, together
 
 __all__ = ["SourceWeights", "load", "load_weights", "open_source", "own_folder", "restore"]
 

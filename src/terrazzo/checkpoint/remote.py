@@ -14,8 +14,8 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
-from terrazzo.checkpoint.store import Draft, Folder, Sink, Store
-from terrazzo.errors import BadInput, Damaged
+from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, reading
+from terrazzo.errors import BadInput
 
 __all__ = ["RemoteStore"]
 
@@ -34,12 +34,13 @@ class RemoteStore(Store):
 
     def names(self) -> list[str]:
         self._fs.invalidate_cache()  # another process may have committed
-        try:
-            found = [entry["name"] for entry in self._fs.ls(self._root, detail=True) if entry["type"] == "directory"]
-        except FileNotFoundError:
-            return []
-        folders = {path.rstrip("/").rpartition("/")[2]: path for path in found}
-        return sorted(name for name, path in folders.items() if self._fs.exists(f"{path}/{MANIFEST}"))
+        with reading(self.where):
+            try:
+                entries = self._fs.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return []
+        found = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+        return sorted(name for name in found if self.folder(name).has(MANIFEST))
 
     def folder(self, name: str) -> RemoteFolder:
         return RemoteFolder(self._fs, f"{self._root}/{name}", f"{self.where}/{name}")
@@ -57,7 +58,8 @@ class RemoteStore(Store):
         return aside
 
     def occupied(self, name: str) -> bool:
-        return bool(self._fs.exists(f"{self._root}/{name}/{MANIFEST}"))
+        with reading(f"{self.where}/{name}"):
+            return _is_there(self._fs, f"{self._root}/{name}/{MANIFEST}")
 
 
 class RemoteFolder(Folder):
@@ -66,23 +68,16 @@ class RemoteFolder(Folder):
     def __init__(self, fs: Any, path: str, where: str) -> None:
         self._fs, self.path, self.where = fs, path, where
 
-    def size_bytes(self, file: str) -> int:
-        try:
-            return int(self._fs.size(f"{self.path}/{file}"))
-        except FileNotFoundError:
-            raise Damaged(f"The checkpoint '{self.where}' has no {file}.") from None
+    def _size_bytes(self, file: str) -> int:
+        return int(self._fs.size(f"{self.path}/{file}"))
 
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        try:
-            data = self._fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + len(buffer))
-        except OSError as error:
-            raise Damaged(f"'{self.where}/{file}' cannot be read at byte {offset}: {error}.") from None
-        if len(data) != len(buffer):
-            raise Damaged(f"'{self.where}/{file}' ends at byte {offset + len(data)}: it has been cut off.")
-        buffer[:] = data
+    def _read_into(self, file: str, offset: int, buffer: memoryview) -> int:
+        data = self._fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
-    def has(self, file: str) -> bool:
-        return bool(self._fs.exists(f"{self.path}/{file}"))
+    def _has(self, file: str) -> bool:
+        return _is_there(self._fs, f"{self.path}/{file}")
 
 
 class RemoteDraft(Draft):
@@ -114,11 +109,11 @@ class RemoteDraft(Draft):
         data: bytes = self._fs.cat_file(f"{self._folder.path}/{file}")
         return data
 
-    def has_note(self, file: str) -> bool:
-        return self._folder.has(file)
+    def has_note(self, file: str) -> bool:  # a store that does not answer is asked again
+        return bool(self._fs.exists(f"{self._folder.path}/{file}"))
 
     def committed(self) -> bool:
-        return self._folder.has(MANIFEST)
+        return self.has_note(MANIFEST)
 
     def alive(self) -> bool:
         return True  # nobody can tell
@@ -151,6 +146,15 @@ class RemoteDraft(Draft):
             if not itself and (entry["type"] != "file" or not _OF_A_SAVE.fullmatch(name.rpartition("/")[2])):
                 return str(name.rpartition("/")[2])
         return None
+
+
+def _is_there(fs: Any, path: str) -> bool:
+    """As `fs.exists`, which of some stores takes any failure for a no."""
+    try:
+        fs.info(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class _RemoteSink:

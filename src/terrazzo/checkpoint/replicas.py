@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.engine import Engine, Piece, engine_of
 from terrazzo.errors import Diverged
+from terrazzo.exchange import gather_json
 
 __all__ = ["check_replicas"]
 

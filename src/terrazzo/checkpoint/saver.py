@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.checkpoint.exchange import gather_json, timeout_s, together
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import dtype_of
 from terrazzo.checkpoint.optimizers import Optimizers
@@ -30,6 +29,7 @@ from terrazzo.checkpoint.snapshot import Snapshot, take
 from terrazzo.checkpoint.store import Draft
 from terrazzo.engine.process.ending import leaves_to_parent, require_own, start_thread
 from terrazzo.errors import BadInput, Misuse, SaveFailed
+from terrazzo.exchange import gather_json, on_first, timeout_s, together
 from terrazzo.tether import tethered
 
 __all__ = ["Saver"]
@@ -103,7 +103,7 @@ class Saver:
         together(lambda: self._prepare(snapshot), SaveFailed)
         draft = snapshot.job.draft()
         try:
-            together(draft.begin if snapshot.job.rank == 0 else lambda: None, SaveFailed)
+            on_first(draft.begin)
             together(lambda: self._staging.copy(snapshot), SaveFailed)
         except BaseException:
             if snapshot.job.rank == 0:
@@ -181,8 +181,11 @@ class Saver:
             )
         if not self._writer.done():
             return _BUSY, ""
-        if (problem := self._writer.problem()) is None or draft.committed():  # it may have died just after the commit
+        if (problem := self._writer.problem()) is None:
             return _DONE, ""
+        with contextlib.suppress(Exception):  # of whatever kind a store has: other ranks wait to hear of this one
+            if draft.committed():  # it may have died just after the commit
+                return _DONE, ""
         job.fail(draft, problem)
         return _FAILED, problem
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.exchange import together
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.snapshot import take
-from terrazzo.errors import Damaged, SaveFailed
+from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.exchange import on_first, together
 
 __all__ = ["save"]
 
@@ -40,21 +40,19 @@ def save(
         SaveFailed: a rank could not write its part; nothing is visible under the name `path`.
     """
     snapshot = take(path, model, optimizer, extra, run)
-    job, is_first = snapshot.job, dist.get_rank() == 0
+    job = snapshot.job
     draft = job.draft()
+    expected: tuple[type[Exception], ...] = (SaveFailed,)
     try:
-        together(draft.begin if is_first else _nothing, SaveFailed)  # before anyone writes into it
+        on_first(draft.begin)  # before anyone writes into it
+        expected = (SaveFailed, BadInput)  # what is wrong from here on is what was written
         together(lambda: job.write(draft, snapshot.data), SaveFailed)
-        together((lambda: job.conclude(draft)) if is_first else _nothing, SaveFailed)
+        on_first(lambda: job.conclude(draft))
     except BaseException as error:
-        if is_first:
+        if dist.get_rank() == 0:
             draft.abandon()
-        if not isinstance(error, SaveFailed | Damaged):
+        if not isinstance(error, expected):
             raise
         raise SaveFailed(
             f"The checkpoint '{job.where}' was not saved: {error} Earlier ones are as they were."
         ) from None
-
-
-def _nothing() -> None:
-    """What ranks other than the first do meanwhile."""

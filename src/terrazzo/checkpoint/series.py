@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.native import Checkpoint
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.read import restore
-from terrazzo.checkpoint.store import Store
+from terrazzo.checkpoint.store import Store, step_name, step_of
 from terrazzo.checkpoint.stores import open_store, store_and_name
 from terrazzo.errors import BadInput, Damaged, Misuse
+from terrazzo.exchange import gather_json, on_first, together
 
 __all__ = [
     "Resumed",
@@ -38,13 +37,12 @@ __all__ = [
     "step_path",
 ]
 
-_STEP = re.compile(r"step-([0-9]{8,})")
 _PATIENCE_S = 30.0  # shared file systems show a new folder late
 
 
 def step_path(folder: str | os.PathLike[str], step: int) -> str:
     """Where the checkpoint of `step` is kept."""
-    return f"{os.fspath(folder)}/step-{step:08d}"
+    return f"{os.fspath(folder)}/{step_name(step)}"
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
@@ -83,7 +81,7 @@ def prune(
     found = [checkpoint for name in _names(store) if (checkpoint := _opened(store, name)) is not None]
     own = [checkpoint for checkpoint in found if run is None or checkpoint.manifest.run == run]
     kept = {checkpoint.where for checkpoint in own[max(0, len(own) - keep_last) :]}
-    kept |= {checkpoint.where for checkpoint in own if keep_every and _step(checkpoint) % keep_every == 0}
+    kept |= {checkpoint.where for checkpoint in own if keep_every and not (step_of(checkpoint.where) or 0) % keep_every}
     kept |= {checkpoint.where for checkpoint in sorted(own, key=_metric)[:keep_best] if _metric(checkpoint) < math.inf}
     gone = [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in kept]
     for name in gone if not dry_run else ():
@@ -156,9 +154,9 @@ def load_newest(
 
     Raises:
         Damaged: there are checkpoints, and none is whole; the message has the reason for each.
-        BadInput: the newest whole one does not fit.
+        BadInput: the newest whole one does not fit, or one cannot be read, which proves no damage.
     """
-    found = together(lambda: complete_checkpoints(folder), Damaged)
+    found = together(lambda: complete_checkpoints(folder), BadInput)
     paths: Sequence[str] = gather_json(found)[0]  # the first rank decides: others may lag
     refused: dict[str, str] = {}
     for path in reversed(paths):
@@ -177,14 +175,14 @@ def load_newest(
 
 
 def _names(store: Store) -> list[str]:
-    found = {int(match[1]): name for name in store.names() if (match := _STEP.fullmatch(name))}
+    found = {step: name for name in store.names() if (step := step_of(name)) is not None}
     return [found[step] for step in sorted(found)]
 
 
 def _open_together(path: str) -> Checkpoint:
     """Open what the first rank sees; others wait for it to come into sight, and say when it does not."""
     store, name = store_and_name(path)
-    seen = gather_json(store.occupied(name))[0]
+    seen = on_first(lambda: store.occupied(name), Misuse)
     deadline = time.monotonic() + _PATIENCE_S
 
     def work() -> Checkpoint:
@@ -200,11 +198,6 @@ def _opened(store: Store, name: str) -> Checkpoint | None:
         return Checkpoint(store.folder(name))
     except BadInput:
         return None
-
-
-def _step(checkpoint: Checkpoint) -> int:
-    """As its name says it."""
-    return int(checkpoint.where.rpartition("-")[2])
 
 
 def _metric(checkpoint: Checkpoint) -> float:

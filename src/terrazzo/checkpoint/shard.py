@@ -29,7 +29,6 @@ __all__ = [
     "checked_block",
     "digest",
     "file_name",
-    "header_of",
     "safetensors_header",
     "write_file",
 ]

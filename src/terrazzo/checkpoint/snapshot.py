@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.manifest import DTYPES, head, name_of
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
@@ -23,6 +22,7 @@ from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.stores import check_new, store_and_name
 from terrazzo.engine import DTYPE_FIELDS, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
+from terrazzo.exchange import gather_json, together
 
 __all__ = ["Snapshot", "take"]
 

@@ -6,14 +6,20 @@ invisible until `commit`, which is atomic: of a local folder a rename, elsewhere
 
 from __future__ import annotations
 
+import contextlib
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
-from terrazzo.errors import Damaged
+from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["Draft", "Folder", "Sink", "Store", "is_checkpoint"]
+__all__ = ["STEP", "Draft", "Folder", "Sink", "Store", "is_checkpoint", "reading", "step_name", "step_of"]
+
+STEP = "step-"
+"""How the names of a run's checkpoints begin, damaged ones that were put aside too."""
+_STEP_NAME = re.compile(rf"{STEP}([0-9]{{8,}})")
 
 
 class Sink(Protocol):
@@ -29,22 +35,63 @@ class Sink(Protocol):
         """Close it without asking for anything."""
 
 
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Raises `BadInput` for what the system says against reading `where`: that proves no damage of what is there."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(
+            f"'{where}' cannot be read: {error.strerror or error}. Whether it is whole is not known: have the file"
+            " system answer, or let this user read there, and start again."
+        ) from error
+
+
 class Folder(ABC):
-    """One checkpoint. Raises `Damaged` naming the file for one that is missing, too short, or not a plain file."""
+    """One checkpoint.
+
+    Raises `Damaged` naming the file for one that is missing, too short, or not a plain file, and `BadInput` naming it
+    where that is not known, because the system does not let it be read. Stores raise `OSError` of the methods for them.
+    """
 
     where: str
 
-    @abstractmethod
     def size_bytes(self, file: str) -> int:
         """Of a file in it."""
+        with self._asked(file):
+            return self._size_bytes(file)
 
-    @abstractmethod
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from the bytes at `offset`."""
+        with self._asked(file):
+            count = self._read_into(file, offset, buffer)
+        if count < len(buffer):
+            raise Damaged(f"'{self.where}/{file}' ends at byte {offset + count}: it has been cut off.")
 
-    @abstractmethod
     def has(self, file: str) -> bool:
         """Whether there is such an entry."""
+        with self._asked(file):
+            return self._has(file)
+
+    @contextlib.contextmanager
+    def _asked(self, file: str) -> Iterator[None]:
+        with reading(f"{self.where}/{file}"):
+            try:
+                yield
+            except FileNotFoundError:
+                raise Damaged(f"The checkpoint '{self.where}' has no {file}.") from None
+
+    @abstractmethod
+    def _size_bytes(self, file: str) -> int:
+        """For stores."""
+
+    @abstractmethod
+    def _read_into(self, file: str, offset: int, buffer: memoryview) -> int:
+        """For stores: as far as the file goes; returns how many bytes there were."""
+
+    @abstractmethod
+    def _has(self, file: str) -> bool:
+        """For stores."""
 
     def read(self, file: str, limit: int) -> bytes:
         """A whole small file; `Damaged` when it is larger than `limit` bytes."""
@@ -105,7 +152,7 @@ class Draft(ABC):
 
 
 class Store(ABC):
-    """A folder of checkpoints."""
+    """A folder of checkpoints. Asked what there is, raises `BadInput` where the system does not let that be seen."""
 
     where: str
 
@@ -140,6 +187,17 @@ class Store(ABC):
     @abstractmethod
     def occupied(self, name: str) -> bool:
         """Whether anything has that name."""
+
+
+def step_name(step: int) -> str:
+    """The name, in a folder of them, of the checkpoint of `step`."""
+    return f"{STEP}{step:08d}"
+
+
+def step_of(path: str) -> int | None:
+    """The step that a checkpoint's name or path tells; None of another name."""
+    match = _STEP_NAME.fullmatch(path.rpartition("/")[2])
+    return int(match[1]) if match else None
 
 
 def is_checkpoint(entries: Iterable[str]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.remote import RemoteStore
 from terrazzo.checkpoint.store import Store
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, SaveFailed
 
 __all__ = ["check_new", "open_store", "store_and_name"]
 
@@ -30,9 +30,13 @@ def store_and_name(path: str | os.PathLike[str]) -> tuple[Store, str]:
 
 
 def check_new(path: str | os.PathLike[str]) -> None:
-    """Raises `BadInput` when there is something under the name `path`, or it cannot be a checkpoint's."""
+    """Raises `BadInput` for a name that something has, or no checkpoint may have; `SaveFailed` if that is not known."""
     store, name = store_and_name(path)
     if name.startswith("."):
         raise BadInput(f"A checkpoint cannot be named '{name}': hidden names are those of saves that are not finished.")
-    if store.occupied(name):
+    try:
+        occupied = store.occupied(name)
+    except BadInput as error:
+        raise SaveFailed(f"The checkpoint '{path}' was not saved: {error} Earlier ones are as they were.") from None
+    if occupied:
         raise BadInput(f"'{path}' exists already and is not replaced: remove it, or use another name.")

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.checkpoint.exchange import together
 from terrazzo.checkpoint.exporters import new_folder
 from terrazzo.engine import persistent_buffers
 from terrazzo.errors import BadInput, Misuse, SaveFailed
+from terrazzo.exchange import together
 from terrazzo.integrations.weights import whole_weights
 
 __all__ = ["base_name", "load_adapter", "prepare_adapters", "save_adapter", "save_merged"]

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.dialects.description import LOADED, Description, Setting
 from terrazzo.dialects.meaning import degrees
 from terrazzo.engine import (
@@ -29,6 +28,7 @@ from terrazzo.engine import (
     shard,
 )
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.exchange import gather_json
 
 __all__ = ["ActivationCheckpointing", "Setup", "TerrazzoArguments", "setup_for", "trained_dtypes"]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -24,19 +27,45 @@ from terrazzo.files import to_nowhere
 __all__ = ["Console", "JsonLines", "Sink", "TensorBoard"]
 
 
-class Sink(Protocol):
-    """Takes named numbers of a step."""
+class Sink(ABC):
+    """Takes named numbers of a step. A run does not end with a full disk: it goes on, and says so once on stderr."""
+
+    path: Path
+    _failed = False
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write `values` of `step`; `kind` is `train`, `validation`, `sample` or `summary`."""
-        ...
+        with self._unfailing():
+            self._log(kind, step, values)
 
     def close(self) -> None:
         """Flush and release what is open."""
-        ...
+        with self._unfailing():
+            self._close()
+
+    @abstractmethod
+    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    @contextlib.contextmanager
+    def _unfailing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                why = error.strerror or error
+                _warn(f"'{self.path}' cannot be written ({why}): the run goes on, and what it measures may be missing.")
 
 
-class JsonLines:
+def _warn(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+class JsonLines(Sink):
     """One JSON object per line. When a run resumes, lines of steps that are done again are dropped.
 
     Wherever it is killed, the file holds the lines up to the step that is resumed: it is only ever appended to, and
@@ -45,26 +74,31 @@ class JsonLines:
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         """Append to `path` from `first_step` on; 0 starts the file anew."""
-        self._path = path
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _cut_back(path, first_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
-    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line and flush it, so that a killed run keeps what it had measured."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
+    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Append one line at once, so that a killed run keeps what it had measured; whole, or not at all."""
+        line = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(end)
+            raise
 
     def in_place(self) -> bool:
         """Whether the file at `path` is still the one that is written: neither it nor a folder above was moved."""
         try:
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except OSError:
             return False
 
-    def close(self) -> None:
-        """Close the file."""
+    def _close(self) -> None:
         self._file.close()
 
 
@@ -91,27 +125,27 @@ def _stays(line: bytes, last_step: int) -> bool:
         return False
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """TensorBoard event files, every number as `kind/name`."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         """A new run (`first_step` 0) starts anew; a resumed one hides the later steps that an earlier one wrote."""
+        self.path = folder
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
 
         for old in folder.glob("events.out.tfevents.*") if not first_step else ():
             old.unlink()
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
-    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write numbers as scalars and text as text."""
+    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Numbers as scalars and text as text."""
         for name, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(f"{kind}/{name}", value, step)
             elif isinstance(value, int | float):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
 
-    def close(self) -> None:
-        """Flush and close the files."""
+    def _close(self) -> None:
         self._writer.close()
 
 
@@ -125,8 +159,7 @@ class _UnreadConsole(RichConsole):
         """Print nothing from here on; what waits in the stream goes nowhere."""
         self.quiet = True
         to_nowhere(self.file)
-        with contextlib.suppress(OSError):
-            print(f"Standard output is closed ({why}): the run goes on, and its log files too.", file=sys.stderr)
+        _warn(f"Standard output is closed ({why}): the run goes on, and its log files too.")
 
 
 class Console:

@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exchange import agree, gather_json, together
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import data_mesh, engine_of
 from terrazzo.errors import BadInput
+from terrazzo.exchange import agree, gather_json, on_first, together
 from terrazzo.telemetry import resident_bytes
 from terrazzo.train.build import (
     batch_arithmetic,
@@ -44,7 +44,7 @@ __all__ = ["Session", "open_session"]
 class Session:
     """The objects of a run. `step` counts finished optimizer steps, `tokens` the targets trained on.
 
-    `samples` counts sequences over all ranks, `metric` is the newest validation loss, `best` the lowest and its step.
+    `samples` counts sequences over all ranks, `metrics` has the newest validation loss by its step, `best` the lowest.
     `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
     what was resident before the model took memory, `plan_notes` what the planner had to say before the start.
     """
@@ -63,7 +63,7 @@ class Session:
     step: int = 0
     samples: int = 0
     tokens: int = 0
-    metric: float | None = None
+    metrics: dict[int, float] = field(default_factory=dict)
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
 
@@ -78,8 +78,8 @@ class Session:
         return self.config.batch.global_batch * self.config.batch.sequence_length
 
     def validated(self, loss: float) -> None:
-        """Note a validation loss of the current step: checkpoints are kept by it."""
-        self.metric = loss
+        """Note a validation loss of the current step: its checkpoint is kept by it."""
+        self.metrics = {self.step: loss}
         if self.best is None or loss < self.best["loss"]:
             self.best = {"loss": loss, "step": self.step}
 
@@ -113,7 +113,7 @@ class Session:
             "step": self.step,
             "samples": self.samples,
             "tokens": self.tokens,
-            "metric": self.metric,
+            "metric": self.metrics.get(self.step),
             "best": self.best,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
@@ -129,7 +129,7 @@ class Session:
             return
         extra, ranks = resumed.extra, self.ranks
         self.step, self.samples, self.tokens = extra["step"], extra["samples"], extra["tokens"]
-        self.metric, self.best = extra["metric"], extra["best"]
+        self.best = extra["best"]
         self.schedule.load_state_dict(extra["schedule"])
         self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
         self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
@@ -146,7 +146,7 @@ class Session:
 
 def open_session(config: Config, ranks: Ranks, plan_notes: Sequence[str] = ()) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
-    together(lambda: make_log_folder(config) if ranks.is_first else None, BadInput)
+    on_first(lambda: make_log_folder(config), BadInput)
     keeper = Keeper(config, ranks)
     try:
         return _open(config, ranks, keeper, plan_notes)
@@ -186,7 +186,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str
         if newest:
             session.resume()
         else:  # last, so that nothing is lost to a run that cannot start
-            together(lambda: clear_checkpoints(config) if ranks.is_first else None, BadInput)
+            on_first(lambda: clear_checkpoints(config), BadInput)
     except BaseException:
         engine_of(model).close()  # its files would stay: ranks end without the interpreter's help
         raise

@@ -23,7 +23,7 @@ from terrazzo.checkpoint.importers.torch_file import read_torch_file
 from terrazzo.checkpoint.source import Source
 from terrazzo.errors import BadInput
 
-__all__ = ["AccelerateFolder", "TrainerFolder", "open_folder", "recognises"]
+__all__ = ["open_folder", "recognises"]
 
 STATE_FILE = "trainer_state.json"
 FSDP_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"

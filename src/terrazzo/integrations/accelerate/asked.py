@@ -28,7 +28,7 @@ from terrazzo.engine import LossScaling, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for, trained_dtypes
 
-__all__ = ["DEFAULT_PLAN", "Asked", "hidden"]
+__all__ = ["Asked", "hidden"]
 
 DEFAULT_PLAN = "zero2"
 """Where nothing names a plan. Weights stay whole, so that what a script for replicas does with them still works."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_path
-from terrazzo.checkpoint.exchange import gather_json, together
+from terrazzo.checkpoint.store import step_of
 from terrazzo.engine import ShardedModule, engine_of
-from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.integrations.saving import on_first
+from terrazzo.errors import BadInput
+from terrazzo.exchange import on_first
 
 __all__ = ["loading", "saving"]
 
@@ -51,6 +51,8 @@ def loading(accelerator: Any) -> Iterator[None]:
             resumed = load_newest(_place(folder, index), model, engine_of(model).optimizer)
             if resumed is not None:
                 steps.append(resumed.extra["step"])
+                for path, why in resumed.refused.items():
+                    warnings.warn(f"resume: {path} is DAMAGED, not used: {why}", stacklevel=2)
             elif len(sharded) > 1:
                 raise BadInput(f"'{folder}' has no Terrazzo checkpoint, and this run has {len(sharded)} models.")
             else:
@@ -84,6 +86,4 @@ def _place(folder: str, index: int) -> Path:
 
 def _number(place: Path) -> int:
     """Of the newest checkpoint there, as rank 0 sees it."""
-    newest = together(lambda: latest(place) if dist.get_rank() == 0 else None, SaveFailed)
-    found: int = gather_json(int(newest.rpartition("-")[2]) if newest else 0)[0]
-    return found
+    return step_of(on_first(lambda: latest(place)) or "") or 0

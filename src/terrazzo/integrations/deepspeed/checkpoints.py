@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.checkpoint import Source
-from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.read import own_folder
 from terrazzo.errors import BadInput
+from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.integrations.deepspeed.config import Configuration
 from terrazzo.integrations.deepspeed.utils import is_first, warn_once
-from terrazzo.integrations.saving import on_first, save_over
+from terrazzo.integrations.saving import save_over, settle
 from terrazzo.integrations.weights import full_state_dict
 
 __all__ = ["Checkpoints"]
@@ -99,6 +99,7 @@ class Checkpoints:
             return None, None
         path = Path(load_dir) / name
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        settle(path)
         source = together(lambda: tz.checkpoint.open_source(path), BadInput)
         tz.checkpoint.load(path, self.module, optimizer)
         own = source.extra.get(_OWN) or _of_deepspeed(source)
@@ -184,8 +185,7 @@ def _name_latest(folder: Path, tag: str) -> None:
 def _latest(folder: Path) -> str | None:
     """What rank 0 reads, on every rank; None where there is no such file."""
     file = folder / "latest"
-    said = together(lambda: file.read_text().strip() if is_first() and file.is_file() else None, BadInput)
-    return cast(str | None, gather_json(said)[0])
+    return on_first(lambda: file.read_text().strip() if file.is_file() else None, BadInput)
 
 
 def _of_deepspeed(source: Source) -> dict[str, Any]:

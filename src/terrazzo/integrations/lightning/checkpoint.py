@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo import checkpoint as checkpoints
-from terrazzo.checkpoint.exchange import together
 from terrazzo.checkpoint.read import own_folder
 from terrazzo.errors import BadInput
+from terrazzo.exchange import together
 from terrazzo.integrations.lightning.state import from_json, to_json
-from terrazzo.integrations.saving import save_over
+from terrazzo.integrations.saving import save_over, settle
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -45,6 +45,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) ->
     Args:
         path: of a checkpoint that `save_checkpoint` wrote; or, without an optimizer, of a file of Lightning's.
     """
+    settle(path)
     together(lambda: _check_there(path), BadInput)
     if own_folder(path) is None:
         return _load_file(path, model, optimizer)

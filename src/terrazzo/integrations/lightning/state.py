@@ -59,7 +59,8 @@ def from_json(value: Any) -> Any:
     if kind == "items":
         return {key: each for key, each in held}  # noqa: C416 (pairs are lists)
     if kind == "tensor":
-        return torch.tensor(held, dtype=getattr(torch, value["dtype"]))
+        found = torch.tensor(held, dtype=getattr(torch, value["dtype"]))
+        return found.reshape(value["shape"]) if "shape" in value else found
     return tuple(held) if kind == "tuple" else float(held)
 
 
@@ -83,4 +84,5 @@ def _tensor(value: Tensor, where: str) -> dict[str, Any]:
             "kept beside the model. Register it as a buffer of the model."
         )
     name = str(value.dtype).removeprefix("torch.")
-    return _tagged("tensor", to_json(value.detach().cpu().tolist(), where), dtype=name)
+    shape = {} if value.numel() else {"shape": list(value.shape)}  # which an empty list of values does not tell
+    return _tagged("tensor", to_json(value.detach().cpu().tolist(), where), dtype=name, **shape)

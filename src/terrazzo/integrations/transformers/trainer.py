@@ -17,12 +17,12 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
+from terrazzo.exchange import on_first
 from terrazzo.integrations.accelerate import Accelerator
-from terrazzo.integrations.saving import save_over
+from terrazzo.integrations.saving import save_over, settle
 from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for
 from terrazzo.integrations.transformers.arguments import check, describe
 
@@ -124,7 +124,7 @@ class TerrazzoTrainerMixin(_Base):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = gather_json(newest_complete(self.args.output_dir))[0]
+            resume_from_checkpoint = on_first(lambda: newest_complete(self.args.output_dir), BadInput)
             if resume_from_checkpoint is None:
                 raise BadInput(f"There is no complete checkpoint in '{self.args.output_dir}' to resume from.")
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -168,8 +168,9 @@ def _name_dtype(config: Any, dtype: torch.dtype, folder: str) -> None:
 
 
 def state_of(folder: str) -> str:
-    """The sharded state in `checkpoint-N`, or the folder itself where another stack wrote it."""
+    """The sharded state in `checkpoint-N`, or the folder itself where another stack wrote it. Collective."""
     own = os.path.join(folder, _FOLDER)
+    settle(own)
     return own if os.path.isdir(own) else folder
 
 

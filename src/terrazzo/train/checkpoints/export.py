@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.checkpoint.exporters.huggingface import (
     ModelDescription,
     describe_folder,
@@ -21,7 +18,8 @@ from terrazzo.checkpoint.exporters.huggingface import (
     tokenizer_files,
 )
 from terrazzo.config import Config
-from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.errors import BadInput
+from terrazzo.exchange import on_first
 from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
@@ -41,20 +39,16 @@ def export(session: Session, *, trained: bool) -> Path:
     """
     out = session.config.log.folder / "hf"
     origin = {"run": session.keeper.run, "step": session.step}
-    if not trained and gather_json(out.exists() and _origin(out) == origin)[0]:
+    if not trained and on_first(lambda: out.exists() and _origin(out) == origin):
         return out
-    _on_first(lambda: _set_aside(out))
+    on_first(lambda: _set_aside(out))
     if session.config.lora.rank is not None:
         save_adapter(session.model, out)
     else:
         path = checkpoint.step_path(session.config.checkpoint_folder, session.step)
-        _on_first(lambda: export_huggingface(checkpoint.open_source(path), out, describe_model(session.config)))
-    _on_first(lambda: _note(out).write_text(json.dumps(origin) + "\n", encoding="utf-8"))
+        on_first(lambda: export_huggingface(checkpoint.open_source(path), out, describe_model(session.config)))
+    on_first(lambda: _note(out).write_text(json.dumps(origin) + "\n", encoding="utf-8"))
     return out
-
-
-def _on_first(work: Callable[[], object]) -> None:
-    together(lambda: work() if dist.get_rank() == 0 else None, SaveFailed)
 
 
 def _note(folder: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import nn
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver
-from terrazzo.checkpoint.exchange import gather_json, together
 from terrazzo.config import Config
 from terrazzo.errors import Misuse, SaveFailed
+from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.files import GIB
 from terrazzo.train.launch.ranks import Ranks
 
@@ -65,7 +64,7 @@ class Keeper:
         step, path = extra["step"], checkpoint.step_path(self.folder, extra["step"])
         if path in self._refused:  # damaged: its step comes again
             self._refused.remove(path)
-            self._on_first(lambda: checkpoint.set_aside(path))
+            on_first(lambda: checkpoint.set_aside(path))
         if self._settings.background:
             if self._saver is None:
                 limit = None if self._settings.staging_gib is None else int(self._settings.staging_gib * GIB)
@@ -118,10 +117,6 @@ class Keeper:
         keep = self._settings
         if (last := keep.keep_last) is not None:
             every, best = keep.keep_every, keep.keep_best
-            self._on_first(
+            on_first(
                 lambda: checkpoint.prune(self.folder, keep_last=last, keep_every=every, keep_best=best, run=self.run)
             )
-
-    def _on_first(self, work: Callable[[], object]) -> None:
-        """Let rank 0 do it; what fails there is raised on all ranks."""
-        together(lambda: work() if self._is_first else None, SaveFailed)

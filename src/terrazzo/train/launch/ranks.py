@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.exchange import agree, gather_json
 from terrazzo.config import Config, LaunchConfig, flatten
 from terrazzo.engine import backend_for
 from terrazzo.errors import BadInput
+from terrazzo.exchange import agree, gather_json
 from terrazzo.train.launch.joining import meet
 from terrazzo.train.launch.starting import resolve_device, set_threads
 

@@ -7,8 +7,9 @@ import tempfile
 from glob import has_magic
 from pathlib import Path
 
-from terrazzo.config import Config
+from terrazzo.config import Config, without_passwords
 from terrazzo.errors import BadInput
+from terrazzo.files import read_json
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.data.hub import folder_of_source
 from terrazzo.train.data.sources import PYTHON_STDLIB
@@ -50,6 +51,30 @@ def check_written(config: Config) -> None:
         raise BadInput(
             f"checkpoint.save_format is 'hf', and '{config.log.folder / 'hf'}' exists already: move it away."
         )
+    anew = config.checkpoint.resume == "never" and config.checkpoint.overwrite
+    if is_new and not anew:
+        _check_metrics(config)
+
+
+def _check_metrics(config: Config) -> None:
+    """A new run empties what a log folder holds: never of another run, which is known by where its checkpoints are."""
+    folder, own = config.log.folder, without_passwords(config.checkpoint_folder)
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists() or not metrics.stat().st_size:
+        return
+    try:
+        written = read_json(folder / "config.json", 1 << 20)
+        theirs = str(written["checkpoint"]["folder"] or folder / "checkpoints")
+    except (OSError, BadInput, KeyError, TypeError):
+        theirs = None
+    if theirs is not None and os.path.realpath(theirs) == os.path.realpath(own):  # its own, before it had saved
+        return
+    whose = "another run" if theirs is None else f"a run with checkpoint.folder='{theirs}'"
+    raise BadInput(
+        f"log.folder is '{folder}', where metrics.jsonl is of {whose}, and a new run would empty it: use another"
+        " log.folder, or that run's checkpoint.folder to continue it. To begin anew in its place:"
+        " checkpoint.resume=never with checkpoint.overwrite=true."
+    )
 
 
 def _without_globs(path: Path) -> Path:

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.exchange import gather_json
 from terrazzo.config import Config, load_config
 from terrazzo.engine import engine_of
+from terrazzo.exchange import gather_json
 from terrazzo.telemetry import PeakMemory
 from terrazzo.train.launch.failure import register_rank, run_rank
 from terrazzo.train.launch.ranks import join

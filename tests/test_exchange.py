@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 import terrazzo as tz
-from terrazzo.checkpoint.exchange import together
 from terrazzo.errors import TerrazzoError
+from terrazzo.exchange import on_first, together
 from tests.helpers.threads import run_in_threads
 
 KINDS = [each for each in vars(tz).values() if isinstance(each, type) and issubclass(each, TerrazzoError)]
@@ -25,3 +25,23 @@ def test_an_error_is_of_its_own_kind_on_every_rank(kind: type[TerrazzoError]) ->
         return caught.type, str(caught.value)
 
     assert run_in_threads(2, body) == [(kind, "what happened")] * 2
+
+
+@pytest.mark.parametrize("said", [None, [1, "two"], object()])
+def test_what_the_first_rank_does_all_ranks_hear_of(said: object) -> None:
+    """Its value; and its error, that of a value too which cannot be told."""
+    done: list[int] = []
+
+    def work() -> object:
+        done.append(dist.get_rank())
+        return said
+
+    def body(rank: int) -> object:
+        try:
+            return on_first(work, tz.Misuse)
+        except tz.Misuse as error:
+            return str(error)
+
+    untold = "rank 0: TypeError: Object of type object is not JSON serializable"
+    assert run_in_threads(2, body) == [said if type(said) is not object else untold] * 2
+    assert done == [0]

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from terrazzo import errors
-from terrazzo.errors import TerrazzoError
+from terrazzo.errors import SaveFailed, TerrazzoError
 
-__all__ = ["agree", "gather_json", "timeout_s", "together"]
+__all__ = ["agree", "gather_json", "on_first", "timeout_s", "together"]
 
 T = TypeVar("T")
 _ERRORS: dict[str, type[TerrazzoError]] = {
@@ -57,13 +57,36 @@ def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
 
     Raises on all ranks what the first one raised that did; as `failed` where it is not an error of Terrazzo's.
     """
-    result, problem = None, None
+    result, problem = _tried(work, failed)
+    _refuse(gather_json(problem))
+    return result  # type: ignore[return-value]
+
+
+def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) -> T:
+    """What `work` returns on rank 0 (anything JSON can hold), where alone it is done, on every rank. Collective.
+
+    Raises on all ranks what it raises there; as `failed` where that is not an error of Terrazzo's.
+    """
+    text, problem = _tried(lambda: json.dumps(work()), failed) if dist.get_rank() == 0 else (None, None)
+    told, problem = gather_json([text, problem])[0]
+    _refuse([problem])
+    value: T = json.loads(told)
+    return value
+
+
+_Problem = list[str]
+"""The name of the error's class, and its message."""
+
+
+def _tried(work: Callable[[], T], failed: type[TerrazzoError]) -> tuple[T | None, _Problem | None]:
     try:
-        result = work()
+        return work(), None
     except Exception as error:  # whatever it was, the other ranks must not wait for this one
         known = type(error).__name__ in _ERRORS
         text = str(error) if known else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        problem = [type(error).__name__ if known else failed.__name__, text]
-    if (first := next((other for other in gather_json(problem) if other is not None), None)) is not None:
+        return None, [type(error).__name__ if known else failed.__name__, text]
+
+
+def _refuse(problems: list[_Problem | None]) -> None:
+    if (first := next((problem for problem in problems if problem is not None), None)) is not None:
         raise _ERRORS[first[0]](first[1])
-    return result  # type: ignore[return-value]
