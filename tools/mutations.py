@@ -82,7 +82,7 @@ MUTATIONS = [
     Mutation(
         "clipping scales what a later backward brings, too",
         "engine/gradient.py",
-        "        if there is not None:\n            self.apply_factor()",
+        "        if there is not None:\n            there.apply_factor()",
         "        if there is not None:",
         "engine/test_numerics.py engine/offload/test_bits.py",
     ),
@@ -117,14 +117,14 @@ MUTATIONS = [
     # -- collectives
     Mutation(
         "memory is used again while a neighbour reads it",
-        "engine/links/collectives.py",
+        "engine/links/gloo.py",
         "                neighbour.await_taken(kind)",
         "                pass",
         "engine/links",
     ),
     Mutation(
         "the last element of a sum is left out",
-        "engine/links/collectives.py",
+        "engine/links/gloo.py",
         "for start in range(0, total.numel(), step):",
         "for start in range(0, total.numel() - 1, step):",
         "engine/links",
@@ -132,7 +132,7 @@ MUTATIONS = [
     # -- optimizers
     Mutation(
         "memory is given back while it is sent to another machine",
-        "engine/links/collectives.py",
+        "engine/links/gloo.py",
         "            for work in going:\n                work.wait()",
         "            pass",
         "engine/links engine/test_processes.py",

@@ -321,7 +321,7 @@ def test_two_backwards_of_one_forward() -> None:
         loss.backward()
         for bucket in engine_of(model).trainable():
             for index, member in enumerate(bucket.members):
-                slot, held = bucket.slots[index], bucket.gradient.finished
+                slot, held = bucket.slots[index], bucket.gradient.finished.data
                 part = held.range.intersect(slot.range)
                 wanted = dict(base.named_parameters())[member.name].grad.flatten()
                 torch.testing.assert_close(held.part(part), wanted[part.start - slot.offset : part.stop - slot.offset])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -342,3 +343,14 @@ def test_the_ledger_returns_to_zero_after_each_step() -> None:
         return readings
 
     assert on_ranks(2, body) == [[0, 0, 0]] * 2
+
+
+def test_what_sums_are_divided_by_outlives_the_engine() -> None:
+    """Of an engine that is gone nothing can be asked, and no denominator would mean an earlier micro-batch."""
+    with fake_group(2):
+        model, _ = tz.shard(Net(), None, "zero2")
+        model.set_gradient_denominator(3.0)
+        schedule = engine_of(model).schedule
+        del model
+        gc.collect()
+        assert schedule._reductions._denominator() == 3.0

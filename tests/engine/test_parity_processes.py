@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from terrazzo.engine.links.collectives import GlooCollectives
+from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.schedule import Schedule
 from tests.engine.models import base_model, batch, loss_of
 from tests.engine.parity import Case, Runner, assert_parity, axes, run_on_threads

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.links import collectives
+from terrazzo.engine.links import backends
 from terrazzo.engine.links.collectives import NativeCollectives
 from terrazzo.engine.order import ENTER, LEAVE, Order
 from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
@@ -410,8 +410,8 @@ def test_a_step_that_one_rank_leaves_out_is_named(plan: str) -> None:
 
 def uneven_without_labels(plan: str) -> str:
     """Run by each process: NCCL's part is played by gloo's own collectives, whose messages say nothing."""
-    before = collectives._KINDS["gloo"]
-    collectives._KINDS["gloo"] = NativeCollectives
+    before = backends._KINDS["gloo"]
+    backends._KINDS["gloo"] = NativeCollectives
     try:
         rank = dist.get_rank()
         model = Routed()
@@ -427,7 +427,7 @@ def uneven_without_labels(plan: str) -> str:
             return str(error)
         return ""
     finally:
-        collectives._KINDS["gloo"] = before
+        backends._KINDS["gloo"] = before
 
 
 @pytest.mark.processes

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from terrazzo.engine import Offload, Plan, Precision, estimate
-from terrazzo.engine.links.collectives import GlooCollectives
+from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.partition import find_units, partition
 from terrazzo.engine.place import OFFLOADS
 from terrazzo.planner.machine.devices import Cluster, Device

@@ -2,8 +2,8 @@
 
 The core is in this folder. Read it in this order: layout, place, precision, spec, axes and recipe, what is stated;
 buffer, parameter, gradient, partition, bucket and unit, what is held; order, regions, runnable, reductions and
-schedule, when it moves; pass_end, scaler, saved, listeners and hooks, how a training loop drives it. Folders, from the
-lowest to the highest, the core among them:
+schedule, when it moves; pass_end, agreement, scaler, saved, listeners and hooks, how a training loop drives it.
+Folders, from the lowest to the highest, the core among them:
 
     process     threads, how things end, memory
     links       how ranks exchange
@@ -23,7 +23,7 @@ packages:
     process.ending                                    threads, locks and forks of those who have their own
     partition, place, spec, layout                    units, where their states rest, what moves: for the planner
     order, schedule, paper.rehearsal                  a step on paper, likewise
-    links.collectives, links.columns, links.transfer  what sums receive, likewise
+    links.gloo, links.columns, links.transfer         what sums receive, likewise
     offload.drive, offload.needs, offload.store       what rests away from the device, likewise
 
 `tools/lint_structure.py` checks both.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo.engine.links.collectives import Collectives, backend_of, collectives_for
+from terrazzo.engine.links.backends import backend_of, collectives_for
+from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
 

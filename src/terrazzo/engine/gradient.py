@@ -7,13 +7,13 @@ once the last one has been summed over all ranks and divided. Finished and parti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
-from terrazzo.engine.layout import Slot
+from terrazzo.engine.layout import Range, Slot
 from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
@@ -22,18 +22,39 @@ from terrazzo.engine.spec import SumAxes
 __all__ = ["Finished", "Gradient", "view"]
 
 
-class Finished(NamedTuple):
-    """A finished gradient as the optimizer finds it.
+@dataclass
+class Finished:
+    """A finished gradient.
 
     Attributes:
         data: where it rests.
-        factor: what it has still to be multiplied by; None for nothing.
         landing: what has to end before it is there; None for nothing.
+        factor: what it has still to be multiplied by, from clipping; None for nothing.
     """
 
     data: Resting
-    factor: Tensor | None
-    landing: Job | None
+    landing: Job | None = None
+    factor: Tensor | None = None
+
+    def wait(self) -> Resting:
+        """Its data, once they are there."""
+        if self.landing is not None:
+            self.landing.wait()
+            self.landing = None
+        return self.data
+
+    def change(self, change: Callable[[Tensor], object], wanted: Range | None = None) -> None:
+        """Change what is held of `wanted`, or all of it, part by part in memory."""
+        data = self.wait()
+        for part in data.cuts(wanted or data.range):
+            with data.opened(part, "change") as elements:
+                change(elements)
+
+    def apply_factor(self) -> None:
+        """Multiply by what has been put off so far: the elements are about to change."""
+        factor, self.factor = self.factor, None
+        if factor is not None:
+            self.change(lambda part: part.mul_(factor))
 
 
 class Gradient:
@@ -46,20 +67,18 @@ class Gradient:
     Attributes:
         seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
         filled_numel: elements of the parameters whose gradients are in the unreduced gradient.
-        factor: what the finished gradient has still to be multiplied by, from clipping; None for nothing.
+        finished: if there is a finished gradient, be it still on its way to its tier.
         changes: counts those of the finished gradient.
     """
 
     def __init__(self, space: Space, recipe: Recipe, sum_axes: SumAxes, tier: str) -> None:
         self.space, self.recipe, self.sum_axes, self.tier = space, recipe, sum_axes, tier
         self.seen = [False] * len(space.layout.slots)
-        self.factor: Tensor | None = None
+        self.finished: Finished | None = None
         self.changes = 0
         self.pending: Tensor | None = None
         self._partial: Buffer | None = None
         self._partial_home: Buffer | None = None
-        self._finished: Resting | None = None
-        self._landing: Job | None = None
         self._empty()
 
     def build(self, store: Homes) -> None:
@@ -68,26 +87,13 @@ class Gradient:
         dtype = self.recipe.precision.accumulate
         self._home = None if self.tier == "device" else store.state(self.space, self.sum_axes.optim, dtype, self.tier)
 
-    @property
-    def finished(self) -> Resting | None:
-        """The finished gradient, if there is one."""
-        if self._landing is not None:
-            self._landing.wait()
-            self._landing = None
-        return self._finished
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether there is a finished gradient, be it still on its way to its tier."""
-        return self._finished is not None
-
     def handed_over(self) -> Finished:
         """The finished gradient for an update, which waits for it, and scales in place what it finds in memory."""
-        assert self._finished is not None, "no gradient is finished"
-        finished = Finished(self._finished, self.factor, self._landing)
-        if isinstance(self._finished, Buffer):
-            self.factor = None
-        return finished
+        assert self.finished is not None, "no gradient is finished"
+        handed_over = replace(self.finished)
+        if isinstance(self.finished.data, Buffer):
+            self.finished.factor = None
+        return handed_over
 
     # -- within a micro-batch ----------------------------------------------------------------------------------
 
@@ -200,15 +206,15 @@ class Gradient:
         there = self.finished
         self.changes += 1
         if there is not None:
-            self.apply_factor()
-            for part in there.cuts(there.range):
-                with there.opened(part, "change") as kept:
-                    kept.add_(data.part(part).to(kept.device))
+            there.apply_factor()
+            resting = there.wait()
+            for part in resting.cuts(resting.range):
+                with resting.opened(part, "change") as sums:
+                    sums.add_(data.part(part).to(sums.device))
         elif self._home is None:
-            self._finished = data
+            self.finished = Finished(data)
         else:
-            self._finished = self._home
-            self._landing = self._store.commit(self._home, data)
+            self.finished = Finished(self._home, self._store.commit(self._home, data))
 
     # -- between steps -----------------------------------------------------------------------------------------
 
@@ -218,32 +224,27 @@ class Gradient:
         self.changes += 1
         if finished is None:
             return
-        if self._home is None and isinstance(finished, Buffer):
-            finished.data.mul_(factor.to(finished.dtype))
+        if self._home is None:
+            finished.change(lambda data: data.mul_(factor.to(data.dtype)))
             return
-        self.apply_factor()
-        self.factor = factor.to(device="cpu", dtype=finished.dtype)
+        finished.apply_factor()
+        finished.factor = factor.to(device="cpu", dtype=finished.data.dtype)
 
     def whole(self) -> Tensor | None:
         """The finished gradient as one tensor in memory, scaled; None where there is none."""
         finished = self.finished
         if finished is None:
             return None
-        with finished.opened(finished.range) as data:
-            return data if self.factor is None else data * self.factor
+        resting = finished.wait()
+        with resting.opened(resting.range) as data:
+            return data if finished.factor is None else data * finished.factor
 
-    def apply_factor(self) -> None:
-        """Multiply by what has been put off so far: the elements are about to change."""
+    def change(self, index: int, change: Callable[[Tensor], object]) -> None:
+        """Change this rank's elements of one parameter's finished gradient in memory."""
         self.changes += 1
-        factor, self.factor = self.factor, None
-        if factor is not None:
-            self._apply(lambda part: part.mul_(factor))
-
-    def _apply(self, change: Callable[[Tensor], object]) -> None:
-        finished = self.finished
-        for part in finished.cuts(finished.range) if finished is not None else ():
-            with finished.opened(part, "change") as data:  # type: ignore[union-attr]
-                change(data)
+        if self.finished is not None:
+            self.finished.apply_factor()
+            self.finished.change(change, self.space.layout.slots[index].range)
 
     @property
     def unfinished(self) -> bool:
@@ -264,24 +265,22 @@ class Gradient:
         self.drop_unfinished()
         self.changes += 1
         if set_to_none or self.finished is None:
-            self._finished = self.factor = self._landing = None
+            self.finished = None
             self.seen = [False] * len(self.seen)
         else:
-            self.factor = None  # put off: it would meet the next gradient, and 0 times NaN is NaN
-            self._apply(lambda part: part.zero_())
+            self.finished.factor = None  # put off: it would meet the next gradient, and 0 times NaN is NaN
+            self.finished.change(Tensor.zero_)
 
     def forget(self, indices: Iterable[int], set_to_none: bool = True) -> None:
         """As `zero`, for some of the parameters: the others keep theirs."""
-        self.apply_factor()  # what it still waits for is the others' alone: 0 times NaN is NaN
         slots = self.space.layout.slots
         for index in indices:
             if self._filled[index]:
                 self._filled[index] = False  # what is not filled counts as zero
                 self.filled_numel -= slots[index].numel
-            for state in (self._partial, self.finished):
-                for part in state.cuts(slots[index].range) if state is not None else ():
-                    with state.opened(part, "change") as data:  # type: ignore[union-attr]
-                        data.zero_()
+            if self._partial is not None:
+                self._partial.part(slots[index].range).zero_()
+            self.change(index, Tensor.zero_)  # behind the factor, for 0 times NaN is NaN
             if set_to_none:
                 self.seen[index] = False
         if not any(self.seen) and not self.unfinished:

@@ -1,30 +1,24 @@
-"""Connects a schedule to a model: module, parameter and autograd hooks, and the agreement at the end of a step."""
+"""Connects a schedule to a model: module, parameter and autograd hooks."""
 
 from __future__ import annotations
 
 import dataclasses
-import zlib
-from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from terrazzo.engine.agreement import Agreement
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.listeners import before_gradient, eager, on_backward, take_last, weakly
-from terrazzo.engine.order import Order, merge
-from terrazzo.engine.pass_end import meet
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.regions import Regions, is_differentiated
 from terrazzo.engine.saved import SavedWeights
-from terrazzo.engine.scaler import LossScaler, scale_backward
+from terrazzo.engine.scaler import Denominator, LossScaler, scale_backward
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
 
@@ -38,24 +32,22 @@ class Hooks:
 
     Args:
         units: in registration order, root first.
+        denominator: knows the scaler, where gradients inside the model are scaled.
 
     Attributes:
-        scaler: set when gradients inside the model are scaled.
-        begun, ended: told of each backward pass, before any gradient is there and when all are.
-        wanted: told before gradients are clipped, or taken by the optimizer.
+        wanted: to be called before gradients are clipped, or taken by the optimizer.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision) -> None:
-        self.units, self.schedule, self.axes, self.precision = units, schedule, axes, precision
-        self.scaler: LossScaler | None = None
+    def __init__(
+        self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision, denominator: Denominator
+    ) -> None:
+        self.units, self.schedule, self.precision = units, schedule, precision
+        self._denominator, self._agreement = denominator, Agreement(units, schedule, axes)
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
-        self.begun: Callable[[], None] = _ignore
-        self.ended: Callable[[], None] = _ignore
-        self.wanted: Callable[[], None] = _ignore
+        self.tell(_ignore, _ignore, _ignore)
         self._late: set[int] = set()
         self._passes = 0
-        self._control = axes.control_device
         self._regions = Regions()
         self._surprised = False  # whether backward has come to a unit unannounced
         storages = {
@@ -79,6 +71,19 @@ class Hooks:
                     take_last(member.parameter, weakly(self, Hooks.take_gradient, unit.index, number, index))
         model.register_forward_hook(eager(weakly(self, Hooks.after_model)))
         model.register_forward_hook(eager(weakly(self, Hooks.model_ended)), always_call=True)
+
+    def tell(self, begun: Callable[[], None], ended: Callable[[], None], wanted: Callable[[], None]) -> None:
+        """From now on, these are called.
+
+        Args:
+            begun, ended: for each backward pass, before any gradient is there and when all are.
+            wanted: before gradients are clipped, or taken by the optimizer.
+        """
+        self._begun, self._ended, self.wanted = begun, ended, wanted
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        return self._denominator.scaler
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class Hooks:
         training = torch.is_grad_enabled()
         self.schedule.end_forward()
         if training and not self.schedule.order.agreed:
-            self._agree_on_order()
+            self._agreement.on_order()
         return scale_backward(output, self.scaler) if self.scaler else output
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -133,7 +138,7 @@ class Hooks:
             self.schedule.recompute(unit)
             return
         if not self.schedule.order.agreed and (pair := self._regions.enter(index, args)):
-            self.schedule.together.add(pair)
+            self.schedule.program.join([pair])
         self.schedule.enter_forward(unit)
 
     def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -146,7 +151,7 @@ class Hooks:
         announced, hidden = self._watch(unit, output) if training else (False, False)
         if hidden:
             self._surprised = True  # what holds it ends with any backward, be it another forward's
-            self.begun()  # nothing else may announce its backward
+            self._begun()  # nothing else may announce its backward
             self.schedule.hold_until_backward_ends(unit)
         else:
             self.schedule.leave_forward(unit, training, announced or (not training and self._regions.reentrant))
@@ -212,19 +217,16 @@ class Hooks:
     def end_backward(self) -> None:
         if self.schedule.in_backward:
             self.schedule.end_backward()
-            if self.schedule.this_pass is Pass.FINISHES:
-                self._agree()
-            elif self.schedule.this_pass is Pass.REDUCES and self.schedule.meet is None:
-                self._agree_on_flags()  # ranks that have not run the same hear it here
+            self._agreement.on_gradients(self._late)
             self.schedule.finish()
             if self.scaler is not None:
                 self.scaler.in_use = False
-            self.ended()
+            self._ended()
 
     def start_backward(self) -> int:
         """Note that a backward pass is under way; returns its number."""
         if not self.schedule.in_backward:
-            self.begun()
+            self._begun()
             self.schedule.begin_backward()
             self._late.clear()
             self._passes += 1
@@ -255,58 +257,6 @@ class Hooks:
             return tensor.to(self.precision.compute) if tensor.is_floating_point() else tensor
 
         return tree_map_only(Tensor, cast, inputs)
-
-    # -- the end of a step -------------------------------------------------------------------------------------
-
-    def _agree_on_order(self) -> None:
-        """Compare what the ranks ran, and make it the program; see `Order`."""
-        schedule, axes = self.schedule, self.axes
-        notes = [*schedule.visits, *((one, _WITH + other) for one, other in sorted(schedule.together))]
-        numbers = [number for note in notes for number in note]
-        digest = zlib.crc32(array("q", numbers).tobytes())
-        if all(axes.equal(torch.tensor([len(numbers), digest], device=self._control))):
-            ranks = [notes]
-        else:
-            ranks = self._notes_of_ranks(numbers)
-        schedule.together.update((one, other - _WITH) for notes in ranks for one, other in notes if other >= _WITH)
-        merged = merge([[note for note in notes if note[1] < _WITH] for notes in ranks])
-        if merged is not None:
-            schedule.order = Order.of_visits(merged, self.units, agreed=True, together=schedule.together)
-        schedule.strayed = False
-
-    def _notes_of_ranks(self, numbers: Sequence[int]) -> list[list[tuple[int, int]]]:
-        axes = self.axes
-        longest = int(axes.maximum(torch.tensor([len(numbers)], device=self._control)).item())
-        own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=self._control)
-        rows = axes.rows(own).tolist()
-        return [[(row[i], row[i + 1]) for i in range(0, longest, 2) if row[i] >= 0] for row in rows]
-
-    def _agree(self) -> None:
-        """Take over which parameters got a gradient, which units got one too late, who left the order."""
-        strayed, late, seen = self._agree_on_flags()
-        found = iter(seen)
-        for bucket in (bucket for unit in self.units for bucket in unit.trainable()):
-            bucket.gradient.seen = [bool(flag) for flag in islice(found, len(bucket.members))]
-        for unit in (unit for unit in self.units if late[unit.index]):
-            self.schedule.start_reducing(unit)
-        if strayed:
-            self.schedule.order = dataclasses.replace(self.schedule.order, agreed=False)
-
-    def _agree_on_flags(self) -> tuple[int, list[int], list[int]]:
-        """One small reduction: whether any rank has left the order, had each unit late, saw each parameter's gradient.
-
-        Errors: `RanksApart` if the ranks have not run the same.
-        """
-        late = [int(unit.index in self._late) for unit in self.units]
-        buckets = [bucket for unit in self.units for bucket in unit.trainable()]
-        seen = [int(flag) for bucket in buckets for flag in bucket.gradient.seen]
-        label = self.schedule.end_of(Purpose.END_OF_BACKWARD)
-        strayed, *flags = meet(self.axes, label, [int(self.schedule.strayed), *late, *seen])
-        return strayed, flags[: len(late)], flags[len(late) :]
-
-
-_WITH = 3
-"""Added to the index of a unit in the notes of ranks: past the events of a `Visit`."""
 
 
 def forget_gradients(units: Iterable[Unit], schedule: Schedule, set_to_none: bool = True) -> None:
@@ -349,11 +299,11 @@ def _called(unit: Unit) -> str:
 
 def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
     """The modules inside `module`, without those inside one of `others`."""
-    found = []
+    inside = []
     for child in module.children():
         if child not in others:
-            found += [child, *_modules_inside(child, others)]
-    return found
+            inside += [child, *_modules_inside(child, others)]
+    return inside
 
 
 def _inside_backward() -> bool:

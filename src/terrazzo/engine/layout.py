@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["ALIGN", "Layout", "Range", "Slot", "share"]
+__all__ = ["ALIGN", "Layout", "Range", "Slot", "round_up", "share"]
 
 ALIGN = 64
 """Elements. Keeps views on cache lines, and fused CPU AdamW bitwise independent of where a shard is cut."""
@@ -111,4 +111,5 @@ def share(whole: Range, cuts: Sequence[tuple[int, int]]) -> Range:
 
 
 def round_up(value: int, multiple: int) -> int:
+    """The next multiple, or `value` itself if it is one."""
     return -(-value // multiple) * multiple

@@ -12,11 +12,11 @@ import heapq
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from terrazzo.engine.runnable import Runnable
 
-__all__ = ["ENTER", "LEAVE", "LEAVE_FOR_GOOD", "Order", "Visit", "contains", "merge", "position_from"]
+__all__ = ["ENTER", "LEAVE", "LEAVE_FOR_GOOD", "Order", "Program", "Visit", "contains", "merge", "position_from"]
 
 ENTER, LEAVE_FOR_GOOD, LEAVE = range(3)
 """What happened to a unit in a forward: it began; it ended and no backward of it will come; it ended."""
@@ -77,6 +77,50 @@ class Order:
     def of_registration(cls, units: Sequence[Runnable]) -> Order:
         """The program to expect before anything has run: units as registered, each around its inner units."""
         return cls.of_visits([], units, agreed=False)
+
+
+class Program:
+    """The order that all ranks follow, and what this rank has seen of the model since they compared.
+
+    Args:
+        units: all of them, in registration order, which is the program at first.
+
+    Attributes:
+        visits: what the last forward of the model ran.
+        together: pairs of units that this model recomputes in one region.
+        strayed: whether a unit has come elsewhere than in the order, since the last agreement.
+    """
+
+    def __init__(self, units: Sequence[Runnable]) -> None:
+        self._units, self.order = units, Order.of_registration(units)
+        self.visits: list[Visit] = []
+        self.together: set[tuple[int, int]] = set()
+        self.strayed = False
+
+    def begin_forward(self) -> None:
+        self.visits.clear()
+
+    def note(self, unit: int, event: int) -> None:
+        """A visit, in the forward that runs."""
+        self.visits.append((unit, event))
+
+    def join(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Each pair of units is recomputed in one region."""
+        self.together.update(pairs)
+
+    def stray(self) -> None:
+        """A unit has come elsewhere than in the order."""
+        self.strayed = True
+
+    def doubt(self) -> None:
+        """So it has on some rank: the ranks compare again after the next forward."""
+        self.order = replace(self.order, agreed=False)
+
+    def adopt(self, visits: Sequence[Visit] | None) -> None:
+        """The ranks have compared, and run `visits` from now on; None: what they ran before."""
+        if visits is not None:
+            self.order = Order.of_visits(visits, self._units, agreed=True, together=self.together)
+        self.strayed = False
 
 
 def _closings(forward: Sequence[int], backward: Sequence[int]) -> list[tuple[int, ...]]:

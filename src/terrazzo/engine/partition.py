@@ -27,9 +27,10 @@ MIN_UNIT_NUMEL = 1_000_000
 
 @dataclass
 class Member:
-    """One parameter: every name it has, where it is registered, and the optimizer's param group (-1: none).
+    """One parameter: every name it has, where it is registered, and what steps it.
 
     Attributes:
+        group: number of its param group among those of all optimizers of the model; -1 for none.
         holders: modules and attributes, until its values are there; they may hold the model itself.
         registered: the dictionaries of parameters in which it stands from then on, by attribute.
     """
@@ -91,15 +92,15 @@ def _asked_for(model: nn.Module, units: Units) -> list[str]:
     finds = _finder(children)
     chosen: set[str] = set()
     for unit in units:
-        found = finds(unit)
-        if not found:
+        matches = finds(unit)
+        if not matches:
             label = unit if isinstance(unit, str) else unit.__name__
             classes = sorted({type(module).__name__ for _, module in children})
             raise BadInput(
                 f"units: {label!r} matches no module of {type(model).__name__}.{did_you_mean(label, classes)} Give a "
                 f"module class, or a glob over module names such as 'layers.*'. Classes here: {', '.join(classes)}."
             )
-        chosen.update(found)
+        chosen.update(matches)
     return [name for name, module in children if name in chosen and _has_parameters(module)]
 
 
@@ -113,12 +114,12 @@ def _finder(children: Sequence[tuple[str, nn.Module]]) -> Callable[[type[nn.Modu
     def find(unit: type[nn.Module] | str) -> list[str]:
         if not isinstance(unit, str):
             return [name for name, module in children if isinstance(module, unit)]
-        found = by_class.get(unit, [])
+        of_class = by_class.get(unit, [])
         plain = _UNESCAPED.sub(r"\1", unit)
         if not _SPECIAL.search(_UNESCAPED.sub("", unit)):
-            return [*found, plain] if plain in names else found
+            return [*of_class, plain] if plain in names else of_class
         dots = unit.count(".")
-        return [*found, *(n for n in names if n.count(".") == dots and fnmatch.fnmatchcase(n, unit))]
+        return [*of_class, *(n for n in names if n.count(".") == dots and fnmatch.fnmatchcase(n, unit))]
 
     return find
 
@@ -164,11 +165,11 @@ def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
 
 
 def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    by_id: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), (parameter, []))[1].append(name)
+        by_id.setdefault(id(parameter), (parameter, []))[1].append(name)
     members = []
-    for parameter, aliases in found.values():
+    for parameter, aliases in by_id.values():
         paths = [name.rpartition(".") for name in aliases]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
         members.append(Member(tuple(aliases), parameter, holders))

@@ -3,44 +3,67 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import NamedTuple
 
+from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
+from terrazzo.engine.runnable import Runnable
 
 __all__ = ["Reductions"]
 
 
-class Reductions:
-    """Of several units, oldest first."""
+class _Sum(NamedTuple):
+    """Of one unit's gradients; `last` if it is then finished."""
 
-    def __init__(self) -> None:
-        self._transfers: list[tuple[int, Transfer]] = []
+    unit: int
+    last: bool
+    transfer: Transfer
+
+
+class Reductions:
+    """Of several units, oldest first.
+
+    Args:
+        denominator: what finished sums are divided by.
+
+    Attributes:
+        told: of each unit whose gradients are finished.
+    """
+
+    def __init__(self, denominator: Callable[[], float]) -> None:
+        self._denominator = denominator
+        self.told: Callable[[int], None] = lambda unit: None
+        self._sums: list[_Sum] = []
 
     @property
     def under_way(self) -> bool:
-        return bool(self._transfers)
+        return bool(self._sums)
 
-    def start(self, unit: int, transfer: Transfer) -> None:
-        self._transfers.append((unit, transfer))
+    def start(self, unit: Runnable, label: Label) -> None:
+        """Start summing a unit's gradients, after moving the earlier sums one collective on."""
+        for each in self._sums:
+            each.transfer.advance()
+            self._tell(each)
+        self._sums = [each for each in self._sums if not each.transfer.done]
+        last = label.purpose is Purpose.GRADIENT
+        moves = unit.reduce(self._denominator() if last else None)
+        self._sums.append(_Sum(unit.index, last, Transfer(moves, label)))
 
-    def advance(self) -> Iterator[int]:
-        """Start each one's next collective; gives the units whose gradients are summed."""
-        for unit, transfer in self._transfers:
-            transfer.advance()
-            if transfer.done:
-                yield unit
-        self._transfers = [(unit, transfer) for unit, transfer in self._transfers if not transfer.done]
+    def finish(self) -> None:
+        """Wait for all."""
+        for each in self._sums:
+            each.transfer.finish()
+            self._tell(each)
+        self._sums.clear()
 
-    def finish(self) -> Iterator[int]:
-        """Wait for all; gives each unit when its gradients are summed."""
-        for unit, transfer in self._transfers:
-            transfer.finish()
-            yield unit
-        self._transfers.clear()
+    def _tell(self, each: _Sum) -> None:
+        if each.last and each.transfer.done:
+            self.told(each.unit)
 
     def abandon(self) -> None:
         """Wait for what still comes to its end, and tell nobody."""
-        for _, transfer in self._transfers:
+        for each in self._sums:
             with contextlib.suppress(RuntimeError, OSError):
-                transfer.finish()
-        self._transfers.clear()
+                each.transfer.finish()
+        self._sums.clear()

@@ -2,11 +2,12 @@
 
 The model's outputs pass through `scale_backward`: forward, it hands them over in fp32; backward, it multiplies what
 comes back by the scale before anything is rounded to fp16. The engine divides the scale out when it divides by the
-denominator. The loss itself is never scaled, so neither are logged losses, gradients seen after backward, or norms.
+`Denominator`. The loss itself is never scaled, so neither are logged losses, gradients seen after backward, or norms.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from terrazzo.engine.precision import LossScaling
 from terrazzo.errors import Diverged
 
-__all__ = ["LossScaler", "scale_backward"]
+__all__ = ["Denominator", "LossScaler", "scale_backward"]
 
 
 class LossScaler:
@@ -70,6 +71,25 @@ class LossScaler:
         self.skipped_steps = int(state["skipped_steps"])
         self._good_steps = int(state["good_steps"])
         self._patience = max(0, int(state["patience"]))  # releases that counted on below zero have saved that
+
+
+@dataclass
+class Denominator:
+    """What sums of gradients are divided by, once they are finished.
+
+    Attributes:
+        ranks: over which gradients are summed.
+        chosen: by the user, in place of their number; None where that is meant.
+        scaler: of what has been multiplied in; None where gradients are not scaled.
+    """
+
+    ranks: int
+    chosen: float | None = None
+    scaler: LossScaler | None = None
+
+    def __call__(self) -> float:
+        chosen = float(self.ranks) if self.chosen is None else self.chosen
+        return chosen * (self.scaler.scale if self.scaler else 1.0)
 
 
 class _ScaleBackward(torch.autograd.Function):

@@ -1,9 +1,8 @@
 """When things happen: gathers, releases and reductions, along an order that all ranks share.
 
-Five events drive everything. Forward of a unit begins: gather it, start gathering the next ones, wait. Forward ends:
-weights go to the plan's `between`. Backward of a unit begins: release the units that have ended, gather this one, start
-reducing the ended ones, start gathering the next ones, wait. Half of its gradient is there: gather what was held back.
-Backward ends: reduce the rest.
+Forward of a unit begins: gather it, start gathering the next ones, wait. It ends: weights go to the plan's `between`.
+Backward of a unit begins: release the units that have ended, gather this one, start reducing the ended ones, start
+gathering the next ones, wait. Half of its gradient is there: gather what was held back. Backward ends: reduce the rest.
 
 In backward three units' worth of memory is in use: the weights and the gradient of the running unit, and either the
 gradient that is being reduced or the weights that come next. So while a gradient is being reduced, the next gather is
@@ -18,11 +17,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.links.transfer import Transfer
-from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit, position_from
+from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Program, position_from
 from terrazzo.engine.reductions import Reductions
 from terrazzo.engine.runnable import Runnable
 from terrazzo.engine.spec import Pass
@@ -30,6 +28,7 @@ from terrazzo.engine.spec import Pass
 __all__ = ["Schedule"]
 
 Meet = Callable[[Label, int], int]
+Divisor = Callable[[], float]
 
 
 class Schedule:
@@ -37,28 +36,22 @@ class Schedule:
 
     Args:
         units: in registration order, root first.
-        order: the program to start with.
         prefetch: how many units ahead of the running one are gathered.
         meet: the highest of the numbers that the ranks bring to the end of a pass; None where no rank needs another's
             weights.
+        denominator: what finished gradient sums are divided by.
 
-    Attributes:
-        denominator: divides finished gradient sums.
-        reduced: told of each unit whose gradients are finished.
-        visits: what the last forward of the model ran.
-        together: pairs of units that this model recomputes in one region.
-        strayed: whether a unit has come elsewhere than in the order, since the last agreement.
+    Attributes, which are set here alone:
+        program: what all ranks run.
         closed: units whose gradients are being reduced, or are complete, in this backward.
         this_pass: what becomes of this micro-batch's gradients.
     """
 
-    def __init__(self, units: Sequence[Runnable], order: Order, prefetch: int, meet: Meet | None = None) -> None:
-        self.units, self.order, self.prefetch, self.meet = units, order, prefetch, meet
-        self.denominator: Callable[[], float] = lambda: 1.0
-        self.reduced: Callable[[int], None] = lambda unit: None
-        self.this_pass, self.strayed = Pass.FINISHES, False
-        self.visits: list[Visit] = []
-        self.together: set[tuple[int, int]] = set()
+    def __init__(
+        self, units: Sequence[Runnable], prefetch: int, meet: Meet | None = None, denominator: Divisor = lambda: 1.0
+    ) -> None:
+        self.units, self.program, self.prefetch, self.meet = units, Program(units), prefetch, meet
+        self.this_pass = Pass.FINISHES
         self.closed: set[int] = set()
         self.in_forward = self.in_backward = self._training = False
         self._names = tuple(unit.name for unit in units)
@@ -67,10 +60,28 @@ class Schedule:
         self._begun: dict[int, int] = {}  # in this forward, on this rank: unit to its place among those that began
         self._awaited: set[int] = set()
         self._held: set[int] = set()  # of these, whose weights stay until backward ends
-        self._reductions = Reductions()
+        self._reductions = Reductions(denominator)
         self._held_back: Sequence[int] = ()
         self._forward_cursor = self._backward_cursor = self._forwards = self._backwards = 0
         self._announced = -1  # the unit whose backward is running
+
+    @property
+    def order(self) -> Order:
+        return self.program.order
+
+    # -- what holds from now on --------------------------------------------------------------------------------
+
+    def turn_to(self, this_pass: Pass) -> None:
+        """Gradients of the backward passes to come are treated so."""
+        self.this_pass = this_pass
+
+    def gather_ahead(self, count: int) -> None:
+        """At least so many units are gathered ahead of the running one."""
+        self.prefetch = max(self.prefetch, count)
+
+    def when_reduced(self, told: Callable[[int], None]) -> None:
+        """`told` hears of each unit whose gradients are finished."""
+        self._reductions.told = told
 
     # -- forward -----------------------------------------------------------------------------------------------
 
@@ -78,8 +89,9 @@ class Schedule:
         """The model's own forward begins; `training` if it is differentiated, whatever parts of it are not."""
         self.in_forward, self._training, self._forward_cursor = True, training, 0
         self._forwards += 1
-        for passing in (self._running, self._begun, self.visits):
-            passing.clear()
+        self._running.clear()
+        self._begun.clear()
+        self.program.begin_forward()
 
     def enter_forward(self, unit: Runnable) -> None:
         """Forward of `unit` begins; returns once its weights may be read."""
@@ -88,7 +100,7 @@ class Schedule:
                 unit.gather(self._label(Purpose.OUTSIDE, unit.index), from_rest=True)
             unit.wait()
             return
-        self.visits.append((unit.index, ENTER))
+        self.program.note(unit.index, ENTER)
         self._begun.setdefault(unit.index, len(self._begun))
         if (position := position_from(self._forward_cursor, self.order.forward, unit.index)) is not None:
             self._pass_forward(position)
@@ -104,7 +116,7 @@ class Schedule:
             self._awaited.add(unit.index)
         if self.in_forward:
             self._running[unit.index] -= 1
-            self.visits.append((unit.index, LEAVE if differentiable else LEAVE_FOR_GOOD))
+            self.program.note(unit.index, LEAVE if differentiable else LEAVE_FOR_GOOD)
             awaited = self._training  # what is put down must not depend on this rank's data
         self._put_down(unit, awaited)
 
@@ -112,7 +124,7 @@ class Schedule:
         """Forward of `unit` has ended, and nothing will tell when its backward begins."""
         self._running[unit.index] -= 1
         if self.in_forward:
-            self.visits.append((unit.index, LEAVE_FOR_GOOD))
+            self.program.note(unit.index, LEAVE_FOR_GOOD)
         self._awaited.add(unit.index)
         self._held.add(unit.index)
 
@@ -186,7 +198,7 @@ class Schedule:
 
     def _ask_for(self, unit: Runnable, pass_end: Purpose) -> None:
         """Gather a unit that the program does not have here, together with all ranks, when they have ended theirs."""
-        self.strayed = True
+        self.program.stray()
         if self.meet is not None:
             self._finish_forward() if pass_end is Purpose.END_OF_FORWARD else self._finish_backward()
             while (served := self._meet(pass_end, unit.index + 1)) != unit.index + 1:
@@ -196,7 +208,7 @@ class Schedule:
     def _serve(self, pass_end: Purpose) -> None:
         """At the end of a pass: take part in the gathers of what other ranks ask for, until no one does."""
         while self.meet is not None and (served := self._meet(pass_end, 0)):
-            self.strayed = True
+            self.program.stray()
             self._gather_for_others(self.units[served - 1])
 
     def _meet(self, pass_end: Purpose, wanted: int) -> int:
@@ -250,8 +262,8 @@ class Schedule:
             self.halfway()
             position = position_from(cursor, backward, unit.index)
             if position is not None and position > self.order.together[cursor]:
-                self.strayed = True
-                self.together.update((backward[cursor], other) for other in backward[cursor + 1 : position + 1])
+                self.program.stray()
+                self.program.join((backward[cursor], other) for other in backward[cursor + 1 : position + 1])
                 self._backward_to(position)
             elif position is not None:
                 self._gather_again(backward[cursor : self.order.together[cursor] + 1])
@@ -278,7 +290,7 @@ class Schedule:
 
     def finish(self) -> None:
         """Wait for every reduction under way."""
-        self._tell(self._reductions.finish())
+        self._reductions.finish()
         self.in_backward = False
 
     def abandon_backward(self) -> None:
@@ -324,7 +336,7 @@ class Schedule:
         """Whether the backward of `unit` is over on this rank, which may run in another order than the program's."""
         if unit.index in self._awaited:
             return False
-        if not self.strayed or unit.index not in self._begun:
+        if not self.program.strayed or unit.index not in self._begun:
             return True
         return self._announced in self._begun and self._begun[unit.index] > self._begun[self._announced]
 
@@ -339,7 +351,7 @@ class Schedule:
         the same order.
         """
         if self._held_back:
-            self._tell(self._reductions.finish())
+            self._reductions.finish()
         self._fetch_held_back()
 
     def _fetch_held_back(self) -> None:
@@ -350,11 +362,6 @@ class Schedule:
         for index in units:
             self._take_part(index, Purpose.BACKWARD, self._backwards)
 
-    def _tell(self, finished: Iterable[int]) -> None:
-        for unit in finished:
-            if self.this_pass is Pass.FINISHES:
-                self.reduced(unit)
-
     def _close(self, unit: Runnable) -> None:
         """The unit's gradients are complete: start summing them over ranks, unless this micro-batch only adds."""
         self.closed.add(unit.index)
@@ -363,11 +370,8 @@ class Schedule:
 
     def start_reducing(self, unit: Runnable) -> None:
         """Start summing a unit's gradients, after moving the earlier reductions one collective on."""
-        self._tell(self._reductions.advance())
-        last = self.this_pass is Pass.FINISHES
-        purpose = Purpose.GRADIENT if last else Purpose.PARTIAL
-        moves = unit.reduce(self.denominator() if last else None)
-        self._reductions.start(unit.index, Transfer(moves, self._label(purpose, unit.index, self._backwards)))
+        purpose = Purpose.GRADIENT if self.this_pass is Pass.FINISHES else Purpose.PARTIAL
+        self._reductions.start(unit, self._label(purpose, unit.index, self._backwards))
 
     @property
     def awaits_backward(self) -> bool:
@@ -382,14 +386,9 @@ class Schedule:
         for unit in self.units:
             unit.rest()
 
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Full weights of every unit."""
+    def gather_all(self) -> None:
+        """Full weights of every unit, until `rest`."""
         for unit in self.units:
             unit.gather(self._label(Purpose.OUTSIDE, unit.index), from_rest=True)
         for unit in self.units:
             unit.wait()
-        try:
-            yield
-        finally:
-            self.rest()

@@ -29,7 +29,7 @@ import torch
 from terrazzo.engine.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.precision import Precision
 
-__all__ = ["WHEN", "Axis", "BucketSpec", "Move", "Pass", "StateBytes", "SumAxes", "resting_bytes"]
+__all__ = ["WHEN", "BucketSpec", "MoveBytes", "Pass", "SumAxes", "resting_bytes"]
 
 WHEN = ("forward", "backward", "reduce", "last", "update")
 """When things move: before forward and before backward, after each backward that reduces, after the last one, and after
@@ -79,7 +79,7 @@ class StateBytes(NamedTuple):
     nbytes: int
 
 
-class Move(NamedTuple):
+class MoveBytes(NamedTuple):
     """One collective, or one copy, of one bucket.
 
     Attributes:
@@ -144,7 +144,7 @@ class BucketSpec:
     def __post_init__(self) -> None:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable
         self._numels: dict[tuple[str, ...], int] = {}
-        self._collectives: dict[str, list[Move]] = {}
+        self._collectives: dict[str, list[MoveBytes]] = {}
         on_device = tiers.weight == "device"
         self.compute_dtype = self.stored or self.precision.compute
         self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
@@ -227,13 +227,13 @@ class BucketSpec:
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def collectives(self, when: str) -> Sequence[Move]:
+    def collectives(self, when: str) -> Sequence[MoveBytes]:
         """In the engine's order, at one of `WHEN`."""
         if (known := self._collectives.get(when)) is None:
             known = self._collectives[when] = self._collectives_at(when)
         return known
 
-    def _collectives_at(self, when: str) -> list[Move]:
+    def _collectives_at(self, when: str) -> list[MoveBytes]:
         compute = self.compute_dtype.itemsize
         if when == "forward":
             return self._gathers(self.weight_axes, (), compute, "weights")
@@ -246,7 +246,7 @@ class BucketSpec:
         first, further = self.reduction(when == "last")
         return [*first, *further]
 
-    def reduction(self, last: bool) -> tuple[list[Move], list[Move]]:
+    def reduction(self, last: bool) -> tuple[list[MoveBytes], list[MoveBytes]]:
         """What brings a gradient to where it meets those of earlier micro-batches, and what then finishes the last."""
         first = self.sum_axes.first(last)
         start = self._scatters((), first)
@@ -259,25 +259,25 @@ class BucketSpec:
             size, along = self.size(axis), self.ranks[axis]
             sent = 2 * (wire // size if self.padded else wire / size) * (size - 1)
             received, steps = along.receive_bytes(wire), along.all_reduce_steps
-            further.append(Move("all_reduce", "gradients", axis, sent, received, steps, beside))
+            further.append(MoveBytes("all_reduce", "gradients", axis, sent, received, steps, beside))
         return start, further
 
-    def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, what: str) -> list[Move]:
-        found, own = [], self.numel(source)
+    def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, what: str) -> list[MoveBytes]:
+        moves, own = [], self.numel(source)
         for cut in range(len(source) - 1, len(target) - 1, -1):
             wider = self.numel(source[:cut])
-            found.append(Move("all_gather", what, source[cut], (wider - own) * itemsize))
+            moves.append(MoveBytes("all_gather", what, source[cut], (wider - own) * itemsize))
             own = wider
-        return found
+        return moves
 
-    def _scatters(self, source: tuple[str, ...], target: tuple[str, ...], beside: int = 0) -> list[Move]:
-        found, wire, full = [], self.precision.reduce.itemsize, self.numel(source)
+    def _scatters(self, source: tuple[str, ...], target: tuple[str, ...], beside: int = 0) -> list[MoveBytes]:
+        moves, wire, full = [], self.precision.reduce.itemsize, self.numel(source)
         for cut in range(len(source), len(target)):
             own, axis = self.numel(target[: cut + 1]), target[cut]
             received = self.ranks[axis].receive_bytes(full * wire)
-            found.append(Move("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, beside))
+            moves.append(MoveBytes("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, beside))
             full = own
-        return found
+        return moves
 
     def size(self, axis: str) -> int:
         """Ranks of an axis that split a tensor; where whole ones are dealt out, innermost axes are used up first."""

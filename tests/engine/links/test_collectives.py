@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.links.collectives import Collectives, collectives_for
+from terrazzo.engine.links.backends import collectives_for
+from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Handle, Ledger, Traffic, Transfer
 from tests.engine.toys import on_ranks
 from tests.helpers.fake import fake_group

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.links import columns, peers
-from terrazzo.engine.links.collectives import GlooCollectives, collectives_for
+from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.columns import ROUNDS, Columns, columns_of
+from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.links.label import Label, Stamp
 from terrazzo.engine.links.peers import Memory, find_neighbours
 from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine.links.collectives import Collectives, collectives_for
+from terrazzo.engine.links.backends import collectives_for
+from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
 from tests.helpers.processes import Pool
 

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine.links import peers
-from terrazzo.engine.links.collectives import GlooCollectives, collectives_for
+from terrazzo.engine.links.backends import collectives_for
+from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.links.peers import Memory, find_neighbours
 from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
 from tests.engine.links.test_collectives import (

@@ -17,8 +17,8 @@ from torch import nn
 from terrazzo.engine import gradient, hooks
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Gradient
-from terrazzo.engine.model import engine
 from terrazzo.engine.optim import optimizer
+from terrazzo.engine.scaler import Denominator
 
 STRUCK = "tree.parts.0"
 """Defects of one unit are in whatever holds parameters of this name."""
@@ -50,8 +50,8 @@ def a_gather_is_stale(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_denominator_is_wrong_by_a_percent(patch: pytest.MonkeyPatch) -> None:
-    right = engine.Engine.gradient_denominator
-    patch.setattr(engine.Engine, "gradient_denominator", lambda self: 1.01 * right(self))
+    right = Denominator.__call__
+    patch.setattr(Denominator, "__call__", lambda self: 1.01 * right(self))
 
 
 def an_update_is_lost(patch: pytest.MonkeyPatch) -> None:

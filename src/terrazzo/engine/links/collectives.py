@@ -1,4 +1,4 @@
-"""The only caller of torch.distributed collectives: one algorithm per backend, every byte counted.
+"""Collectives along a mesh axis, every byte counted: the only caller of those of torch.distributed.
 
 All sums run in rank order along an axis, ((r0 + r1) + r2) + ..., on every backend but NCCL, which is what makes results
 reproducible bit by bit (see docs/numerics.md).
@@ -6,34 +6,24 @@ reproducible bit by bit (see docs/numerics.md).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import os
-import struct
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections import deque
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.links.columns import columns_of
-from terrazzo.engine.links.label import Stamp, moving
-from terrazzo.engine.links.peers import Memory, Neighbour, find_neighbours
+from terrazzo.engine.links.label import moving
 from terrazzo.engine.links.sums import add_in_order, divide
 from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
 from terrazzo.engine.process.ending import leaves_to_parent, require_own
-from terrazzo.engine.process.pages import use_large_pages
-from terrazzo.engine.process.worker import Worker
 
-__all__ = ["NEAR_BLOCK_BYTES", "Collectives", "backend_of", "collectives_for"]
-
+__all__ = ["TRAIL", "Collectives", "NativeCollectives", "ThreadedCollectives"]
 
 TRAIL = 16
 """How many of the last exchanges a rank remembers."""
@@ -59,12 +49,6 @@ class Collectives(ABC):
         """In a forked child: gloo's destructor waits for threads that are not here, so there the group stays."""
         for group in (self._group, dist.group.WORLD):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-    def leave_trail(self) -> None:
-        """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""
-        code = moving.get().code
-        self.trail.append(code)
-        self.digest = zlib.crc32(code.to_bytes(8, "little"), self.digest)
 
     def all_gather(self, full: Tensor) -> Moves:
         """Fill `full` from every rank's own chunk of it, in place."""
@@ -126,191 +110,34 @@ class Collectives(ABC):
         return full.nbytes // self.size * (self.size - 1)
 
 
-_Source = Tensor | Memory
-"""A rank's chunk: in memory of this process, or of another."""
-
-NEAR_BLOCK_BYTES = 1 << 20
-"""Read at a time from another process when the next thing is to add it up: half of a core's second-level cache."""
-
-
-_models: Counter[str] = Counter()
-"""On a group, by its name: the messages of one must not meet those of another."""
-
-
-class GlooCollectives(Collectives):
-    """Each chunk goes straight from its source memory to its place in the result, or into the sum.
-
-    Ranks on one machine read each other's memory (see `peers`). Between machines gloo's point-to-point carries the
-    chunks; its own all-gather goes through a hidden full copy and its reduce-scatter through a full all-reduce
-    (docs/decisions.md). Over many machines exchanges go by `columns`. Gathers and reductions have a thread each, which
-    reads and sums while the rank computes.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
-        super().__init__(group, traffic, ledger)
-        kinds = ("gather", "reduce") if self.size > 1 else ()
-        self._names = [_name_of(rank, job) for rank, job in enumerate(dist.get_process_group_ranks(group))]
-        timeout_s = _timeout_s(group)
-        self._near = find_neighbours(self.rank, self.gather_rows, kinds, timeout_s, self._names) if kinds else {}
-        self._columns = columns_of(self.rank, self.size, self._near, self.gather_rows) if kinds else None
-        if self._columns is not None and self._columns.width == 1:
-            self._near = {}
-        self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
-        break_off = functools.partial(_break_off, self._near, group)
-        self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=break_off) for kind in kinds}
-        self._counts = dict.fromkeys(kinds, 0)
-        self._model = _models[group.group_name] = _models[group.group_name] + 1
-
-    def _all_gather(self, full: Tensor) -> Moves:
-        chunks = self._chunks(full)
-        if (columns := self._columns) is not None:
-            stamp = self._stamp("gather")
-            yield self._errand("gather", lambda: columns.gather(self.group, stamp, self._near, full), [full])
-            return full
-
-        def fill(sources: Sequence[_Source]) -> None:
-            for chunk, source in zip(chunks, sources, strict=True):
-                if isinstance(source, Memory):
-                    source.read(0, chunk)
-
-        yield self._exchange("gather", [chunks[self.rank]] * self.size, chunks, fill)
-        return full
-
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
-        total = full.new_empty(full.numel() // self.size, dtype=dtype)
-        return (yield from self._sum_chunks(full, use_large_pages(total), denominator=1))
-
-    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
-        if full.dtype != dtype:
-            return (yield from super()._all_reduce(full, dtype, denominator))
-        yield from self._sum_chunks(full, self._chunks(full)[self.rank], denominator)
-        return (yield from self._all_gather(full))
-
-    def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float) -> Moves:
-        """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""
-        chunks = self._chunks(full)
-        with self.ledger.holding(self.receive_bytes(full.nbytes)):
-            sizes = [self._receive_bytes(rank, total.numel() * full.itemsize) for rank in range(self.size)]
-            if (columns := self._columns) is not None:  # they have memory of their own for what comes from afar
-                sizes = [size if rank in self._near else 0 for rank, size in enumerate(sizes)]
-            space = [use_large_pages(full.new_empty(size_bytes // full.itemsize)) for size_bytes in sizes]
-            space[self.rank] = chunks[self.rank]
-
-            def add(sources: Sequence[_Source]) -> None:
-                step = max(1, NEAR_BLOCK_BYTES // full.itemsize)
-                for start in range(0, total.numel(), step):
-                    stop = min(start + step, total.numel())
-                    parts = [
-                        source.read(start * full.itemsize, scratch[: stop - start])
-                        if isinstance(source, Memory)
-                        else source[start:stop]
-                        for source, scratch in zip(sources, space, strict=True)
-                    ]
-                    add_in_order(parts, total[start:stop])
-                    divide(total[start:stop], denominator)
-
-            if columns is None:
-                yield self._exchange("reduce", chunks, space, add)
-            else:
-                stamp = self._stamp("reduce")
-                go = functools.partial(columns.reduce, self.group, stamp, self._near, full, add)
-                yield self._errand("reduce", go, [full, *space])
-        return total
-
-    def receive_bytes(self, full_bytes: int) -> int:
-        staging_bytes = self._columns.staging_chunks * (full_bytes // self.size) if self._columns is not None else 0
-        return staging_bytes + sum(self._receive_bytes(rank, full_bytes // self.size) for rank in range(self.size))
-
-    def _receive_bytes(self, rank: int, chunk_bytes: int) -> int:
-        """Memory for what comes from `rank` to be summed: all of it, or a block at a time."""
-        return chunk_bytes if rank in self._far else min(chunk_bytes, NEAR_BLOCK_BYTES) if rank in self._near else 0
-
-    def _exchange(
-        self, kind: str, outgoing: Sequence[Tensor], space: Sequence[Tensor], use: Callable[[Sequence[_Source]], None]
-    ) -> Handle:
-        """Offer `outgoing[rank]` to each other rank, and call `use` with what each offers this one, in rank order.
-
-        Args:
-            kind: of collective: those of one kind come in the same order on every rank.
-            space: where chunks from other machines arrive; this rank's own entry is its own chunk.
-        """
-        label, first, then = self._stamp(kind)
-        own = torch.tensor([label.code])
-        codes = {rank: torch.empty_like(own) for rank in self._far}
-        asked = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
-        coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
-        told = [self.group.send([own], rank, first) for rank in self._far]
-        going = told + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
-
-        def exchange() -> None:
-            for rank, neighbour in self._near.items():
-                neighbour.offer(kind, outgoing[rank], label)
-            for rank, work in asked.items():
-                work.wait()
-                label.check(int(codes[rank]), self._names[rank])
-            for work in coming:
-                work.wait()
-            sources: list[_Source] = list(space)
-            for rank, neighbour in self._near.items():
-                sources[rank] = neighbour.offered(kind, outgoing[self.rank].nbytes, label)
-            use(sources)
-            for neighbour in self._near.values():
-                neighbour.say_taken(kind)
-            for neighbour in self._near.values():
-                neighbour.await_taken(kind)
-            for work in going:
-                work.wait()
-
-        return self._errand(kind, exchange, [*outgoing, *space])
-
-    def _stamp(self, kind: str) -> Stamp:
-        """For the messages of an exchange that begins now.
-
-        Data tagged with another label are never received: gloo ends a process when a message is longer than its place.
-        """
-        label = moving.get()
-        self._counts[kind] += 1
-        number = zlib.crc32(struct.pack("<QQ", self._model, self._counts[kind]))
-        mixed = zlib.crc32(label.code.to_bytes(8, "little"), number)
-        of_kind = list(self._counts).index(kind)
-        return Stamp(label, (number % (1 << 28)) << 2 | of_kind, (mixed % (1 << 28)) << 2 | 2 | of_kind)
-
-    def _errand(self, kind: str, exchange: Callable[[], None], keep: Sequence[Tensor]) -> Handle:
-        """Have the thread for `kind` do `exchange`; a failure is one for the neighbours as well."""
-
-        def job() -> None:
-            try:
-                exchange()
-            except BaseException:
-                for neighbour in self._near.values():
-                    neighbour.hang_up()
-                raise
-
-        return Handle(self.traffic, [self._workers[kind].submit(job)], keep)
-
-
 class NativeCollectives(Collectives):
     """The backend's own collectives: NCCL, and the `fake` backend of simulations."""
 
     all_reduce_steps = 1
 
     def _all_gather(self, full: Tensor) -> Moves:
-        self.leave_trail()
+        self._leave_trail()
         own = full.view(self.size, -1)[self.rank]
         yield Handle(self.traffic, [_all_gather_single(full, own, group=self.group, async_op=True)], [full])
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
-        self.leave_trail()
+        self._leave_trail()
         own = full.new_empty(full.numel() // self.size)
         yield Handle(self.traffic, [_reduce_scatter_single(own, full, group=self.group, async_op=True)], [full, own])
         return own.to(dtype)
+
+    def _leave_trail(self) -> None:
+        """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""
+        code = moving.get().code
+        self.trail.append(code)
+        self.digest = zlib.crc32(code.to_bytes(8, "little"), self.digest)
 
     def receive_bytes(self, full_bytes: int) -> int:
         return 0
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
-        self.leave_trail()
+        self._leave_trail()
         yield Handle(self.traffic, [dist.all_reduce(full, group=self.group, async_op=True)], [full])
         return divide(full.to(dtype), denominator)
 
@@ -351,48 +178,6 @@ class ThreadedCollectives(Collectives):
 
     def receive_bytes(self, full_bytes: int) -> int:
         return full_bytes
-
-
-def _name_of(rank: int, of_job: int) -> str:
-    return f"rank {of_job}" if rank == of_job else f"rank {of_job} ({rank} of its group)"
-
-
-def _break_off(near: Mapping[int, Neighbour], group: dist.ProcessGroup) -> None:
-    """This process exits: nothing is waited for any more. gloo's way to say so is a message that comes too late."""
-    for neighbour in near.values():
-        neighbour.hang_up()
-    other = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-_NEVER_SENT = (1 << 30) + 1
-"""A tag that no message has."""
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return timeout.total_seconds()
-
-
-_KINDS: dict[str, type[Collectives]] = {
-    "gloo": GlooCollectives,
-    "nccl": NativeCollectives,
-    "fake": NativeCollectives,
-    "threaded": ThreadedCollectives,
-}
-
-
-def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger) -> Collectives:
-    """The collectives of the backend that serves `device` in `group`."""
-    return _KINDS.get(backend_of(group, device), NativeCollectives)(group, traffic, ledger)
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves `device` in `group`, such as `gloo`."""
-    config = str(dist.get_backend_config(group))
-    by_device = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
-    return by_device.get(device.type, dist.get_backend(group))
 
 
 # torch 2.13 renamed these two; the old names warn there and are the only ones before.

@@ -18,7 +18,7 @@ from terrazzo.engine.offload.activations import OffloadedActivations
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["SAVED_OPS", "checkpoint_activations", "compile_units"]
+__all__ = ["checkpoint_activations", "compile_units"]
 
 MODES = ("none", "full", "selective")
 SAVED_OPS = (

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.links.collectives import backend_of
+from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.precision import Precision
@@ -82,10 +82,10 @@ def _check_sparse(model: nn.Module) -> None:
     embeddings = (
         (name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
     )
-    found = [name for name, each in embeddings if each.sparse and each.weight.requires_grad]
-    if found:
+    names = [name for name, each in embeddings if each.sparse and each.weight.requires_grad]
+    if names:
         raise BadInput(
-            f"{', '.join(map(repr, found))}: gradients of an embedding with sparse=True are sparse tensors, which have "
+            f"{', '.join(map(repr, names))}: gradients of an embedding with sparse=True are sparse tensors, which have "
             "no place in a flat gradient. Build it with sparse=False, or freeze its weight."
         )
 

@@ -39,6 +39,7 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.ending import require_own
 from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
@@ -59,7 +60,7 @@ class Engine:
         store: memory and files of what does not rest on the device.
         templates: what is kept for a parameter of each param group, those of all optimizers one after the other.
         drivers: one for each optimizer.
-        denominator: of finished gradient sums, where the user has set one.
+        denominator: of finished gradient sums; knows the loss scale.
         process: that sharded the model.
     """
 
@@ -69,10 +70,10 @@ class Engine:
     why_units: str
     schedule: Schedule
     hooks: Hooks
+    denominator: Denominator
     store: Store
     templates: Templates = ()
     drivers: list[OptimizerDriver] = field(default_factory=list)
-    denominator: float | None = None
     process: int = field(default_factory=os.getpid)
 
     @property
@@ -112,7 +113,7 @@ class Engine:
         for driver in self.drivers:
             driver.retire()
         self.drivers.clear()
-        self.hooks.scaler = None
+        self.denominator.scaler = None
         self.forget_gone()
 
     def forget_gone(self) -> None:
@@ -170,18 +171,12 @@ class Engine:
     @property
     def has_gradients(self) -> bool:
         """Whether there is a gradient that a step would take."""
-        return any(bucket.gradient.is_finished for bucket in self.trainable())
+        return any(bucket.gradient.finished is not None for bucket in self.trainable())
 
     @property
     def has_replicas(self) -> bool:
         """Whether several ranks hold the same part of the optimizer state."""
         return len(self.recipe.plan.optim.axes) < len(self.axes.live(self.axes.names))
-
-    def gradient_denominator(self) -> float:
-        """What finished gradient sums are divided by: the user's, or the number of data ranks; times the loss scale."""
-        chosen = float(self.axes.size()) if self.denominator is None else self.denominator
-        scaler = self.hooks.scaler
-        return chosen * (scaler.scale if scaler else 1.0)
 
     def sums_locally(self, local: bool | None) -> bool:
         """Whether micro-batches before the last are only added on this rank.
@@ -207,11 +202,11 @@ class Engine:
         Args:
             each: reduce every micro-batch before the last, too; else add it up on this rank.
         """
-        self.schedule.this_pass = Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS
+        self.schedule.turn_to(Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS)
 
     def gather_ahead(self, count: int) -> None:
         """From now on, gather at least so many units ahead of the running one."""
-        self.schedule.prefetch = max(self.schedule.prefetch, count)
+        self.schedule.gather_ahead(count)
 
     def unit_of(self, module: object) -> Unit | None:
         """The unit that is this module; None for one without parameters of its own."""
@@ -271,18 +266,20 @@ class Engine:
     def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
         """Full weights of the whole model; see `tz.gathered`."""
         self.settle()
-        with self.schedule.gathered():
-            members = [member for bucket in self.buckets() for member in bucket.members]
-            try:
-                yield {name: member.parameter for member in members for name in member.names}
-            except BaseException:
-                for bucket in self.buckets():
-                    bucket.forget_edits()
-                raise
-            if write:
-                with torch.no_grad():
-                    for bucket in self.buckets():
-                        bucket.take_written()
+        self.schedule.gather_all()
+        members = [member for bucket in self.buckets() for member in bucket.members]
+        try:
+            yield {name: member.parameter for member in members for name in member.names}
+        except BaseException:
+            for bucket in self.buckets():
+                bucket.forget_edits()
+            raise
+        else:
+            with torch.no_grad():
+                for bucket in self.buckets() if write else ():
+                    bucket.take_written()
+        finally:
+            self.schedule.rest()
         if write:
             self.publish()
 
@@ -302,9 +299,9 @@ class Engine:
         slots = [(bucket, slot, _name_in(state, slot)) for bucket in self.buckets() for slot in bucket.slots]
         wanted = {name: slot.shape for _, slot, name in slots if name is not None}
         wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        found = {name: tuple(state[name].shape) for name in wanted}
+        shapes = {name: tuple(state[name].shape) for name in wanted}
         wrong = [
-            f"{name} is {found[name]} and should be {shape}" for name, shape in wanted.items() if found[name] != shape
+            f"{name} is {shapes[name]} and should be {shape}" for name, shape in wanted.items() if shapes[name] != shape
         ]
         if wrong:
             raise BadInput(f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}.")

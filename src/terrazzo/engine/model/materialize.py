@@ -13,7 +13,6 @@ from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput
 
 __all__ = [
-    "Initializer",
     "check_initializable",
     "digest",
     "initializer_of",

@@ -43,7 +43,7 @@ class ShardedModule(nn.Module):
         """
         if denominator is not None and not denominator > 0:
             raise BadInput(f"The gradient denominator is {denominator}; it must be positive.")
-        self._terrazzo.denominator = denominator
+        self._terrazzo.denominator.chosen = denominator
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy.
@@ -54,7 +54,7 @@ class ShardedModule(nn.Module):
         known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
         known |= {name for buffer in buffers for name in buffer.names}
         given = {buffer.name: [name for name in buffer.names if name in state_dict] for buffer in buffers}
-        missing = sorted(engine.missing(state_dict) | {name for name, found in given.items() if not found})
+        missing = sorted(engine.missing(state_dict) | {name for name, present in given.items() if not present})
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             raise BadInput(

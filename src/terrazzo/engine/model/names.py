@@ -23,18 +23,18 @@ class PersistentBuffer:
 
 def persistent_buffers(model: torch.nn.Module) -> list[PersistentBuffer]:
     """The buffers that belong to `state_dict()`, each once however many modules share it."""
-    found: dict[int, PersistentBuffer] = {}
+    by_tensor: dict[int, PersistentBuffer] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if name not in module._non_persistent_buffers_set:
-                buffer = found.setdefault(id(tensor), PersistentBuffer(tensor))
+                buffer = by_tensor.setdefault(id(tensor), PersistentBuffer(tensor))
                 buffer.names.append(f"{prefix}.{name}" if prefix else name)
-    return list(found.values())
+    return list(by_tensor.values())
 
 
 def parameter_names(model: torch.nn.Module) -> list[list[str]]:
     """Of each parameter all names, its own first, in the order of `model.parameters()`."""
-    found: dict[int, list[str]] = {}
+    by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return list(found.values())
+        by_parameter.setdefault(id(parameter), []).append(name)
+    return list(by_parameter.values())

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks
-from terrazzo.engine.listeners import weakly
 from terrazzo.engine.model.attach import check_several, put_on
 from terrazzo.engine.model.checks import (
     check_agreement,
@@ -49,7 +48,6 @@ from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.foreign import watch_steps
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, orphans, state_of
-from terrazzo.engine.order import Order
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.partition import Member, Units, UnitSpec, find_units, partition
@@ -58,6 +56,7 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
@@ -111,10 +110,12 @@ def shard(  # structure: signature fixed by the design
     _build_units(model, planned, store)
 
     meeting = (lambda label, number: meet(recipe.axes, label, [number])[0]) if meets(recipe) else None
-    schedule = Schedule(planned, Order.of_registration(planned), prefetch, meeting)
-    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision)
-    engine = Engine(prepared.plan, recipe, planned, prepared.why, schedule, hooks, store, prepared.templates)
-    schedule.denominator = weakly(engine, Engine.gradient_denominator)
+    denominator = Denominator(recipe.axes.size())
+    schedule = Schedule(planned, prefetch, meeting, denominator)
+    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, denominator)
+    engine = Engine(
+        prepared.plan, recipe, planned, prepared.why, schedule, hooks, denominator, store, prepared.templates
+    )
     for built in prepared.optimizers:
         put_on(engine, built, sum(len(driver.groups) for driver in engine.drivers))
     hooks.attach(model)
@@ -223,7 +224,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     try:
         yield
     finally:
-        engine.schedule.this_pass = before
+        engine.schedule.turn_to(before)
 
 
 def clip_grad_norm_(

@@ -9,8 +9,7 @@ optimizer steps have stand-ins, too, which answer nothing: they are this rank's 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, TypeVar
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Access
 from terrazzo.engine.listeners import eager, weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.segment import Segment
@@ -61,7 +59,7 @@ class _Shelf:
     @property
     def wanted(self) -> bool:
         """Whether there is a gradient, be it one that further micro-batches add to."""
-        return self.bucket.gradient.is_finished or self.bucket.gradient.unfinished
+        return self.bucket.gradient.finished is not None or self.bucket.gradient.unfinished
 
     def show(self) -> None:
         self.shown = list(compress(self._numbered, self.bucket.gradient.seen))
@@ -75,20 +73,20 @@ class _Shelf:
 
     def dropped(self) -> list[int]:
         """Parameters whose `.grad` someone has set to None. Errors: `Misuse` for one that was set to a tensor."""
-        seen, found = self.bucket.gradient.seen, list[int]()
+        seen, indices = self.bucket.gradient.seen, list[int]()
         for index, parameter, stand_in in self.shown:
             grad = parameter.grad
             if grad is stand_in:
                 continue
             if grad is None and seen[index]:
-                found.append(index)
+                indices.append(index)
             elif grad is not None:
                 raise Misuse(
                     f"The .grad of {self.bucket.members[index].name!r} was replaced by a tensor, but the gradients of "
                     "a sharded model are in memory of the engine. Change them in place (mul_, div_, zero_), or before "
                     "backward with parameter.register_hook."
                 )
-        return found
+        return indices
 
 
 class _StandIns:
@@ -103,8 +101,7 @@ class _StandIns:
         self._refusals: weakref.WeakKeyDictionary[Segment, _Refusal] = weakref.WeakKeyDictionary()
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
-        hooks = engine.hooks
-        hooks.begun, hooks.ended, hooks.wanted = self.hide, self.show, self.notice_dropped
+        engine.hooks.tell(self.hide, self.show, self.notice_dropped)
         before = weakly(self, _StandIns.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
@@ -161,15 +158,15 @@ class _StandIns:
         """Forget gradients whose `.grad` someone has set to None since they were shown."""
         with _PLAINLY():
             dropped = [(shelf.bucket, shelf.dropped()) for shelf in self._shown if shelf.wanted]
-        names = [bucket.members[index].name for bucket, found in dropped for index in found]
+        names = [bucket.members[index].name for bucket, indices in dropped for index in indices]
         if not names:
             return
-        if all(len(found) == sum(bucket.gradient.seen) for bucket, found in dropped):
+        if all(len(indices) == sum(bucket.gradient.seen) for bucket, indices in dropped):
             self._engine.zero_grad(set_to_none=True)
             return
         self._prepare_change(names[0])
-        for bucket, found in dropped:
-            bucket.gradient.forget(found)  # later micro-batches may add to the others
+        for bucket, indices in dropped:
+            bucket.gradient.forget(indices)  # later micro-batches may add to the others
 
     def norm(self, key: Key, kind: float) -> Tensor:
         """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
@@ -193,10 +190,8 @@ class _StandIns:
     def change(self, key: Key, change: Callable[[Tensor], Any]) -> None:
         """Change this rank's elements of one parameter's gradient in place."""
         self._prepare_change(_member(key).name)
-        key[0].gradient.apply_factor()
-        for opened in _parts(key, "change"):
-            with opened as data:
-                change(data)
+        bucket, index = key
+        bucket.gradient.change(index, change)
 
     def _prepare_change(self, name: str) -> None:
         """Errors: `Misuse` where the gradient of `name` cannot be changed now."""
@@ -222,21 +217,16 @@ def _member(key: Key) -> Member:
     return key[0].members[key[1]]
 
 
-def _parts(key: Key, access: Access) -> Iterator[AbstractContextManager[Tensor]]:
-    """What this rank holds of one parameter's gradient."""
-    bucket, index = key
-    finished = bucket.gradient.finished
-    for part in finished.cuts(bucket.slots[index].range) if finished is not None else ():
-        yield finished.opened(part, access)  # type: ignore[union-attr]
-
-
 def _power(key: Key, kind: float) -> Tensor:
     """This rank's share of a norm before the root is taken, 0-d fp64."""
-    factor, total = key[0].gradient.factor, torch.zeros((), dtype=torch.float64)
-    for opened in _parts(key, "read"):
-        with opened as data:
+    (bucket, index), total = key, torch.zeros((), dtype=torch.float64)
+    if (finished := bucket.gradient.finished) is None:
+        return total
+    resting = finished.wait()
+    for part in resting.cuts(bucket.slots[index].range):
+        with resting.opened(part) as data:
             norm = torch.linalg.vector_norm(data, kind, dtype=torch.float64).cpu()
-        norm = norm if factor is None else norm * factor
+        norm = norm if finished.factor is None else norm * finished.factor
         total = torch.maximum(total, norm) if kind == float("inf") else total + norm**kind
     return total
 

@@ -139,8 +139,8 @@ def device_bytes(buckets: list[Bucket], drivers: Sequence[OptimizerDriver]) -> i
         for segment in driver.segments
         if not segment.bucket.updated_apart
     ]
-    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return sum(held) + sum(tensor.nbytes for tensor in kept)
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(held) + sum(tensor.nbytes for tensor in tensors)
 
 
 def _copies(bucket: Bucket) -> Range:
@@ -184,8 +184,8 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
     """This rank's share of the optimizer's state; what is not per element comes with a parameter's first element."""
     for segment in driver.segments:
         state = driver.optimizer.state.get(segment.parameter) or {}
-        for slot, found in segment.slots():
-            if not (held := share(segment.bucket).intersect(found)).numel:
+        for slot, part in segment.slots():
+            if not (held := share(segment.bucket).intersect(part)).numel:
                 continue
             for kind, value in state.items():
                 if isinstance(value, Tensor) and value.shape == segment.parameter.shape:

@@ -112,9 +112,9 @@ class SwapFile:
 
     def _require_whole(self) -> None:
         """A write past the end of a file that was cut off would fill what is missing with zeros."""
-        found = os.fstat(self.descriptor).st_size
-        if found < self.size_bytes:
-            raise lost(self.path, found, f"ends too early (it has been cut off from {self.size_bytes} bytes)")
+        left_bytes = os.fstat(self.descriptor).st_size
+        if left_bytes < self.size_bytes:
+            raise lost(self.path, left_bytes, f"ends too early (it has been cut off from {self.size_bytes} bytes)")
 
     def _not_begun(self, error: OSError) -> BadInput:
         return BadInput(

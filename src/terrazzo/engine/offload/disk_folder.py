@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from terrazzo.errors import BadInput
 
-__all__ = ["Mount", "free_bytes", "inspect_folder", "is_network", "mount_of", "require_folder"]
+__all__ = ["free_bytes", "inspect_folder", "is_network", "mount_of", "require_folder"]
 
 _MEMORY = {"tmpfs", "ramfs"}
 _NETWORK = {
@@ -33,8 +33,8 @@ class Mount(NamedTuple):
 
 def free_bytes(path: str | os.PathLike[str]) -> int:
     """Bytes that this user may still write below `path`."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    system = os.statvfs(path)
+    return system.f_bavail * system.f_frsize
 
 
 def inspect_folder(path: str | os.PathLike[str], *, sys: Path = _SYS, mounts: Path = _MOUNTS) -> list[str]:
@@ -46,8 +46,8 @@ def inspect_folder(path: str | os.PathLike[str], *, sys: Path = _SYS, mounts: Pa
     require_folder(folder)
     _require_writable(folder)
     mount = mount_of(folder, mounts)
-    found = [warning for warning in (_of_kind(folder, mount.kind), *_of_disks(folder, mount.device, sys)) if warning]
-    return list(dict.fromkeys(found))
+    warnings = [warning for warning in (_of_kind(folder, mount.kind), *_of_disks(folder, mount.device, sys)) if warning]
+    return list(dict.fromkeys(warnings))
 
 
 def require_folder(folder: Path) -> None:
@@ -66,11 +66,11 @@ def is_network(folder: Path) -> bool:
 
 def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
     """The mount that `path` lies on; ("", "") where the system does not say."""
-    real, found, longest = os.path.realpath(path), Mount("", ""), -1
+    real, innermost, longest = os.path.realpath(path), Mount("", ""), -1
     for point, mount in _mounts(mounts):
         if len(point) >= longest and (real == point or real.startswith(point.rstrip("/") + "/")):
-            found, longest = mount, len(point)
-    return found
+            innermost, longest = mount, len(point)
+    return innermost
 
 
 def _mounts(mounts: Path) -> Iterator[tuple[str, Mount]]:

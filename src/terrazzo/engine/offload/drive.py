@@ -46,13 +46,13 @@ class DriveBuffer(Resting):
 
     space: Space
     axes: tuple[str, ...]
-    kept: torch.dtype
+    stored: torch.dtype
     drive: Drive
     offset: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.kept
+        return self.stored
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
         for cell in cells(self.range, self.drive.cell):

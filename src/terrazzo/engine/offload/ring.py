@@ -66,9 +66,7 @@ class Tray:
             offset = self._add(key, state, offset, writes=key in known)
         if (weight := bucket.own_weight) is not None:
             offset = self._add("weight", weight, offset, writes=True)
-        if finished.landing is not None:
-            finished.landing.wait()
-        self._add("grad", finished.data, offset, writes=False)
+        self._add("grad", finished.wait(), offset, writes=False)
         wanted = ("master", "grad", *known)
         self._reading = [e.state.read(cell, e.raw) for key, e in self._entries.items() if key in wanted]
         for key in bucket.moments:

@@ -16,7 +16,7 @@ from terrazzo.engine.layout import round_up
 from terrazzo.engine.offload.disk_file import PAGE_BYTES
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["STEP_MODES", "Offload"]
+__all__ = ["Offload", "StepMode"]
 
 StepMode = Literal["overlapped", "synchronous", "backward"]
 STEP_MODES: tuple[str, ...] = get_args(StepMode)

@@ -100,12 +100,12 @@ def physical_cores(cpus: Collection[int], root: Path = SYS) -> list[int]:
 
 def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
     """CPUs of each NUMA node that has any; nothing where the system does not say."""
-    found = {}
+    nodes = {}
     for folder in root.glob("devices/system/node/node[0-9]*"):
         cpus = _listed(folder / "cpulist")
         if cpus:
-            found[int(folder.name.removeprefix("node"))] = cpus
-    return found
+            nodes[int(folder.name.removeprefix("node"))] = cpus
+    return nodes
 
 
 def container_cpus(root: Path = SYS) -> frozenset[int]:

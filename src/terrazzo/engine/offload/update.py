@@ -43,7 +43,7 @@ class Twin:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.state: dict[Tensor, dict[str, Any]] = optimizer.state
-        self.groups = [
+        self._settings = [
             {key: _frozen(value) for key, value in group.items() if key not in ("params", "param_names")}
             for group in optimizer.param_groups
         ]
@@ -52,22 +52,22 @@ class Twin:
         self._twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
         self._twin.__dict__.update({key: {} for key in STEP_HOOKS})  # so do these, and torch looks for them
 
-    def step(self, group: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    def step(self, index: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
 
         Args:
-            group: index of its param group.
+            index: of its param group in the optimizer.
             state: what it kept so far; empty before the first step.
         """
         twin = self._twin
         twin.state = defaultdict(dict, {parameter: state} if state else {})
-        twin.param_groups = [{**self.groups[group], "params": [parameter]}]
+        twin.param_groups = [{**self._settings[index], "params": [parameter]}]
         unhooked_step(twin)
         return dict(twin.state[parameter])
 
     def changed_since(self, optimizer: Optimizer) -> list[str]:
         """Hyper-parameters that `optimizer` has other values of now."""
-        pairs = zip(self.groups, optimizer.param_groups, strict=True)
+        pairs = zip(self._settings, optimizer.param_groups, strict=True)
         return sorted({key for old, new in pairs for key in old if key in new and not _equal(old[key], new[key])})
 
 
@@ -226,8 +226,8 @@ class _Carrier:
         tray = self._ring.popleft()
         self._ring.append(tray)
         tray.finish_writing()
-        kept = [task.twin.state.get(segment.parameter, {}) for segment in task.segments]
-        known = [key for key in task.bucket.moments if any(key in state for state in kept)]
+        states = [task.twin.state.get(segment.parameter, {}) for segment in task.segments]
+        known = [key for key in task.bucket.moments if any(key in state for state in states)]
         tray.read(task.bucket, task.window, known, task.finished)
         task.tray = tray
 
@@ -288,7 +288,7 @@ class _Moments:
         segment = self._segment
         kept = twin.state.get(segment.parameter) or {}
         lent = {key: self._home(key).to(parameter.dtype) if key in self._names else kept[key] for key in kept}
-        after = twin.step(segment.group, parameter, lent)
+        after = twin.step(segment.group, parameter, lent)  # the numbers of the only optimizer are its own indices
         twin.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
 
     def _home(self, key: str) -> Tensor:

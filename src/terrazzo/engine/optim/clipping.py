@@ -24,7 +24,7 @@ def clip_grad_norm(
     Errors: `Diverged`, with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
     axes, split = recipe.axes, recipe.plan.optim.axes
-    gradients = [bucket.gradient for bucket in buckets if bucket.gradient.is_finished]
+    gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
     local = [_norm(gradient, norm_type).to(axes.device) for gradient in gradients]
     norms = torch.stack(local) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
     if norm_type == float("inf"):

@@ -92,7 +92,7 @@ class OptimizerDriver:
     def update_apart(self, make: Callable[[Callable[[], list[Segment] | None]], Apart]) -> None:
         """Have segments away from the device updated by what `make` returns; it is given what returns them."""
         self.background = make(weakly(self, lambda driver: driver.segments))
-        self.schedule.reduced = weakly(self, OptimizerDriver._reduced)
+        self.schedule.when_reduced(weakly(self, OptimizerDriver._reduced))
 
     def _reduced(self, unit: int) -> None:
         if self.background is not None:
@@ -215,8 +215,8 @@ class OptimizerDriver:
 
 def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, list[int]]:
     """By bucket the members that belong to one of `groups`, where there are any."""
-    found = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
-    return {bucket: own for bucket, own in found.items() if own}
+    owned = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
+    return {bucket: own for bucket, own in owned.items() if own}
 
 
 def _inside_another(optimizer: Optimizer) -> bool:

@@ -42,6 +42,7 @@ class Segment:
 
     @property
     def group(self) -> int:
+        """Number of its param group among those of all optimizers of the model."""
         return self.bucket.members[self.first].group
 
     @property
@@ -59,13 +60,11 @@ class Segment:
     @property
     def due(self) -> bool:
         """Whether there is a finished gradient for it on any rank."""
-        return self.bucket.gradient.is_finished and self.seen[0]
+        return self.bucket.gradient.finished is not None and self.seen[0]
 
     def gradient(self, finished: Finished) -> Tensor:
         """This rank's part of the finished gradient, scaled, in the master's dtype."""
-        if finished.landing is not None:
-            finished.landing.wait()
-        with finished.data.opened(self.range) as part:
+        with finished.wait().opened(self.range) as part:
             return scaled(part, finished.factor).to(device=self.device, dtype=self.parameter.dtype)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ __all__ = [
     "assign_groups",
     "check_optimizer",
     "choose_kernel",
-    "groups_of",
     "orphans",
     "state_of",
     "unhooked_step",
@@ -62,7 +61,7 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
     Errors: `BadInput`, with nothing noted, for parameters that are not the model's or have an optimizer already.
     """
     by_parameter = {member.parameter: member for member in members}
-    groups = enumerate(groups_of(optimizers), first)
+    groups = enumerate((group for each in optimizers for group in each.param_groups), first)
     given = [(number, parameter) for number, group in groups for parameter in group["params"]]
     if foreign := sum(parameter not in by_parameter for _, parameter in given):
         raise BadInput(
@@ -85,11 +84,6 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
 def orphans(members: Sequence[Member]) -> list[str]:
     """Names of the trainable parameters that no optimizer has."""
     return [member.name for member in members if member.trainable and member.group < 0]
-
-
-def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
-    """The param groups of all of them, one after the other."""
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
+from terrazzo.engine.agreement import flags_numel
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
-from terrazzo.engine.order import Order, contains
+from terrazzo.engine.order import contains
 from terrazzo.engine.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import BucketSpec, Move, Pass
+from terrazzo.engine.spec import BucketSpec, MoveBytes, Pass
 from terrazzo.engine.unit import Unit
 
-__all__ = ["PaperBucket", "PaperStep", "PaperUnit", "rehearse"]
+__all__ = ["PaperStep", "PaperUnit", "rehearse"]
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> tuple[Ledger, Traffic]:
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, ledger, traffic) for unit in units]
     recipe = units[0].buckets[0].recipe
     meeting = (lambda label, wanted: _meet(recipe, traffic)) if meets(recipe) else None
-    schedule = Schedule(paper, Order.of_registration(paper), step.prefetch, meeting)
+    schedule = Schedule(paper, step.prefetch, meeting)
     earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
     for index in range(step.micro_batches):
-        schedule.this_pass = earlier if index < step.micro_batches - 1 else Pass.FINISHES
+        schedule.turn_to(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
         _forward(schedule, paper)
         _backward(schedule, paper)
         if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):
-            _record_control(recipe, traffic, _flags(units))
+            _record_control(recipe, traffic, flags_numel(units))
     if recipe.precision.loss_scaling:
         _record_control(recipe, traffic, 1)  # overflow
     for unit, counted in zip(units, paper, strict=True):
@@ -96,11 +97,6 @@ def _meet(recipe: Recipe, traffic: Traffic) -> int:
 def _record_control(recipe: Recipe, traffic: Traffic, numel: int) -> None:
     for _ in recipe.axes.live(recipe.axes.names):
         traffic.record("control", numel * torch.int64.itemsize)
-
-
-def _flags(units: Sequence[Unit]) -> int:
-    """int64 elements of the agreement at the end of backward."""
-    return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for unit in units for bucket in unit.trainable())
 
 
 class PaperUnit:
@@ -173,7 +169,7 @@ class PaperBucket:
             self._ledger.take(self.spec.full_bytes)
             self._record(self.spec.collectives("backward" if self._held_bytes else "forward"))
 
-    def _record(self, moves: Iterable[Move]) -> None:
+    def _record(self, moves: Iterable[MoveBytes]) -> None:
         for move in moves:
             self._traffic.record(move.kind, int(move.sent_bytes))
 
@@ -213,7 +209,7 @@ class PaperBucket:
         self._ledger.give(held_bytes)
         return torch.empty(0)
 
-    def _send(self, moves: Sequence[Move]) -> Moves:
+    def _send(self, moves: Sequence[MoveBytes]) -> Moves:
         for move in moves:
             self._record([move])
             for step in range(move.steps):

@@ -2,7 +2,7 @@
 
 Garbage is found at any allocation, in any thread, also in one that is inside `threading` and holds a lock there. A
 finalizer that takes a lock, joins, waits or does I/O may wait for itself then, and every later start of a thread with
-it. So finalizers here only leave a note, and a thread that lives for this acts on it; tools/lint_finalizers.py checks
+it. So finalizers here only leave a note, and a thread that lives for this acts on it; tools/lint/finalizers.py checks
 that there are no others.
 
 Notes are left by `SimpleQueue.put`. The library reference says of it: "This method has a C implementation which is
@@ -172,15 +172,15 @@ def _await_gloo() -> None:
 
 def _gloo_threads() -> dict[str, str]:
     """For each such thread, whether it sleeps and how often it has gone to sleep; empty where that is not known."""
-    found = {}
+    statuses = {}
     try:
         for task in _TASKS.iterdir():
             if (task / "comm").read_text().strip() == _GLOO:
                 lines = (task / "status").read_text().splitlines()
-                found[task.name] = "\n".join(line for line in lines if line.startswith("State") or "ctxt" in line)
+                statuses[task.name] = "\n".join(line for line in lines if line.startswith("State") or "ctxt" in line)
     except OSError:  # it has ended, or this is not Linux
         pass
-    return found
+    return statuses
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------

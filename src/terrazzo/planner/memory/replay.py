@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from terrazzo.engine.links.transfer import Ledger, Moves, Traffic
-from terrazzo.engine.order import Order
 from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.place import Tiers
 from terrazzo.engine.schedule import Schedule
@@ -141,7 +140,7 @@ class _Player:
         self._ledger, self._sums = _Observed(self._hold), _Observed(self._hold)
         ledgers = (self._ledger, self._sums)
         self._paper = [_Unit(index, unit, setup.compile, *ledgers) for index, unit in enumerate(units)]
-        self._schedule = Schedule(self._paper, Order.of_registration(self._paper), setup.prefetch)
+        self._schedule = Schedule(self._paper, setup.prefetch)
         self._local_sums = setup.sums_locally
         names = list(dict.fromkeys(event.unit for event in trace.events))
         assert len(names) == len(units), f"{len(names)} units traced, {len(units)} in the model"
@@ -151,7 +150,7 @@ class _Player:
     def play(self, *, last: bool) -> None:
         """One micro-batch."""
         schedule = self._schedule
-        schedule.this_pass = Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES
+        schedule.turn_to(Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
         self._moment, self._live = "forward", self._trace.buffer_bytes
         for unit in self._paper:
             unit.filled_numel = 0

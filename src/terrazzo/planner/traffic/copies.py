@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from terrazzo.engine.place import TIERS
-from terrazzo.engine.spec import Move
+from terrazzo.engine.spec import MoveBytes
 from terrazzo.planner.memory.buckets import PlannedBucket
 
 __all__ = ["copies"]
 
 
-def copies(bucket: PlannedBucket, when: str) -> list[Move]:
+def copies(bucket: PlannedBucket, when: str) -> list[MoveBytes]:
     """At one of `WHEN`, in bytes of one rank.
 
     Resting weights are fetched before each gather, gradients go to their tier once they are reduced, those of
@@ -32,8 +32,8 @@ def copies(bucket: PlannedBucket, when: str) -> list[Move]:
     return _way(tiers.grad, finished, "gradients to the host", "gradients to disk")
 
 
-def _update(bucket: PlannedBucket) -> list[Move]:
-    precision, tiers, owned, found = bucket.precision, bucket.tiers, bucket.numel(bucket.optim_axes), list[Move]()
+def _update(bucket: PlannedBucket) -> list[MoveBytes]:
+    precision, tiers, owned, found = bucket.precision, bucket.tiers, bucket.numel(bucket.optim_axes), list[MoveBytes]()
     grad_bytes = owned * precision.accumulate.itemsize
     if tiers.grad == "nvme":
         found.append(_copy("gradients from disk", grad_bytes, "disk"))
@@ -49,9 +49,14 @@ def _update(bucket: PlannedBucket) -> list[Move]:
     return found
 
 
-def _new_weights(bucket: PlannedBucket) -> list[Move]:
+def _new_weights(bucket: PlannedBucket) -> list[MoveBytes]:
     """From where they were updated to where they rest; less split ones are gathered on the device first."""
-    weight, optim, itemsize, found = bucket.tiers.weight, bucket.tiers.optim, bucket.weight_dtype.itemsize, list[Move]()
+    weight, optim, itemsize, found = (
+        bucket.tiers.weight,
+        bucket.tiers.optim,
+        bucket.weight_dtype.itemsize,
+        list[MoveBytes](),
+    )
     gathered = weight != "device" and bucket.weight_axes != bucket.optim_axes
     if optim != "device" and (weight == "device" or gathered):
         found.append(_copy("updated weights to the device", bucket.numel(bucket.optim_axes) * itemsize))
@@ -60,11 +65,11 @@ def _new_weights(bucket: PlannedBucket) -> list[Move]:
     return found + [move for move in resting if move.over == "disk" or optim == "device" or gathered]
 
 
-def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[Move]:
+def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[MoveBytes]:
     """From or to a tier: what crosses the link to the host, and what its disks'."""
     found = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
     return found[: TIERS.index(tier)]
 
 
-def _copy(what: str, count_bytes: float, link: str = "pcie") -> Move:
-    return Move("copy", what, link, count_bytes)
+def _copy(what: str, count_bytes: float, link: str = "pcie") -> MoveBytes:
+    return MoveBytes("copy", what, link, count_bytes)

@@ -12,31 +12,10 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
 
-__all__ = ["Found", "find_waits"]
+from tools.lint.source import Finding, Module
 
-
-class Source(Protocol):
-    """A parsed file, as `lint_structure.Module`."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def tree(self) -> ast.Module: ...
-
-
-@dataclass(frozen=True)
-class Found:
-    """A call that may wait, and the way to it from what is run at any moment."""
-
-    path: Path
-    line: int
-    text: str
-
+__all__ = ["find_waits"]
 
 WAITS = re.compile(
     "acquire|join|wait|wait_for|result|exception|shutdown|sleep|synchronize|get|recv|send|sendall|accept|connect|select"
@@ -77,7 +56,7 @@ class _Place:
 class _Package:
     """Every module's names."""
 
-    def __init__(self, modules: Mapping[str, Source]) -> None:
+    def __init__(self, modules: Mapping[str, Module]) -> None:
         self.modules = modules
         self.names: dict[str, dict[str, str]] = {}  # of a module: name to dotted target
         self.functions: dict[str, ast.FunctionDef] = {}
@@ -90,7 +69,7 @@ class _Package:
         for name, module in modules.items():
             self._read_variables(name, module.tree)
 
-    def _read(self, module: str, source: Source) -> None:
+    def _read(self, module: str, source: Module) -> None:
         names = self.names[module] = {}
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ImportFrom):
@@ -170,7 +149,7 @@ class _Walk:
         self._package, self._root = package, root
         self._seen: set[int] = set()
 
-    def into(self, function: Function, place: _Place) -> Iterator[Found]:
+    def into(self, function: Function, place: _Place) -> Iterator[Finding]:
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
@@ -182,11 +161,11 @@ class _Walk:
             elif isinstance(node, ast.Call):
                 yield from self._called(node, inside)
 
-    def _entered(self, node: ast.expr, place: _Place) -> Iterator[Found]:
+    def _entered(self, node: ast.expr, place: _Place) -> Iterator[Finding]:
         if self._kind(node, place).rpartition(".")[2] in LOCKS or "lock" in ast.unparse(node).lower().split("(")[0]:
             yield self._found(node, place, f"with {ast.unparse(node)}")
 
-    def _called(self, node: ast.Call, place: _Place) -> Iterator[Found]:
+    def _called(self, node: ast.Call, place: _Place) -> Iterator[Finding]:
         target = self.target(node.func, place)
         if target is not None:
             yield from self.into(*target)
@@ -248,14 +227,14 @@ class _Walk:
             return package.named(place.module, node.func)
         return ""
 
-    def _found(self, node: ast.expr, place: _Place, what: str) -> Found:
+    def _found(self, node: ast.expr, place: _Place, what: str) -> Finding:
         path = self._package.modules[place.module].path
-        return Found(
+        return Finding(
             path, node.lineno, f"'{what}' may wait, and is reached from {self._root}, which runs at any moment"
         )
 
 
-def find_waits(modules: Mapping[str, Source]) -> Iterator[Found]:
+def find_waits(modules: Mapping[str, Module]) -> Iterator[Finding]:
     """Every call that may wait and can be reached from a finalizer or a signal handler of the package."""
     package = _Package(modules)
     for name, known in package.classes.items():
@@ -266,7 +245,7 @@ def find_waits(modules: Mapping[str, Source]) -> Iterator[Found]:
         yield from _registered(package, module, source.tree, _Place(module))
 
 
-def _registered(package: _Package, module: str, node: ast.AST, place: _Place) -> Iterator[Found]:
+def _registered(package: _Package, module: str, node: ast.AST, place: _Place) -> Iterator[Finding]:
     for child in ast.iter_child_nodes(node):
         inner = place
         if isinstance(child, ast.ClassDef):
@@ -279,7 +258,7 @@ def _registered(package: _Package, module: str, node: ast.AST, place: _Place) ->
         yield from _registered(package, module, child, inner)
 
 
-def _home(source: Source, node: ast.ImportFrom) -> str:
+def _home(source: Module, node: ast.ImportFrom) -> str:
     """The module that a `from` import names, relative dots resolved."""
     parts = source.name.split(".")
     climbed = parts[: len(parts) - node.level + (source.path.name == "__init__.py")] if node.level else []
@@ -292,7 +271,7 @@ def _position(package: _Package, module: str, call: ast.Call) -> int | None:
     return position if position is not None and len(call.args) > position else None
 
 
-def _callback(package: _Package, walk: _Walk, node: ast.expr, place: _Place) -> Iterator[Found]:
+def _callback(package: _Package, walk: _Walk, node: ast.expr, place: _Place) -> Iterator[Finding]:
     """Follows what has been handed over: a function, a method, an object that is called, or a call that makes one."""
     target = walk.target(node, place)
     if target is None:

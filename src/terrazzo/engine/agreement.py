@@ -1,0 +1,94 @@
+"""What ranks agree on once they have run a pass: the program, and which gradients there are.
+
+After a training forward whose order is not settled they compare what they ran, and the merged list is the program from
+then on. At the end of a step's last backward they hear which parameters got a gradient on any rank, to which units one
+came too late, and whether a rank has left the program.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+
+import torch
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.links.label import Purpose
+from terrazzo.engine.order import merge
+from terrazzo.engine.pass_end import MEETING_NUMEL, meet
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.spec import Pass
+from terrazzo.engine.unit import Unit
+
+__all__ = ["Agreement", "flags_numel"]
+
+_WITH = 3
+"""Added to the index of a unit in the notes of ranks: past the events of a `Visit`."""
+
+
+class Agreement:
+    """That of one model's ranks; each method is collective, and blocks."""
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes) -> None:
+        self._units, self._schedule, self._axes = units, schedule, axes
+
+    def on_order(self) -> None:
+        """Compare what the ranks ran, and make it the program; see `Order`."""
+        program, axes = self._schedule.program, self._axes
+        notes = [*program.visits, *((one, _WITH + other) for one, other in sorted(program.together))]
+        numbers = [number for note in notes for number in note]
+        digest = zlib.crc32(array("q", numbers).tobytes())
+        if all(axes.equal(torch.tensor([len(numbers), digest], device=axes.control_device))):
+            ranks = [notes]
+        else:
+            ranks = self._notes_of_ranks(numbers)
+        program.join((one, other - _WITH) for notes in ranks for one, other in notes if other >= _WITH)
+        program.adopt(merge([[note for note in notes if note[1] < _WITH] for notes in ranks]))
+
+    def _notes_of_ranks(self, numbers: Sequence[int]) -> list[list[tuple[int, int]]]:
+        axes, device = self._axes, self._axes.control_device
+        longest = int(axes.maximum(torch.tensor([len(numbers)], device=device)).item())
+        own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=device)
+        rows = axes.rows(own).tolist()
+        return [[(row[i], row[i + 1]) for i in range(0, longest, 2) if row[i] >= 0] for row in rows]
+
+    def on_gradients(self, late: Collection[int]) -> None:
+        """A backward has run its program to the end.
+
+        Args:
+            late: units to which a gradient came after their reduction had been started.
+
+        Errors: `RanksApart` if the ranks have not run the same.
+        """
+        schedule = self._schedule
+        if schedule.this_pass is Pass.FINISHES:
+            strayed, any_late, seen = self._flags(late)
+            left = iter(seen)
+            for bucket in _trainable(self._units):
+                bucket.gradient.seen = [bool(flag) for flag in islice(left, len(bucket.members))]
+            for unit in (unit for unit in self._units if any_late[unit.index]):
+                schedule.start_reducing(unit)
+            if strayed:
+                schedule.program.doubt()
+        elif schedule.this_pass is Pass.REDUCES and schedule.meet is None:
+            self._flags(late)  # ranks that have not run the same hear it here
+
+    def _flags(self, late: Collection[int]) -> tuple[int, list[int], list[int]]:
+        """One small reduction: has any rank left the order, had each unit late, seen a gradient of each parameter?"""
+        own_late = [int(unit.index in late) for unit in self._units]
+        own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
+        label = self._schedule.end_of(Purpose.END_OF_BACKWARD)
+        strayed, *flags = meet(self._axes, label, [int(self._schedule.program.strayed), *own_late, *own_seen])
+        return strayed, flags[: len(own_late)], flags[len(own_late) :]
+
+
+def flags_numel(units: Sequence[Unit]) -> int:
+    """int64 elements that `Agreement.on_gradients` exchanges over every axis."""
+    return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for bucket in _trainable(units))
+
+
+def _trainable(units: Iterable[Unit]) -> list[Bucket]:
+    return [bucket for unit in units for bucket in unit.trainable()]

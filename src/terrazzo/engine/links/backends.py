@@ -1,0 +1,31 @@
+"""Which collectives a group gets: one algorithm per backend."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.engine.links.collectives import Collectives, NativeCollectives, ThreadedCollectives
+from terrazzo.engine.links.gloo import GlooCollectives
+from terrazzo.engine.links.transfer import Ledger, Traffic
+
+__all__ = ["backend_of", "collectives_for"]
+
+_KINDS: dict[str, type[Collectives]] = {
+    "gloo": GlooCollectives,
+    "nccl": NativeCollectives,
+    "fake": NativeCollectives,
+    "threaded": ThreadedCollectives,
+}
+
+
+def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger) -> Collectives:
+    """The collectives of the backend that serves `device` in `group`."""
+    return _KINDS.get(backend_of(group, device), NativeCollectives)(group, traffic, ledger)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves `device` in `group`, such as `gloo`."""
+    config = str(dist.get_backend_config(group))
+    by_device = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+    return by_device.get(device.type, dist.get_backend(group))

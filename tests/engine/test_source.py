@@ -1,0 +1,82 @@
+"""What is said of the engine's source is so: which internals of torch it knows, and who sets whose attributes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "src/terrazzo/engine"
+SOURCES = {str(path.relative_to(ENGINE).with_suffix("")): path.read_text() for path in ENGINE.rglob("*.py")}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+OF_OTHERS = {"_asdict", "_getframe", "_init_weights", "_us"}
+"""Of Python's library and transformers' models, and an end of names of the kernel's files."""
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """What is asked for by name: attributes, what is imported, strings that may be names of attributes."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield from node.value.split(".")
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield from (*node.module.split("."), *(alias.name for alias in node.names))
+
+
+def defined_in(node: ast.AST) -> str:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.attr if isinstance(node, ast.Attribute) else node.id
+    return ""
+
+
+def test_every_internal_of_torch_is_in_the_table() -> None:
+    page = (ROOT / "docs/concepts/engine.md").read_text()
+    table = page[page.index("| of torch | in | for |") :].split("\n\n")[0]
+    rows = [[set(re.findall(r"`([\w/]+)`", cell)) for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
+    for names, modules in rows:
+        word = re.compile(rf"\b({'|'.join(sorted(names))})\b")
+        assert {name for name, source in SOURCES.items() if word.search(source)} == modules, names
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    own = {defined_in(node) for node in nodes}
+    private = {name for node in nodes for name in names_in(node) if re.fullmatch(r"_[a-zA-Z]\w*", name)}
+    named = {name for names, _ in rows for name in names}
+    assert private - own - OF_OTHERS <= named
+    assert {
+        name for name in named if not any(re.search(rf"\b{name}\b", source) for source in SOURCES.values())
+    } == set()
+
+
+def test_who_drives_a_model_is_told_and_not_set() -> None:
+    """Attributes of a schedule, its program and the hooks are set by themselves alone."""
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                owner = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
+                assert owner not in ("schedule", "program", "hooks"), f"{name}: {ast.unparse(node)}"
+
+
+def test_what_a_module_lists_is_what_others_import() -> None:
+    """`__all__` holds what another module of the package imports, and beside that only what tests name."""
+    wanted: dict[str, set[str]] = {name: set() for name in TREES}
+    for path in (ROOT / "src").rglob("*.py"):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if "terrazzo.engine." in source else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("terrazzo.engine."):
+                module = (node.module or "").removeprefix("terrazzo.engine.").replace(".", "/")
+                wanted.get(module, set()).update(alias.name for alias in node.names)
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for name, tree in TREES.items():
+        if name.endswith("__init__"):
+            continue
+        lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and _names_all(node)]
+        listed = {each for names in lists for each in ast.literal_eval(names)}
+        assert wanted[name] <= listed, name
+        assert {each for each in listed - wanted[name] if not re.search(rf"\b{each}\b", tests)} == set(), name
+
+
+def _names_all(node: ast.Assign) -> bool:
+    return ast.unparse(node.targets[0]) == "__all__"

@@ -1,0 +1,1 @@
+"""The rules of the tree that `tools/lint_structure.py` checks."""

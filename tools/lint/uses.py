@@ -1,0 +1,52 @@
+"""What the engine may name and call: no two classes alike, and collectives in one module."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tools.lint.source import Finding, Module
+
+__all__ = ["check_collectives", "check_names"]
+
+COLLECTIVE = re.compile(
+    r"(all_gather|reduce_scatter|all_reduce|all_to_all|broadcast|scatter|gather|reduce|barrier|monitored_barrier"
+    r"|send|recv|isend|irecv|batch_isend_irecv)(_single|_tensor|_into_tensor|_object|_object_list|_coalesced)?"
+)
+
+
+def check_names(modules: dict[str, Module]) -> Iterator[Finding]:
+    """Inside the engine no name means two classes."""
+    defined: dict[str, str] = {}
+    for name, module in modules.items():
+        for node in module.tree.body if module.part == "engine" else ():
+            if isinstance(node, ast.ClassDef) and defined.setdefault(node.name, name) != name:
+                yield Finding(module.path, node.lineno, f"'{node.name}' is also a class of '{defined[node.name]}'")
+
+
+def check_collectives(modules: dict[str, Module], package: str) -> Iterator[Finding]:
+    """Inside the engine, only `collectives` calls torch.distributed's collectives."""
+    for module in modules.values():
+        if module.part != "engine" or module.name == f"{package}.engine.links.collectives":
+            continue
+        for line, name in _collective_uses(module.tree):
+            text = f"'{name}' is called outside engine/links/collectives.py, which alone accounts for traffic"
+            yield Finding(module.path, line, text)
+
+
+def _collective_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    aliases = {"torch.distributed"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname for a in node.names if a.asname and a.name.startswith("torch.distributed")}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            aliases |= {a.asname or a.name for a in node.names if a.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            yield from ((node.lineno, a.name) for a in node.names if COLLECTIVE.fullmatch(a.name))
+            aliases |= {a.asname or a.name for a in node.names if "collectives" in a.name}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not COLLECTIVE.fullmatch(node.attr):
+            continue
+        if ast.unparse(node.value) in aliases:
+            yield node.lineno, node.attr
