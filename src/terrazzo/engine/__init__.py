@@ -29,6 +29,7 @@ packages:
 `tools/lint_structure.py` checks both.
 """
 
+from terrazzo.engine.axes import backend_for, data_mesh
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.activations import checkpoint_activations, compile_units
 from terrazzo.engine.model.attach import attach
@@ -72,10 +73,12 @@ __all__ = [
     "Units",
     "accumulate",
     "attach",
+    "backend_for",
     "check_optimizer",
     "checkpoint_activations",
     "clip_grad_norm_",
     "compile_units",
+    "data_mesh",
     "engine_of",
     "estimate",
     "find_units",

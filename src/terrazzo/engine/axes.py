@@ -7,14 +7,24 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.engine.links.backends import backend_of, collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
 
-__all__ = ["Axes"]
+__all__ = ["Axes", "backend_for", "data_mesh"]
+
+
+def backend_for(kind: str) -> str:
+    """The backend of a process group whose ranks compute on a `kind` of device: on CUDA, gloo for the CPU as well."""
+    return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+
+
+def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
+    """The mesh of all ranks on a `kind` of device, in sizes (ranks,) or (replicas, shards). Collective."""
+    return init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard")[-len(sizes) :])
 
 
 class Axes:

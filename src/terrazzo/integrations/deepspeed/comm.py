@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terrazzo.engine import backend_for
 from terrazzo.errors import BadInput
 
 __all__ = ["init_distributed"]
@@ -45,7 +46,7 @@ def init_distributed(  # structure: signature fixed by DeepSpeed
         os.environ.setdefault(name, value)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "cpu:gloo,cuda:nccl" if dist_backend in (None, "nccl") else dist_backend
+        backend = backend_for("cuda") if dist_backend in (None, "nccl") else dist_backend
     else:
         backend = "gloo" if dist_backend in (None, "nccl", "ccl") else dist_backend
     dist.init_process_group(backend, init_method=init_method, timeout=timeout)

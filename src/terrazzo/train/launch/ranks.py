@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.config import Config, LaunchConfig, flatten
+from terrazzo.engine import backend_for
 from terrazzo.errors import BadInput
 from terrazzo.exchange import agree, gather_json
 from terrazzo.train.launch.joining import meet
@@ -53,10 +54,9 @@ def join(launch: LaunchConfig) -> Ranks:
         # Slurm may show each task only its own device.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = meet(rank, world_size, launch.timeout_s)
     timeout = timedelta(seconds=launch.timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend_for(device.type), store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, device)
 
 
