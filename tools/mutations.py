@@ -256,7 +256,7 @@ MUTATIONS = [
     # -- training
     Mutation(
         "the first step of a warm-up learns nothing",
-        "train/learning_rate.py",
+        "train/build.py",
         "return (step + 1) / config.warmup_steps",
         "return step / config.warmup_steps",
         "train/test_schedule.py",
@@ -271,8 +271,8 @@ MUTATIONS = [
     Mutation(
         "ranks share out a step's samples by micro-batch first",
         "train/data/loader.py",
-        "indices.reshape(config.world_size, -1, config.micro_batch)[config.rank]",
-        "indices.reshape(-1, config.world_size, config.micro_batch)[:, config.rank]",
+        "indices.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]",
+        "indices.reshape(-1, self.world_size, self.batch.micro_batch)[:, self.rank]",
         "train/test_data_loader.py",
     ),
     Mutation(

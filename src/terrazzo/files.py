@@ -10,13 +10,26 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
 from terrazzo.errors import BadInput
 
-__all__ = ["check_model_file", "read_json", "read_plain", "size_inside", "sync_folder", "to_nowhere"]
+__all__ = [
+    "GIB",
+    "brackets",
+    "check_model_file",
+    "is_deeper",
+    "read_json",
+    "read_plain",
+    "size_inside",
+    "sync_folder",
+    "to_nowhere",
+]
 
+GIB = 2**30
 MAX_DEPTH = 64
 
 
@@ -51,7 +64,8 @@ def read_json(path: Path, limit_bytes: int) -> Any:
     data = read_plain(path, limit_bytes)
     try:
         text = data.decode("utf-8-sig")
-        _check_depth(text, path)
+        if is_deeper(brackets(text), MAX_DEPTH):
+            raise BadInput(f"'{path}' is nested more than {MAX_DEPTH} deep; no file of a model is.")
         return json.loads(text)
     except BadInput:
         raise
@@ -59,12 +73,16 @@ def read_json(path: Path, limit_bytes: int) -> Any:
         raise BadInput(f"'{path}' is not valid JSON ({str(error)[:200]}). Copy or save it again.") from None
 
 
-def _check_depth(text: str, path: Path) -> None:
-    depth = 0
+def brackets(text: str) -> Iterator[int]:
+    """1 for each bracket of JSON that opens, and -1 for each that closes, those in quotes left out."""
     for found in re.finditer(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', text, re.DOTALL):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-        if depth > MAX_DEPTH:
-            raise BadInput(f"'{path}' is nested more than {MAX_DEPTH} deep; no file of a model is.")
+        if found[0] in "[]{}":
+            yield 1 if found[0] in "[{" else -1
+
+
+def is_deeper(steps: Iterable[int], limit: int) -> bool:
+    """Whether steps in and out ever lead more than `limit` deep; what comes after that is not read."""
+    return any(depth > limit for depth in accumulate(steps))
 
 
 def size_inside(path: Path, folder: Path) -> int:

@@ -25,8 +25,8 @@ from terrazzo.checkpoint.exporters.huggingface import (
 from terrazzo.checkpoint.source import Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 from terrazzo.files import size_inside
-from terrazzo.train.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.data.tokenizer import ByteTokenizer
+from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 
 transformers = pytest.importorskip("transformers")

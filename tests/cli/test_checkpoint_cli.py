@@ -30,8 +30,8 @@ from terrazzo.checkpoint import audit, compare, convert, describe, local
 from terrazzo.checkpoint import source as sources
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.train.build import decoder_config
 from terrazzo.train.model.decoder import Decoder, logits_of
+from terrazzo.train.model.prepare import decoder_config
 from tests.helpers.threads import exclusive, run_in_threads
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, co
 from terrazzo.config.files import load
 from terrazzo.errors import BadInput
 from terrazzo.train.build import batch_arithmetic, build_plan, check_settings, mesh_shape, optimizer_class
-from terrazzo.train.preflight import check, resume_from
+from terrazzo.train.checkpoints.resume import resume_from
+from terrazzo.train.preflight import check
 
 JARGON = ("pydantic", "validation error", "extra_forbidden", "input_value", "type=", "Extra inputs")
 

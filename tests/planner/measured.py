@@ -10,23 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import terrazzo as tz
 from terrazzo.config import config_from_dict
-from terrazzo.engine import LossScaling, Precision
-from terrazzo.train.build import (
-    batch_arithmetic,
-    build_optimizer,
-    build_plan,
-    build_precision,
-    mesh_axes,
-    mesh_shape,
-    prepare_model,
-)
+from terrazzo.engine import LossScaling, Precision, data_mesh
+from terrazzo.train.build import batch_arithmetic, build_optimizer, build_plan, build_precision, mesh_shape
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
+from terrazzo.train.model.prepare import prepare_model
 
 MARKER_BYTES = 77_777
 """An allocation of a size that nothing else has: the measured step begins with it."""
@@ -55,14 +47,13 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
     model: Any = prepare_model(config, config.model.vocab_size)
     vocab_size = model.config.vocab_size
     optimizer = build_optimizer(config.optimizer, model)
-    shape = mesh_shape(config.plan.mesh, world_size)
     model, optimizer = tz.shard(
         model,
         optimizer,
         plan=build_plan(config),
         units=config.plan.units,
         precision=_unscaled(build_precision(config)),
-        mesh=init_device_mesh(device.type, shape, mesh_dim_names=mesh_axes(config.plan.mesh)),
+        mesh=data_mesh(device.type, *mesh_shape(config.plan.mesh, world_size)),
         prefetch=config.plan.prefetch,
     )
     count = batch_arithmetic(config.batch, world_size)

@@ -13,8 +13,7 @@ import pytest
 
 from terrazzo.config import load_config
 from terrazzo.errors import BadInput
-from terrazzo.train.build import data_spec
-from terrazzo.train.data import IGNORED, DataSpec, TokenData, evaluation_batches, load_data
+from terrazzo.train.data import IGNORED, TokenData, evaluation_batches, load_data
 from terrazzo.train.data.cache import write_cache
 from terrazzo.train.data.chat import Rendered
 from terrazzo.train.data.packing import best_fit
@@ -23,6 +22,7 @@ from terrazzo.train.data.sources import Skipped
 from terrazzo.train.data.tokenizer import ByteTokenizer
 from terrazzo.train.preflight import check
 from tests.helpers.chat import CHATML, MARKED, conversations, save_tokenizer, turns, write_records
+from tests.helpers.data import data_config
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def load(folder: Path, records: list[Any], tokenizer: str = "bytes", length: int = 400, **options: Any) -> TokenData:
     source = write_records(folder / "chat.jsonl", records)
     settings = {"validation_fraction": 0.0, "cache": folder / "cache", **options}
-    return load_data(DataSpec(str(source), length, tokenizer=tokenizer, **settings))
+    return load_data(data_config(str(source), length, tokenizer=tokenizer, **settings))
 
 
 def rows_of(data: TokenData) -> list[tuple[list[int], list[int]]]:
@@ -291,22 +291,22 @@ def test_what_decides_the_tokens_names_the_cache(tmp_path: Path, tokenizers: dic
     more = Path(folder) / "additional_chat_templates"
     for options in ({}, {"loss_on": "all"}, {"chat_template": file}):
         file.write_text("{% for m in messages %}{{ m.role + ' ' + m.content + ';' }}{% endfor %}")
-        spec = DataSpec(source, 400, tokenizer=folder, cache=tmp_path / "cache", **options)
-        assert (load_data(spec).train.fingerprint == first) is False
+        config = data_config(source, 400, tokenizer=folder, cache=tmp_path / "cache", **options)
+        assert (load_data(config).train.fingerprint == first) is False
     assert len(caches()) == 4
-    spec = DataSpec(source, 400, tokenizer=folder, cache=tmp_path / "cache", validation_fraction=0)
-    assert load_data(spec).train.fingerprint == first
+    config = data_config(source, 400, tokenizer=folder, cache=tmp_path / "cache", validation_fraction=0)
+    assert load_data(config).train.fingerprint == first
     more.mkdir()
     (more / "tool_use.jinja").write_text("{{ tools }}")
-    assert load_data(spec).train.fingerprint == first
+    assert load_data(config).train.fingerprint == first
     assert len(caches()) == 5  # conversations with tools would be rendered with it
-    whole = DataSpec(source, 400, tokenizer=folder, cache=tmp_path / "cache", packing="whole")
+    whole = data_config(source, 400, tokenizer=folder, cache=tmp_path / "cache", packing="whole")
     assert load_data(whole).train.fingerprint != first
 
 
 def test_a_template_for_the_built_in_tokenizer_is_refused() -> None:
     with pytest.raises(BadInput, match="has a template of its own"):
-        DataSpec("x", chat_template="own.jinja")
+        load_data(data_config("python-stdlib", 16, chat_template="own.jinja"))
 
 
 def test_parquet_conversations_with_tools_and_parts(tmp_path: Path, tokenizers: dict[str, str]) -> None:
@@ -314,7 +314,7 @@ def test_parquet_conversations_with_tools_and_parts(tmp_path: Path, tokenizers: 
     table = pa.table({"messages": [turns("a", "b")], "tools": [json.dumps([{"name": "f"}])], "more": [1]})
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(BadInput, match="leaves out the record's tools"):
-        load_data(DataSpec(str(tmp_path / "a.parquet"), 64, tokenizer=tokenizers["chatml"], cache=tmp_path / "c"))
+        load_data(data_config(str(tmp_path / "a.parquet"), 64, tokenizer=tokenizers["chatml"], cache=tmp_path / "c"))
 
 
 def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folders = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", "launch.ignore_planner=true"]
     config = load_config("examples/sft.yaml", folders)
     check(config, 2)
-    data = load_data(data_spec(config))
+    data = load_data(config)
     assert data.notes[0].startswith("57 conversations; training: ")
     assert data.validation is not None
     assert len(data.train) >= config.batch.global_batch

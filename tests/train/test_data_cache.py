@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.train.data import IGNORED, ByteTokenizer, DataSpec, SequenceDataset, TokenData, load_data
+from terrazzo.train.data import IGNORED, ByteTokenizer, SequenceDataset, TokenData, load_data
 from terrazzo.train.data import load as load_module
 from terrazzo.train.data.cache import TokenCache, open_cache, write_cache
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.sequences import NO_SEQUENCE, split_documents
 from terrazzo.train.data.sources import Skipped
+from tests.helpers.data import data_config
 
 END = ByteTokenizer.end_of_document
 
@@ -174,9 +175,10 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def spec_of(texts: Path, **changes: Any) -> DataSpec:
-    defaults = DataSpec(str(texts), sequence_length=16, validation_fraction=0.1, cache=texts.parent / "cache")
-    return replace(defaults, **changes)
+def config_of(texts: Path, *, sequence_length: int = 16, **changes: Any) -> Config:
+    return data_config(
+        str(texts), sequence_length, **{"validation_fraction": 0.1, "cache": texts.parent / "cache"} | changes
+    )
 
 
 def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -197,29 +199,29 @@ def everything(data: TokenData) -> list[int]:
 
 def test_the_cache_is_built_once_and_again_when_anything_changes(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = counted_builds(monkeypatch)
-    first = load_data(spec_of(texts))
+    first = load_data(config_of(texts))
     assert everything(first) == sorted(stream_of(path.read_text() for path in texts.iterdir()))
     assert first.validation is not None
-    load_data(spec_of(texts, sequence_length=32, validation_fraction=0.2))
+    load_data(config_of(texts, sequence_length=32, validation_fraction=0.2))
     assert len(built) == 1
-    load_data(spec_of(texts, max_bytes=500))
+    load_data(config_of(texts, max_bytes=500))
     assert len(built) == 2
     os.utime(texts / "00.txt", ns=(1, 1))
-    load_data(spec_of(texts))
+    load_data(config_of(texts))
     (texts / "new.txt").write_text("more")
-    load_data(spec_of(texts))
+    load_data(config_of(texts))
     assert len(built) == len(set(built)) == 4
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
 def test_a_damaged_cache_is_rebuilt(texts: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = everything(load_data(spec_of(texts)))
+    expected = everything(load_data(config_of(texts)))
     (path,) = (texts.parent / "cache").iterdir()
     content = bytearray(path.read_bytes())
     content[100] ^= 255
     path.write_bytes(content if damage == "flip" else content[:-30])
     built = counted_builds(monkeypatch)
-    assert everything(load_data(spec_of(texts))) == expected
+    assert everything(load_data(config_of(texts))) == expected
     assert len(built) == 1
 
 
@@ -228,14 +230,14 @@ def test_one_rank_builds_and_the_others_open(texts: Path, monkeypatch: pytest.Mo
 
     def builder_comes_first(message: str | None) -> None:
         assert not built
-        load_data(spec_of(texts))
+        load_data(config_of(texts))
         assert message is None
 
-    data = load_data(spec_of(texts), builds=False, agree=builder_comes_first)
+    data = load_data(config_of(texts), builds=False, agree=builder_comes_first)
     assert len(built) == 1
-    assert data.train.fingerprint == load_data(spec_of(texts)).train.fingerprint
+    assert data.train.fingerprint == load_data(config_of(texts)).train.fingerprint
     with pytest.raises(BadInput, match="not visible to this rank"):
-        load_data(spec_of(texts, max_bytes=100), builds=False)
+        load_data(config_of(texts, max_bytes=100), builds=False)
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(texts: Path) -> None:
@@ -247,26 +249,26 @@ def test_a_failure_on_one_rank_is_raised_on_all(texts: Path) -> None:
         return message
 
     with pytest.raises(BadInput, match=r"bad\.jsonl:1"):
-        load_data(spec_of(texts), agree=telling)
+        load_data(config_of(texts), agree=telling)
     assert told[0] is not None
     with pytest.raises(BadInput, match=r"bad\.jsonl:1"):
-        load_data(spec_of(texts), builds=False, agree=lambda message: told[0])
+        load_data(config_of(texts), builds=False, agree=lambda message: told[0])
 
 
 def test_a_validation_source_of_its_own(texts: Path, tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("quite another text")
-    data = load_data(spec_of(texts, validation_source=str(held_out)))
+    data = load_data(config_of(texts, validation_source=str(held_out)))
     assert data.train.tokens_numel == len(stream_of(path.read_text() for path in texts.iterdir()))
     assert data.validation is not None
     assert data.validation.read(0, 100).tolist() == stream_of(["quite another text"])
-    assert load_data(spec_of(texts, validation_fraction=0.0)).validation is None
+    assert load_data(config_of(texts, validation_fraction=0.0)).validation is None
 
 
 def test_fingerprints_tell_data_split_and_length_apart(texts: Path) -> None:
-    first = load_data(spec_of(texts))
+    first = load_data(config_of(texts))
     others = [
-        load_data(spec_of(texts, **change))
+        load_data(config_of(texts, **change))
         for change in ({"sequence_length": 8}, {"validation_fraction": 0.3}, {"max_bytes": 900})
     ]
     assert first.validation is not None
@@ -278,19 +280,19 @@ def test_data_without_any_text(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.bin").write_bytes(b"\0" * 50)
     with pytest.raises(BadInput, match=r"holds no text at all.*1 binary"):
-        load_data(spec_of(tmp_path / "texts"))
+        load_data(config_of(tmp_path / "texts"))
     (tmp_path / "texts" / "a.txt").write_text("x")
-    assert load_data(spec_of(tmp_path / "texts")).skipped.names == ["a.bin"]
+    assert load_data(config_of(tmp_path / "texts")).skipped.names == ["a.bin"]
 
 
 def test_a_cache_folder_that_cannot_be_written(texts: Path) -> None:
     (texts.parent / "cache").write_text("a file in its place")
     with pytest.raises(BadInput, match=r"token cache.*data\.cache"):
-        load_data(spec_of(texts))
+        load_data(config_of(texts))
 
 
 def test_a_vocabulary_that_is_too_small(texts: Path) -> None:
-    data = load_data(spec_of(texts))
+    data = load_data(config_of(texts))
     data.check_vocabulary(257)
     with pytest.raises(BadInput, match=r"token id 256 \(first in document '00\.txt'\).*at least 257"):
         data.check_vocabulary(256)
@@ -310,6 +312,6 @@ def test_files_that_come_after_the_cache_is_named_are_not_in_it(
         return files
 
     monkeypatch.setattr(load_module, "find_files", growing)
-    spec = DataSpec(str(tmp_path / "data"), sequence_length=8, validation_fraction=0.0, cache=tmp_path / "cache")
-    assert load_data(spec).train.cache.header.documents == 1
-    assert load_data(spec).train.cache.header.documents == 2
+    config = data_config(str(tmp_path / "data"), 8, validation_fraction=0.0, cache=tmp_path / "cache")
+    assert load_data(config).train.cache.header.documents == 1
+    assert load_data(config).train.cache.header.documents == 2

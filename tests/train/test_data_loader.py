@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.data import (
     IGNORED,
@@ -20,7 +21,6 @@ from terrazzo.train.data import (
     Cursor,
     GlobalOrder,
     Loader,
-    LoaderConfig,
     SequenceDataset,
     evaluation_batches,
 )
@@ -49,14 +49,18 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
     return make_dataset(tmp_path_factory.mktemp("data"), 29)
 
 
+def batches(global_batch: int, micro_batch: int, seed: int = 0) -> Config:
+    sizes = {"global_batch": global_batch, "micro_batch": micro_batch}
+    return config_from_dict({"batch": sizes, "train": {"seed": seed}})
+
+
 def loaders(dataset: SequenceDataset, world_size: int, prefetch: bool = True, **config: Any) -> list[Loader]:
-    configs = [LoaderConfig(rank=rank, world_size=world_size, **config) for rank in range(world_size)]
-    return [loader_of(dataset, one, prefetch) for one in configs]
+    return [loader_of(dataset, batches(**config), prefetch, rank, world_size) for rank in range(world_size)]
 
 
-def loader_of(dataset: SequenceDataset, config: LoaderConfig, prefetch: bool) -> Loader:
+def loader_of(dataset: SequenceDataset, config: Config, prefetch: bool, rank: int = 0, world_size: int = 1) -> Loader:
     """Once it is closed, it reads each step when it is asked for."""
-    loader = Loader(dataset, config)
+    loader = Loader(dataset, config, rank, world_size)
     if not prefetch:
         loader.close()
     return loader
@@ -149,18 +153,18 @@ def test_resuming_at_another_world_size_and_batch_is_exact(
         loader.next_step()  # what was read and read ahead before must not matter
         loader.load_state_dict(old[-1].state_dict())
     seen += [row for _ in range(5) for row in rows(new)]
-    whole = Loader(dataset, LoaderConfig(1, 1))
+    whole = Loader(dataset, batches(1, 1))
     assert seen == [row for _ in range(len(seen)) for row in rows([whole])]
 
 
 def test_a_cursor_of_something_else_is_refused(dataset: SequenceDataset, tmp_path: Path) -> None:
-    state = Loader(dataset, LoaderConfig(4, 4)).state_dict()
+    state = Loader(dataset, batches(4, 4)).state_dict()
     with pytest.raises(BadInput, match="another seed"):
-        Loader(dataset, LoaderConfig(4, 4, seed=1)).load_state_dict(state)
+        Loader(dataset, batches(4, 4, seed=1)).load_state_dict(state)
     with pytest.raises(BadInput, match="another dataset"):
-        Loader(make_dataset(tmp_path, 29, "other"), LoaderConfig(4, 4)).load_state_dict(state)
+        Loader(make_dataset(tmp_path, 29, "other"), batches(4, 4)).load_state_dict(state)
     with pytest.raises(BadInput, match="another order"):
-        Loader(dataset, LoaderConfig(4, 4)).load_state_dict({**state, "order": 1})
+        Loader(dataset, batches(4, 4)).load_state_dict({**state, "order": 1})
 
 
 class Failing(SequenceDataset):
@@ -180,8 +184,8 @@ def test_an_error_while_reading_comes_at_its_step_and_leaves_the_cursor(
     dataset: SequenceDataset, prefetch: bool
 ) -> None:
     failing = Failing(dataset.cache, dataset.split, LENGTH, 256)
-    loader = loader_of(failing, LoaderConfig(5, 5), prefetch)
-    twin = Loader(dataset, LoaderConfig(5, 5))
+    loader = loader_of(failing, batches(5, 5), prefetch)
+    twin = Loader(dataset, batches(5, 5))
     for _ in range(2):
         assert rows([loader]) == rows([twin])
     with pytest.raises(OSError, match="disk went away"):
@@ -191,13 +195,13 @@ def test_an_error_while_reading_comes_at_its_step_and_leaves_the_cursor(
 
 
 def test_close_ends_the_thread(dataset: SequenceDataset) -> None:
-    loader = Loader(dataset, LoaderConfig(5, 5))
+    loader = Loader(dataset, batches(5, 5))
     loader.next_step()
     assert any(thread.name.startswith("terrazzo-data") for thread in threading.enumerate())
     before = set(threading.enumerate())
     loader.close()
     assert len(set(threading.enumerate())) < len(before)
-    twin = Loader(dataset, LoaderConfig(5, 5))
+    twin = Loader(dataset, batches(5, 5))
     twin.next_step()
     assert rows([loader]) == rows([twin])
 
@@ -231,4 +235,4 @@ def test_evaluation_gives_every_sequence_once_in_equal_numbers(
 
 def test_fewer_sequences_than_a_global_batch(dataset: SequenceDataset) -> None:
     with pytest.raises(BadInput, match=r"29 sequences of 4 tokens .* global batch of 32 .16 ranks"):
-        Loader(dataset, LoaderConfig(32, 2, world_size=16))
+        Loader(dataset, batches(32, 2), world_size=16)

@@ -16,12 +16,13 @@ import pytest
 
 from terrazzo.config import config_from_dict, without_passwords
 from terrazzo.errors import BadInput
-from terrazzo.train.data import DataSpec, load_data
+from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import load as load_module
+from terrazzo.train.data import load_data
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.preflight import check
-from terrazzo.train.resume import resume_notes
+from tests.helpers.data import data_config
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 
@@ -162,12 +163,12 @@ def test_tokens_of_a_url_are_cached_until_an_object_changes(
         return real(path, *rest)
 
     monkeypatch.setattr(load_module, "write_cache", counting)
-    spec = DataSpec(source="memory://bucket/*.txt", sequence_length=2, validation_fraction=0.0, cache=tmp_path)
-    assert load_data(spec).train.tokens_numel == len("one") + 1
-    load_data(spec)
+    config = data_config("memory://bucket/*.txt", 2, validation_fraction=0.0, cache=tmp_path)
+    assert load_data(config).train.tokens_numel == len("one") + 1
+    load_data(config)
     assert len(built) == 1
     bucket.pipe("/bucket/a.txt", b"other")
-    assert load_data(spec).train.tokens_numel == len("other") + 1
+    assert load_data(config).train.tokens_numel == len("other") + 1
     assert len(built) == 2
 
 
@@ -281,11 +282,11 @@ def test_the_library_is_asked_for_by_its_extra(rows: Any, tmp_path: Path, monkey
 
 def test_a_saved_dataset_is_cached_until_it_changes(rows: Any, tmp_path: Path) -> None:
     rows.save_to_disk(tmp_path / "one")
-    spec = DataSpec(source=str(tmp_path / "one"), sequence_length=2, validation_fraction=0.0, cache=tmp_path / "cache")
-    first = load_data(spec).train.fingerprint
-    assert load_data(spec).train.fingerprint == first
+    config = data_config(str(tmp_path / "one"), 2, validation_fraction=0.0, cache=tmp_path / "cache")
+    first = load_data(config).train.fingerprint
+    assert load_data(config).train.fingerprint == first
     rows.select([0, 1]).save_to_disk(tmp_path / "one")
-    assert load_data(spec).train.fingerprint != first
+    assert load_data(config).train.fingerprint != first
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 

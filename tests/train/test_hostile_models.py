@@ -266,19 +266,30 @@ def test_a_template_that_does_not_end_is_stopped_whatever_the_parent_ignores(
 ) -> None:
     """Both are passed on to the processes that it starts."""
     endless = {"messages": turns("a", "b"), "chat_template": f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3}
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
     rendering._end()
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN if how == "ignored" else signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF] if how == "blocked" else [])
     ends = threading.Timer(10.0, rendering._end)
-    ends.start()
     try:
+        rendering.render({"messages": turns("a", "b"), "chat_template": "ready"})  # started, which takes its time
+        monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
+        ends.start()
         with pytest.raises(rendering.Failed, match="processor time was over"):
             rendering.render(endless)
     finally:
         ends.cancel()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGPROF, before)
+
+
+def test_a_rendering_whose_process_another_thread_ends_is_an_error_of_its_conversation() -> None:
+    endless = {"messages": turns("a", "b"), "chat_template": f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3}
+    rendering.render({"messages": turns("a", "b"), "chat_template": "ready"})
+    ends = threading.Timer(0.5, rendering._end)
+    ends.start()
+    with pytest.raises(rendering.Failed, match="the process that renders was killed"):
+        rendering.render(endless)
+    ends.join()
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])

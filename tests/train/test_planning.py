@@ -25,7 +25,7 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.telemetry import available_host_bytes, resident_bytes
 from terrazzo.train import report
-from terrazzo.train.build import decoder_config, prepare_model
+from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.promise import as_setup as planning
 from terrazzo.train.promise import planned as promise
 from terrazzo.train.promise import room as fit

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from terrazzo.config import ScheduleConfig
-from terrazzo.train.learning_rate import build_schedule, learning_rate_share
+from terrazzo.train.build import build_schedule, learning_rate_share
 
 
 def shares(config: ScheduleConfig, steps: int) -> list[float]:

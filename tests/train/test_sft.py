@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
-from terrazzo.train.export import describe_model
+from terrazzo.train.checkpoints.export import describe_model
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer

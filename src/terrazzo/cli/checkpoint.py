@@ -264,7 +264,7 @@ def _model_of(src: str, source: Source, reference: Path | None) -> ModelDescript
     if not isinstance(settings, dict):
         raise BadInput(f"'{src}' does not say what model it is of: {WANTED}")
     from terrazzo.config import config_from_dict  # the trainer, and what it imports
-    from terrazzo.train.export import describe_model
+    from terrazzo.train.checkpoints.export import describe_model
 
     try:
         return describe_model(config_from_dict(settings, origin=f"The run's configuration in '{src}'"))

@@ -17,11 +17,11 @@ from terrazzo.dialects.explain import Option, Page, origin_words
 from terrazzo.dialects.precision_table import COLUMNS, Cost, costs, precisions
 from terrazzo.dialects.verdict import KINDS, Verdict
 from terrazzo.errors import printable
+from terrazzo.files import GIB
 
 __all__ = ["as_json", "say_conversion", "say_differences", "say_findings", "say_page", "say_report"]
 
 STYLES = {"refused": "red", "lossy": "yellow", "error": "red", "warning": "yellow", "defaulted": "cyan"}
-GIB = 2**30
 
 
 def say_report(value: Any) -> None:
@@ -39,17 +39,17 @@ def say_page(file: str, page: Page, *, everything: bool) -> None:
     said = [option for option in page.options if option.key]
     default = [option for option in page.options if not option.key]
     if said:
-        say("\n" + columns([["option", "value", "set by", "meaning"], *map(_option_row, said)]))
+        say("\n" + _columns([["option", "value", "set by", "meaning"], *map(_option_row, said)]))
     if everything:
         if default:
-            say(f"\nby default:\n{columns([[row[0], row[1], row[3]] for row in map(_option_row, default)])}")
+            say(f"\nby default:\n{_columns([[row[0], row[1], row[3]] for row in map(_option_row, default)])}")
         if page.left:
             say(f"\nleft to code: {', '.join(page.left)}")
     else:
         say(f"\n{len(default)} more by default, {len(page.left)} left to code: --all lists them")
     if page.own:
         rows = [[extra.key, _cell(extra.value), extra.why] for extra in page.own]
-        say(f"\nonly {page.title} has these:\n" + columns(rows))
+        say(f"\nonly {page.title} has these:\n" + _columns(rows))
     if page.unsettled:
         say("\nkeys that are not taken as they stand:")
         _say_verdicts(page.unsettled, stderr=False)
@@ -90,7 +90,7 @@ def say_conversion(file: str, conversion: Conversion, context: Context, *, stder
         _say_verdicts(conversion.unsaid, stderr=stderr)
     if conversion.added:
         say(f"\nby {target}'s defaults, where {source} leaves it to code or was refused:", stderr=stderr)
-        say(columns([[each.key, _cell(each.value)] for each in conversion.added]), stderr=stderr)
+        say(_columns([[each.key, _cell(each.value)] for each in conversion.added]), stderr=stderr)
     say("\n" + _precision_text(conversion, context), stderr=stderr)
     if conversion.refused:
         say(f"\n{_count(len(conversion.refused), 'key')} refused: see above what to do instead.", "red", stderr=stderr)
@@ -100,7 +100,7 @@ def _say_verdicts(verdicts: Sequence[Verdict], *, stderr: bool) -> None:
     rows = [[verdict.kind, f"{verdict.key} = {_cell(verdict.value)}", _becomes(verdict)] for verdict in verdicts]
     if not rows:
         return
-    for verdict, line in zip(verdicts, columns(rows).splitlines(), strict=True):
+    for verdict, line in zip(verdicts, _columns(rows).splitlines(), strict=True):
         style = STYLES.get(verdict.kind, "")
         say(line, style, stderr=stderr)
         if verdict.why and not verdict.tuning:
@@ -125,12 +125,12 @@ def _precision_text(conversion: Conversion, context: Context) -> str:
     rows = [["dtypes", *COLUMNS]]
     for label, description in (("before", conversion.before), ("after", conversion.after)):
         rows.append([label, *precisions(description).cells()])
-    lines = [columns(rows)]
+    lines = [_columns(rows)]
     memory = _memory_rows(conversion, context)
     if memory:
         unit = "GiB" if context.parameters else "bytes per parameter"
         lines.append(f"model states at rest, {unit} per rank, and how much of it is for dtypes wider than compute:")
-        lines.append(columns(memory))
+        lines.append(_columns(memory))
     return "\n".join(lines)
 
 
@@ -187,14 +187,14 @@ def say_differences(a: tuple[str, str], b: tuple[str, str], found: Sequence[Diff
     for each in found:
         sides = [_cell(side.value) if side.is_set else "left to code" for side in (each.a, each.b)]
         rows.append([each.path, *sides, each.meaning])
-    say("\n" + columns(rows))
+    say("\n" + _columns(rows))
     say(_count(len(found), "difference"))
 
 
 # -- cells ---------------------------------------------------------------------------------------------------------
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def _columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as aligned lines."""
     return terminal.columns(rows, cell=lambda text: printable(text).replace("\n", " "))
 

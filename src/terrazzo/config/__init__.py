@@ -5,15 +5,15 @@ Open to other packages:
     files   any configuration's file as plain data, for those who read other libraries'
 """
 
-from terrazzo.config.keys import KEYS, Key
+from terrazzo.config.keys import KEYS
 from terrazzo.config.reading import config_from_dict, flatten, load_config
 from terrazzo.config.schema import (
     BatchConfig,
     Config,
+    DataConfig,
     LaunchConfig,
     LoraConfig,
     MeshConfig,
-    ModelConfig,
     OffloadConfig,
     OptimizerConfig,
     PlanConfig,
@@ -27,11 +27,10 @@ __all__ = [
     "KEYS",
     "BatchConfig",
     "Config",
-    "Key",
+    "DataConfig",
     "LaunchConfig",
     "LoraConfig",
     "MeshConfig",
-    "ModelConfig",
     "OffloadConfig",
     "OptimizerConfig",
     "PlanConfig",

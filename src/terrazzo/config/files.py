@@ -22,13 +22,13 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.files import read_plain
+from terrazzo.files import brackets, is_deeper, read_plain
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "Loaded", "load", "parse", "parse_value", "read_text"]
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "Format", "Loaded", "load", "parse", "parse_value", "read_text"]
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
-MAX_VALUES = 20_000
+_MAX_VALUES = 20_000
 _MAX_NUMBER = 2**63
 _MAX_DIGITS = 100  # YAML's numbers in base 60 take quadratic time
 
@@ -141,7 +141,7 @@ def _strict(text: str) -> str:
 
 def _json(text: str, origin: str) -> Any:
     text = _strict(text)
-    _check_depth(_brackets(text), origin)
+    _check_depth(brackets(text), origin)
 
     def refuse(word: str) -> NoReturn:
         raise BadInput(f"'{origin}' holds {word}, which is not a number that a setting can have.")
@@ -157,20 +157,9 @@ def _json(text: str, origin: str) -> Any:
     return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
 
 
-def _brackets(text: str) -> Iterator[int]:
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', text, re.DOTALL):
-        if found.group() in "[{":
-            yield 1
-        elif found.group() in "]}":
-            yield -1
-
-
 def _check_depth(steps: Iterator[int], origin: str) -> None:
-    depth = 0
-    for step in steps:
-        depth += step
-        if depth > MAX_DEPTH:
-            raise BadInput(f"'{origin}' is nested more than {MAX_DEPTH} deep; no configuration is.")
+    if is_deeper(steps, MAX_DEPTH):
+        raise BadInput(f"'{origin}' is nested more than {MAX_DEPTH} deep; no configuration is.")
 
 
 def _twice(key: str, origin: str, line: int | None = None) -> BadInput:
@@ -215,8 +204,8 @@ def _events(text: str, origin: str) -> Iterator[int]:
     """The steps in depth, read before anything is built: what is too much is refused where it starts to be."""
     documents = 0
     for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
-        if count > 3 * MAX_VALUES:
-            raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
+        if count > 3 * _MAX_VALUES:
+            raise BadInput(f"'{origin}' holds more than {_MAX_VALUES:,} values; no configuration does.")
         if isinstance(event, yaml.CollectionStartEvent):
             yield 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -259,8 +248,8 @@ class _Nodes:
         self.open.add(id(node))
         count = 1 + sum(map(self.check, self._children(node)))
         self.open.discard(id(node))
-        if count > MAX_VALUES:
-            raise BadInput(f"'{self.origin}' holds more than {MAX_VALUES:,} values once aliases are expanded.")
+        if count > _MAX_VALUES:
+            raise BadInput(f"'{self.origin}' holds more than {_MAX_VALUES:,} values once aliases are expanded.")
         self.values[id(node)] = count
         return count
 
@@ -303,8 +292,8 @@ def _toml(text: str, origin: str) -> Any:
     steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", bare))
     too_deep = [MAX_DEPTH + 1] if _LONG_NAME.search(bare) else []
     _check_depth(itertools.chain(too_deep, steps), origin)
-    if sum(map(bare.count, ",=[")) > MAX_VALUES:  # before the parser spends its time on them
-        raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
+    if sum(map(bare.count, ",=[")) > _MAX_VALUES:  # before the parser spends its time on them
+        raise BadInput(f"'{origin}' holds more than {_MAX_VALUES:,} values; no configuration does.")
     return _dates_as_text(tomllib.loads(text))
 
 
@@ -324,13 +313,13 @@ _READERS: dict[Format, Callable[[str, str], Any]] = {"json": _json, "yaml": _yam
 
 def _check(document: Any, origin: str) -> None:
     """Refuse numbers that no setting can have, and more values or text than any configuration holds."""
-    budget = [MAX_VALUES, 4 * MAX_BYTES]
+    budget = [_MAX_VALUES, 4 * MAX_BYTES]
 
     def walk(key: str, value: Any) -> None:
         budget[0] -= 1
         budget[1] -= len(value) if isinstance(value, str) else 0
         if min(budget) < 0:
-            raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values, or text without end.")
+            raise BadInput(f"'{origin}' holds more than {_MAX_VALUES:,} values, or text without end.")
         if isinstance(value, dict):
             for name, inner in value.items():
                 walk(key, name)

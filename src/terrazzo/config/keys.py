@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from terrazzo.config.schema import Config, Section
 
-__all__ = ["KEYS", "Key"]
+__all__ = ["KEYS"]
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,17 @@ from terrazzo.errors import did_you_mean
 
 __all__ = [
     "BatchConfig",
-    "CheckpointConfig",
     "Config",
     "DataConfig",
     "LaunchConfig",
-    "LogConfig",
     "LoraConfig",
     "MeshConfig",
-    "ModelConfig",
+    "Named",
     "OffloadConfig",
     "OptimizerConfig",
     "PlanConfig",
-    "PrecisionConfig",
     "ScheduleConfig",
     "Section",
-    "TrainConfig",
     "tier_text",
 ]
 

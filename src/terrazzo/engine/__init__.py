@@ -30,6 +30,7 @@ packages:
 `tools/lint_structure.py` checks both.
 """
 
+from terrazzo.engine.axes import data_mesh
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.activations import checkpoint_activations, compile_units
 from terrazzo.engine.model.attach import attach
@@ -77,6 +78,7 @@ __all__ = [
     "checkpoint_activations",
     "clip_grad_norm_",
     "compile_units",
+    "data_mesh",
     "engine_of",
     "estimate",
     "find_units",

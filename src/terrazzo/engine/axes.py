@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.engine import device as devices
 from terrazzo.engine.links.backends import backend_of, collectives_for
@@ -15,7 +15,12 @@ from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
 
-__all__ = ["Axes"]
+__all__ = ["Axes", "data_mesh"]
+
+
+def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
+    """The mesh of all ranks on a `kind` of device, in sizes (ranks,) or (replicas, shards). Collective."""
+    return init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard")[-len(sizes) :])
 
 
 class Axes:

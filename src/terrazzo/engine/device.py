@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "BACKENDS",
     "KINDS",
+    "backend_for",
     "count",
     "generator_state",
     "here",
@@ -39,10 +39,7 @@ __all__ = [
     "unpin",
 ]
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""What `init_process_group` takes for ranks of each kind: small numbers that the host waits for go by gloo."""
-
-KINDS = tuple(BACKENDS)
+KINDS = ("cpu", "cuda")
 
 
 def is_cuda(device: torch.device) -> bool:
@@ -65,6 +62,11 @@ def stand_on(device: torch.device) -> None:
     """Make `device` this thread's own: a fresh thread stands on the first one, and whatever it does starts that up."""
     if is_cuda(device):
         torch.cuda.set_device(device)
+
+
+def backend_for(kind: str) -> str:
+    """The backend of a process group whose ranks compute on a `kind` of device: on CUDA, gloo for the CPU as well."""
+    return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
 
 
 def kind_of_group() -> str:

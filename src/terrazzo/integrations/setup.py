@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.dialects.description import LOADED, Description, Setting
@@ -24,6 +24,7 @@ from terrazzo.engine import (
     Units,
     checkpoint_activations,
     compile_units,
+    data_mesh,
     shard,
 )
 from terrazzo.errors import BadInput, Misuse
@@ -92,10 +93,9 @@ class Setup:
     def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
         """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place."""
         chosen = self.activation_checkpointing
-        if chosen.mode != "none":
-            checkpoint_activations(
-                model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
-            )
+        checkpoint_activations(
+            model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
+        )
         if self.compile:
             compile_units(model, units=self.units)
         return shard(
@@ -263,9 +263,7 @@ def _mesh(description: Description, device: torch.device) -> DeviceMesh | None:
             )
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    shape = _shape(description, dist.get_world_size())
-    names = ("dp_replicate", "dp_shard") if len(shape) == 2 else ("dp_shard",)
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return data_mesh(device.type, *_shape(description, dist.get_world_size()))
 
 
 def _shape(description: Description, world: int) -> tuple[int, ...]:

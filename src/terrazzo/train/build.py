@@ -1,17 +1,23 @@
-"""From a configuration to the objects of a run: plan, precision, mesh, model, optimizer."""
+"""From a configuration to what `tz.shard` takes beside a model: plan, offload, precision, mesh, optimizer.
+
+And to the learning rate, as torch's `LambdaLR`, so that any optimizer and any checkpoint understands it.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig, OptimizerConfig
+from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig, OptimizerConfig, ScheduleConfig
 from terrazzo.engine import (
     DTYPE_FIELDS,
     ELEMENTWISE,
@@ -21,32 +27,27 @@ from terrazzo.engine import (
     Plan,
     Precision,
     check_optimizer,
-    checkpoint_activations,
-    compile_units,
 )
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.train import data
-from terrazzo.train.model.decoder import DecoderConfig, build_model
-from terrazzo.train.model.lora import add_adapters
 
 __all__ = [
     "batch_arithmetic",
-    "build_mesh",
     "build_offload",
     "build_optimizer",
     "build_plan",
     "build_precision",
+    "build_schedule",
     "check_settings",
     "construct",
-    "data_spec",
-    "decoder_config",
+    "learning_rate_share",
     "mesh_shape",
     "optimizer_class",
-    "prepare_model",
-    "vocab_size_of",
 ]
 
 OFFLOADED_STATES = ("weight", "grad", "optim")
+
+
+# -- plan, offload, precision, mesh, batch ---------------------------------------------------------------------------
 
 
 def build_plan(config: Config) -> Plan:
@@ -63,7 +64,7 @@ def build_plan(config: Config) -> Plan:
             " this run has one group: set plan.mesh.dp_replicate to the number of groups, such as"
             " plan.mesh.dp_replicate=2, or take a plan that needs none, such as plan=zero3."
         )
-    built.resolve(mesh_axes(plan.mesh))
+    built.resolve(("dp_replicate", "dp_shard") if plan.mesh.dp_replicate > 1 else ("dp_shard",))
     return built
 
 
@@ -110,13 +111,8 @@ def build_precision(config: Config) -> Precision:
     return Precision(**dtypes, loss_scaling=base.loss_scaling)
 
 
-def mesh_axes(mesh: MeshConfig) -> tuple[str, ...]:
-    """The axes of the mesh, outermost first."""
-    return ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
-
-
 def mesh_shape(mesh: MeshConfig, world_size: int) -> tuple[int, ...]:
-    """Sizes of `mesh_axes`; raises `BadInput` when they do not multiply to the number of ranks."""
+    """(replicas, shards), or (ranks,); raises `BadInput` when they do not multiply to the number of ranks."""
     shard = mesh.dp_shard or world_size // mesh.dp_replicate
     if mesh.dp_replicate * shard != world_size:
         given = f" × plan.mesh.dp_shard {mesh.dp_shard}" if mesh.dp_shard else ""
@@ -127,12 +123,6 @@ def mesh_shape(mesh: MeshConfig, world_size: int) -> tuple[int, ...]:
             f" dp_shard left out or {world_size} divided by it."
         )
     return (mesh.dp_replicate, shard) if mesh.dp_replicate > 1 else (shard,)
-
-
-def build_mesh(config: Config, device: torch.device, world_size: int) -> DeviceMesh:
-    """The device mesh over all ranks."""
-    shape = mesh_shape(config.plan.mesh, world_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=mesh_axes(config.plan.mesh))
 
 
 def batch_arithmetic(batch: BatchConfig, world_size: int) -> int:
@@ -150,51 +140,7 @@ def batch_arithmetic(batch: BatchConfig, world_size: int) -> int:
     return batch.global_batch // at_once
 
 
-def data_spec(config: Config) -> data.DataSpec:
-    """The data settings in the loader's own form."""
-    settings = {key: getattr(config.data, key) for key in type(config.data).model_fields}
-    return data.DataSpec(sequence_length=config.batch.sequence_length, **settings)
-
-
-def vocab_size_of(config: Config) -> int:
-    """Of a decoder: as given, or the tokenizer's."""
-    return config.model.vocab_size or data.load_tokenizer(config.data.tokenizer).vocab_size
-
-
-def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
-    """The built-in decoder's shape, with the defaults that depend on other settings filled in."""
-    model = config.model
-    ffn_dim = model.ffn_dim or -(-8 * model.dim // 3 // 64) * 64
-    return DecoderConfig(
-        vocab_size=model.vocab_size or vocab_size,
-        dim=model.dim,
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.kv_heads or model.heads,
-        ffn_dim=ffn_dim,
-        max_sequence_length=config.batch.sequence_length,
-        rope_theta=model.rope_theta,
-        tie_embeddings=model.tie_embeddings,
-        dropout=model.dropout,
-    )
-
-
-def prepare_model(config: Config, vocab_size: int) -> nn.Module:
-    """The model on the meta device, with adapters, activation checkpointing and compilation, ready to shard.
-
-    Its storage is allocated and initialised unit by unit while it is sharded, so no rank ever holds all of it.
-    """
-    spec = decoder_config(config, vocab_size) if config.model.kind == "decoder" else config.model.path
-    assert spec is not None
-    model = add_adapters(build_model(spec, device="meta"), config)
-    units = config.plan.units
-    mode, every = config.train.checkpointing
-    if mode != "none":
-        ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"
-        checkpoint_activations(model, mode, units=units, every=every, ops=ops, offload=offload)
-    if config.train.compile:
-        compile_units(model, units=units)
-    return model
+# -- optimizer and learning rate -------------------------------------------------------------------------------------
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
@@ -266,3 +212,27 @@ def _construct(
         return chosen(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"torch.optim.{config.name} does not accept these settings: {error}.") from error
+
+
+def learning_rate_share(config: ScheduleConfig, steps: int, step: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of a run of `steps`, as a share of the peak.
+
+    Warm-up is linear and its first step already learns: share 1/warmup_steps at step 0. Cosine decay is Loshchilov &
+    Hutter 2017 (arXiv:1608.03983) without restarts; warm-up-stable-decay is Hu et al. 2024 (arXiv:2404.06395).
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    start = config.warmup_steps
+    if config.name == "wsd":
+        start = max(start, steps - (config.decay_steps or max(1, steps // 5)))
+    if config.name == "constant" or step < start:
+        return 1.0
+    # The last step (steps - 1) gets exactly the final share; later ones, if any, keep it.
+    progress = min(1.0, (step - start) / max(1, steps - 1 - start))
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if config.name == "cosine" else 1 - progress
+    return config.final_fraction + (1 - config.final_fraction) * remaining
+
+
+def build_schedule(config: ScheduleConfig, steps: int, optimizer: Optimizer) -> LambdaLR:
+    """A torch scheduler over every parameter group of `optimizer`; call its `step()` after each optimizer step."""
+    return LambdaLR(optimizer, partial(learning_rate_share, config, steps))

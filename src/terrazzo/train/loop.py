@@ -14,10 +14,10 @@ from terrazzo.checkpoint import check_replicas
 from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
 from terrazzo.telemetry import PeakMemory, Stopwatch
+from terrazzo.train.checkpoints.export import export
+from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
-from terrazzo.train.export import export
-from terrazzo.train.keeping import refuse_lost
 from terrazzo.train.launch.failure import PREEMPTED
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.promise.swap import swap_folders

@@ -39,10 +39,10 @@ def train_command(path: Path, overrides: list[str]) -> int:
         if ranks > 1:
             return launch_ranks(ranks, ["-m", "terrazzo", "train", str(path), *overrides])
         os.environ.update(ALONE, MASTER_ADDR="localhost", MASTER_PORT="0")
-    return run_rank(int(os.environ["RANK"]), lambda: train_rank(path, overrides))
+    return run_rank(int(os.environ["RANK"]), lambda: _train_rank(path, overrides))
 
 
-def train_rank(path: Path, overrides: list[str]) -> int:
+def _train_rank(path: Path, overrides: list[str]) -> int:
     """One rank's whole life; its exit code."""
     stop = StopRequest()
     register_rank()

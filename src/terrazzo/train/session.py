@@ -13,30 +13,29 @@ from torch.optim.lr_scheduler import LambdaLR
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.config import Config, without_passwords
-from terrazzo.engine import engine_of
+from terrazzo.engine import data_mesh, engine_of
 from terrazzo.errors import BadInput
 from terrazzo.exchange import agree, gather_json, on_first, together
 from terrazzo.telemetry import resident_bytes
 from terrazzo.train.build import (
     batch_arithmetic,
-    build_mesh,
     build_offload,
     build_optimizer,
     build_plan,
     build_precision,
-    data_spec,
-    prepare_model,
+    build_schedule,
+    mesh_shape,
 )
-from terrazzo.train.data import Loader, LoaderConfig, TokenData, load_data
-from terrazzo.train.keeping import Keeper
+from terrazzo.train.checkpoints.keeping import Keeper
+from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
+from terrazzo.train.data import Loader, TokenData, load_data
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.learning_rate import build_schedule
 from terrazzo.train.model.decoder import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.lora import load_base
-from terrazzo.train.preflight import clear_checkpoints, make_log_folder, resume_from
+from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.preflight.folders import make_log_folder
 from terrazzo.train.promise.swap import make_folders
-from terrazzo.train.resume import resume_notes
 
 __all__ = ["Session", "open_session"]
 
@@ -159,8 +158,8 @@ def open_session(config: Config, ranks: Ranks, plan_notes: Sequence[str] = ()) -
 def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str]) -> Session:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
-    data = load_data(data_spec(config), builds=ranks.builds_shared_files, agree=agree)
-    loader = _loader(config, ranks, data)
+    data = load_data(config, builds=ranks.builds_shared_files, agree=agree)
+    loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     model, flops_per_token = _model(config, data)
@@ -172,7 +171,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str
         plan=build_plan(config),
         units=config.plan.units,
         precision=build_precision(config),
-        mesh=build_mesh(config, ranks.device, ranks.world_size),
+        mesh=data_mesh(ranks.device.type, *mesh_shape(config.plan.mesh, ranks.world_size)),
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
     )
@@ -205,17 +204,6 @@ def _load_pretrained(config: Config, model: nn.Module) -> None:
 def _seed(seed: int, step: int, rank: int) -> int:
     """For what ranks draw each for itself from `step` on."""
     return seed + 1 + rank + step * 1_000_003
-
-
-def _loader(config: Config, ranks: Ranks, data: TokenData) -> Loader:
-    settings = LoaderConfig(
-        global_batch=config.batch.global_batch,
-        micro_batch=config.batch.micro_batch,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        seed=config.train.seed,
-    )
-    return Loader(data.train, settings)
 
 
 def _model(config: Config, data: TokenData) -> tuple[nn.Module, int]:

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine import device as devices
-from terrazzo.engine.axes import Axes
+from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.model.attach import check_several, put_on
@@ -281,7 +281,7 @@ def _one_of(kind: type[N], value: N | str, argument: str) -> N:
 
 
 def _default_mesh() -> DeviceMesh:
-    return init_device_mesh(devices.kind_of_group(), (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    return data_mesh(devices.kind_of_group(), dist.get_world_size())
 
 
 def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> list[Optimizer]:

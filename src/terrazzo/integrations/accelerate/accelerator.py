@@ -275,4 +275,4 @@ def _partners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.M
 def _open_group(device: torch.device) -> None:
     """The group of a single process, where Accelerate makes none."""
     if not dist.is_initialized():
-        dist.init_process_group(devices.BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(devices.backend_for(device.type), store=dist.HashStore(), rank=0, world_size=1)

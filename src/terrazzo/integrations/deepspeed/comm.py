@@ -46,7 +46,7 @@ def init_distributed(  # structure: signature fixed by DeepSpeed
         os.environ.setdefault(name, value)
     if devices.count():
         devices.stand_on(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-        backend = devices.BACKENDS["cuda"] if dist_backend in (None, "nccl") else dist_backend
+        backend = devices.backend_for("cuda") if dist_backend in (None, "nccl") else dist_backend
     else:
         backend = "gloo" if dist_backend in (None, "nccl", "ccl") else dist_backend
     dist.init_process_group(backend, init_method=init_method, timeout=timeout)

@@ -25,10 +25,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, engine_of
+from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, data_mesh, engine_of
 from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
@@ -109,7 +109,7 @@ class TerrazzoStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         on_cuda = devices.is_cuda(self.root_device)
-        backend = self._backend or devices.BACKENDS[self.root_device.type]
+        backend = self._backend or devices.backend_for(self.root_device.type)
         device = self.root_device if on_cuda else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
 
@@ -215,10 +215,7 @@ class TerrazzoStrategy(ParallelStrategy):
         ranks, replicas = dist.get_world_size(), self._dp_replicate
         if replicas < 1 or ranks % replicas:
             raise BadInput(f"dp_replicate is {replicas}, which must divide the {ranks} ranks.")
-        if replicas == 1:
-            return init_device_mesh(self.root_device.type, (ranks,), mesh_dim_names=("dp_shard",))
-        names = ("dp_replicate", "dp_shard")
-        return init_device_mesh(self.root_device.type, (replicas, ranks // replicas), mesh_dim_names=names)
+        return data_mesh(self.root_device.type, *((ranks,) if replicas == 1 else (replicas, ranks // replicas)))
 
     def model_to_device(self) -> None:
         """Bring what has no parameters, such as metrics, to the device; the engine has brought the rest."""

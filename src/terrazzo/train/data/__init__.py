@@ -4,23 +4,23 @@ Read `sources` (with `stored` and `hub`), `tokenizer`, `cache`, `sequences`, `lo
 to other ranks: what must be agreed on goes through the `agree` function that `load_data` is given.
 
 Example:
-    data = load_data(DataSpec(source="python-stdlib", sequence_length=256))
-    loader = Loader(data.train, LoaderConfig(global_batch=16, micro_batch=4, rank=0, world_size=2))
+    config = load_config("examples/quickstart.yaml")
+    data = load_data(config)
+    loader = Loader(data.train, config, rank=0, world_size=2)
     step = loader.next_step()          # step.micro_batches: this rank's; step.valid_tokens: of all ranks
 """
 
-from terrazzo.train.data.load import DataSpec, TokenData, load_data
+from terrazzo.train.data.load import TokenData, load_data
 from terrazzo.train.data.loader import (
     Cursor,
     GlobalBatch,
     GlobalOrder,
     Loader,
-    LoaderConfig,
     evaluation_batches,
 )
 from terrazzo.train.data.sequences import IGNORED, Batch, SequenceDataset
 from terrazzo.train.data.sources import PYTHON_STDLIB
-from terrazzo.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from terrazzo.train.data.tokenizer import ByteTokenizer, load_tokenizer
 
 __all__ = [
     "IGNORED",
@@ -28,14 +28,11 @@ __all__ = [
     "Batch",
     "ByteTokenizer",
     "Cursor",
-    "DataSpec",
     "GlobalBatch",
     "GlobalOrder",
     "Loader",
-    "LoaderConfig",
     "SequenceDataset",
     "TokenData",
-    "Tokenizer",
     "evaluation_batches",
     "load_data",
     "load_tokenizer",

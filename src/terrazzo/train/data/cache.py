@@ -114,8 +114,8 @@ def write_cache(
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            writer = CacheWriter(file, tokenizer, chat)
-            for group in groups(documents, DOCUMENTS_PER_ENCODE):
+            writer = _CacheWriter(file, tokenizer, chat)
+            for group in _groups(documents, DOCUMENTS_PER_ENCODE):
                 writer.add(group)
             writer.check()
             header = writer.finish(key, skipped.names) if writer.ends else None
@@ -129,7 +129,7 @@ def write_cache(
     return header
 
 
-class CacheWriter:
+class _CacheWriter:
     """Writes the parts of a cache in order and keeps what the header will say."""
 
     def __init__(self, file: BinaryIO, tokenizer: Tokenizer, chat: Callable[[], Chat] | None = None) -> None:
@@ -181,7 +181,7 @@ class CacheWriter:
             self.spans.extend((self.tokens_numel + start, self.tokens_numel + stop))
         self.tokens_numel += len(ids)
         self.ends.append(self.tokens_numel)
-        self.name_hashes.append(name_hash(document.name))
+        self.name_hashes.append(_name_hash(document.name))
         self.text_bytes.append(text_bytes)
         if largest > self.max_token:
             self.max_token, self.max_token_document = largest, document.name
@@ -201,7 +201,7 @@ class CacheWriter:
             )
 
     def finish(self, key: str, skipped: list[str]) -> CacheHeader:
-        self.write(bytes(padding_bytes(self.tokens_numel * self.dtype.itemsize)))
+        self.write(bytes(_padding_bytes(self.tokens_numel * self.dtype.itemsize)))
         for numbers in (self.ends, self.name_hashes, self.text_bytes):
             self.write(np.asarray(numbers).astype("<u8").tobytes())
         spans = np.asarray(self.spans if self.conversations else [])
@@ -238,13 +238,13 @@ def open_cache(path: Path, key: str, verify: bool) -> TokenCache | None:
     """
     try:
         with path.open("rb") as file:
-            found = read_header(file)
+            found = _read_header(file)
             if found is None:
                 return None
             header, crc, body_bytes = found
-            if header.key != key or body_bytes != expected_bytes(header):
+            if header.key != key or body_bytes != _expected_bytes(header):
                 return None
-            if verify and checksum(file, body_bytes) != crc:
+            if verify and _checksum(file, body_bytes) != crc:
                 return None
     except OSError:
         return None
@@ -257,7 +257,7 @@ def open_cache(path: Path, key: str, verify: bool) -> TokenCache | None:
     return TokenCache(header, crc, tokens, ends.astype(np.int64), hashes, text_bytes.astype(np.int64), spans)
 
 
-def read_header(file: BinaryIO) -> tuple[CacheHeader, int, int] | None:
+def _read_header(file: BinaryIO) -> tuple[CacheHeader, int, int] | None:
     """Header, checksum of the body, and size of the body in bytes; None when they are not all there."""
     size = os.fstat(file.fileno()).st_size
     if size < TRAILER.size:
@@ -275,13 +275,13 @@ def read_header(file: BinaryIO) -> tuple[CacheHeader, int, int] | None:
     return (CacheHeader(**values), body_crc, body_bytes) if values.get("version") == FORMAT_VERSION else None
 
 
-def expected_bytes(header: CacheHeader) -> int:
+def _expected_bytes(header: CacheHeader) -> int:
     """The size that the body of a cache with this header must have."""
     tokens_bytes = header.tokens_numel * np.dtype(header.dtype).itemsize
-    return tokens_bytes + padding_bytes(tokens_bytes) + 8 * (3 * header.documents + 2 * header.spans)
+    return tokens_bytes + _padding_bytes(tokens_bytes) + 8 * (3 * header.documents + 2 * header.spans)
 
 
-def checksum(file: BinaryIO, size: int) -> int:
+def _checksum(file: BinaryIO, size: int) -> int:
     """CRC-32 of the first `size` bytes."""
     file.seek(0)
     crc = 0
@@ -290,17 +290,17 @@ def checksum(file: BinaryIO, size: int) -> int:
     return crc
 
 
-def padding_bytes(size: int) -> int:
+def _padding_bytes(size: int) -> int:
     """Bytes up to the next multiple of 8."""
     return -size % 8
 
 
-def name_hash(name: str) -> int:
+def _name_hash(name: str) -> int:
     """64 bits of a document's name, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def _groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
     """Consecutive lists of up to `size` items."""
     iterator = iter(items)
     while group := list(islice(iterator, size)):

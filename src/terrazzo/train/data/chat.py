@@ -28,7 +28,7 @@ from terrazzo.train.data.records import ASSISTANT, Document
 from terrazzo.train.data.rendering import Failed, render
 from terrazzo.train.data.tokenizer import BYTES, MAX_BYTES, TokenArray, Tokenizer, check_files, missing_extra
 
-__all__ = ["Chat", "LossOn", "Rendered", "chat_fingerprint", "load_chat"]
+__all__ = ["Chat", "Rendered", "chat_fingerprint", "load_chat"]
 
 LossOn = Literal["assistant", "all"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -70,23 +70,28 @@ def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss
         BadInput: there is no template, or it cannot be read.
     """
     if name == BYTES:
-        return PlainChat(tokenizer, loss_on)
-    given = None if template is None else read_template(Path(template))
+        return _PlainChat(tokenizer, loss_on)
+    given = None if template is None else _read_template(Path(template))
     origin = f"the chat template of data.tokenizer '{name}'" if template is None else f"data.chat_template '{template}'"
-    return TemplateChat(load_backend(Path(name).expanduser()), given, loss_on, origin)
+    return _TemplateChat(_load_backend(Path(name).expanduser()), given, loss_on, origin)
 
 
 def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) -> str:
     """Changes with whatever decides how a conversation is rendered; reads small files, and imports nothing.
 
     Raises:
-        BadInput: one of them is no plain file, or is too large.
+        BadInput: one of them is no plain file, or is too large; `template` is given for the built-in tokenizer.
     """
     digest = hashlib.sha256(loss_on.encode())
     if template is not None:
-        digest.update(read_template(Path(template)).encode())
+        if name == BYTES:
+            raise BadInput(
+                f"data.chat_template is '{template}', but the tokenizer '{BYTES}' has a template of its own. "
+                "Leave data.chat_template out, or set data.tokenizer to the folder of a Hugging Face tokenizer."
+            )
+        digest.update(_read_template(Path(template)).encode())
     if name != BYTES:
-        folder = folder_of(Path(name).expanduser())
+        folder = _folder_of(Path(name).expanduser())
         check_files(folder)
         found = [path for pattern in TEMPLATE_FILES for path in sorted(folder.glob(pattern))]
         digests = [hashlib.sha256(read_plain(path, MAX_BYTES)).hexdigest() for path in found]
@@ -94,7 +99,7 @@ def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) ->
     return digest.hexdigest()
 
 
-def read_template(path: Path) -> str:
+def _read_template(path: Path) -> str:
     """The text of a template file."""
     try:
         return read_plain(path.expanduser(), MAX_TEMPLATE_BYTES).decode()
@@ -104,30 +109,30 @@ def read_template(path: Path) -> str:
         ) from None
 
 
-def folder_of(path: Path) -> Path:
+def _folder_of(path: Path) -> Path:
     """Of a tokenizer that is given as its folder, or as the tokenizer.json in it."""
     return path if path.is_dir() else path.parent
 
 
-def load_backend(path: Path) -> Any:
+def _load_backend(path: Path) -> Any:
     """The `transformers` tokenizer in a local folder."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers") from error
-    check_files(folder_of(path))
+    check_files(_folder_of(path))
     try:
-        found = AutoTokenizer.from_pretrained(str(folder_of(path)), local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(str(_folder_of(path)), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # many kinds, by what is missing in the folder
         raise BadInput(
-            f"The data hold conversations, and transformers cannot load the tokenizer in {str(folder_of(path))!r} to "
+            f"The data hold conversations, and transformers cannot load the tokenizer in {str(_folder_of(path))!r} to "
             f"render them ({error}). Save it there with save_pretrained."
         ) from error
     found.model_max_length = 1 << 62  # a longer conversation is ours to cut: no warning
     return found
 
 
-class PlainChat:
+class _PlainChat:
     """The built-in template: the text of a message cannot end it, since no text has the end-of-document token."""
 
     def __init__(self, tokenizer: Tokenizer, loss_on: LossOn) -> None:
@@ -157,7 +162,7 @@ class PlainChat:
 
 
 @dataclass(frozen=True)
-class TemplateChat:
+class _TemplateChat:
     """A Hugging Face tokenizer's chat template, or the text `given` in its place; `origin` is what errors call it."""
 
     tokenizer: Any
@@ -193,7 +198,7 @@ class TemplateChat:
 class _Conversation:
     """One conversation under one template."""
 
-    chat: TemplateChat
+    chat: _TemplateChat
     document: Document
     template: str
 
@@ -268,7 +273,7 @@ class _Conversation:
                 break
             stop_token = last + 1 if last else len(mask)
             mask[first:stop_token] = [1] * max(0, stop_token - first)
-        return found["input_ids"], spans_of(mask)
+        return found["input_ids"], _spans_of(mask)
 
     def tokens_of(self, text: str) -> list[int]:
         tokens: list[int] = self.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -303,7 +308,7 @@ class _Conversation:
         )
 
 
-def spans_of(mask: Sequence[int]) -> list[tuple[int, int]]:
+def _spans_of(mask: Sequence[int]) -> list[tuple[int, int]]:
     """The runs of ones."""
     edges = np.flatnonzero(np.diff(np.array([0, *mask, 0])))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

@@ -1,4 +1,4 @@
-"""`load_data`: from a `DataSpec` to training and validation sequences, through the token cache."""
+"""`load_data`: from `data.source` to training and validation sequences, through the token cache."""
 
 from __future__ import annotations
 
@@ -12,52 +12,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from terrazzo.config import Config, DataConfig
 from terrazzo.errors import BadInput
 from terrazzo.train.data.cache import CacheHeader, TokenCache, cache_key, open_cache, write_cache
-from terrazzo.train.data.chat import LossOn, chat_fingerprint, load_chat
-from terrazzo.train.data.packing import Packing, TooLong, arrange
+from terrazzo.train.data.chat import chat_fingerprint, load_chat
+from terrazzo.train.data.packing import Packing, arrange
 from terrazzo.train.data.sequences import SequenceDataset, held_out_whole, split_documents, split_of
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.data.stored import SourceFile
-from terrazzo.train.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Agree", "DataSpec", "TokenData", "default_cache_dir", "load_data"]
+__all__ = ["TokenData", "load_data"]
 
 Agree = Callable[[str | None], str | None]
 """Called once by every rank with its error message or None; returns to all of them one rank's message, or
 None when none has any. It must not return before every rank has called it."""
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """What to train on.
-
-    `source` and `validation_source` are files, folders, globs, URLs or `python-stdlib` (see `sources`). Without a
-    `validation_source`, `validation_fraction` of the tokens is held out. `max_bytes` caps the text of each
-    source. How conversations are rendered and learnt is in `chat`; `packing` is by default `stream` for text and
-    `single` for conversations, where `too_long` says what happens to those of more than `sequence_length` + 1 tokens.
-    """
-
-    source: str | Sequence[str]
-    sequence_length: int = 256
-    tokenizer: str = BYTES
-    end_of_document: str | None = None
-    text_field: str = "text"
-    chat_template: str | Path | None = None
-    loss_on: LossOn = "assistant"
-    packing: Packing | None = None
-    too_long: TooLong = "truncate"
-    max_bytes: int | None = None
-    validation_source: str | Sequence[str] | None = None
-    validation_fraction: float = 0.05
-    cache: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokenizer == BYTES and self.chat_template is not None:
-            raise BadInput(
-                f"data.chat_template is '{self.chat_template}', but the tokenizer '{BYTES}' has a template of its own. "
-                "Leave data.chat_template out, or set data.tokenizer to the folder of a Hugging Face tokenizer."
-            )
 
 
 @dataclass(frozen=True)
@@ -87,8 +56,8 @@ class TokenData:
                 )
 
 
-def load_data(spec: DataSpec, *, builds: bool = True, agree: Agree = lambda message: message) -> TokenData:
-    """Tokenizes what `spec` names, unless the cache has it, and opens it.
+def load_data(config: Config, *, builds: bool = True, agree: Agree = lambda message: message) -> TokenData:
+    """Tokenizes what section `data` names, unless the cache has it, and opens it.
 
     Args:
         builds: True on exactly one rank of each group of ranks that share a file system. More do no harm: they
@@ -100,11 +69,11 @@ def load_data(spec: DataSpec, *, builds: bool = True, agree: Agree = lambda mess
     """
     failure: Exception | None = None
     try:
-        tokenizer = load_tokenizer(spec.tokenizer, spec.end_of_document)
-        wanted = [wanted_cache(spec, source, tokenizer) for source in sources_of(spec)]
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
+        wanted = [_wanted_cache(config.data, source, tokenizer) for source in _sources_of(config.data)]
         if builds:
             for one in wanted:
-                build_if_needed(spec, one, tokenizer)
+                _build_if_needed(config.data, one, tokenizer)
     except Exception as error:  # whatever it is, the other ranks must hear of it before this one leaves
         failure = error
     message = agree(None if failure is None else f"{failure}")
@@ -112,15 +81,15 @@ def load_data(spec: DataSpec, *, builds: bool = True, agree: Agree = lambda mess
         raise failure
     if message is not None:
         raise BadInput(message)
-    return assemble(spec, tokenizer, [opened(one.path) for one in wanted])
+    return _assemble(config, tokenizer, [_opened(one.path) for one in wanted])
 
 
-def sources_of(spec: DataSpec) -> list[str | Sequence[str]]:
+def _sources_of(data: DataConfig) -> list[str | Sequence[str]]:
     """The sources that get a cache each: training and, if it has its own, validation."""
-    return [spec.source] if spec.validation_source is None else [spec.source, spec.validation_source]
+    return [data.source] if data.validation_source is None else [data.source, data.validation_source]
 
 
-class WantedCache(NamedTuple):
+class _WantedCache(NamedTuple):
     """The cache of a source: its own path, and the files that go into it, as they were found when it was named."""
 
     source: str | Sequence[str]
@@ -128,28 +97,28 @@ class WantedCache(NamedTuple):
     path: Path
 
 
-def wanted_cache(spec: DataSpec, source: str | Sequence[str], tokenizer: Tokenizer) -> WantedCache:
+def _wanted_cache(data: DataConfig, source: str | Sequence[str], tokenizer: Tokenizer) -> _WantedCache:
     """The cache that a source has as it is now."""
-    chat, files = chat_fingerprint(spec.tokenizer, spec.chat_template, spec.loss_on), find_files(source)
-    key = cache_key(files, tokenizer.fingerprint, spec.text_field, spec.max_bytes, chat)
-    folder = Path(spec.cache).expanduser() if spec.cache is not None else default_cache_dir()
-    return WantedCache(source, files, folder / f"{key}.tokens")
+    chat, files = chat_fingerprint(data.tokenizer, data.chat_template, data.loss_on), find_files(source)
+    key = cache_key(files, tokenizer.fingerprint, data.text_field, data.max_bytes, chat)
+    folder = Path(data.cache).expanduser() if data.cache is not None else _default_cache_dir()
+    return _WantedCache(source, files, folder / f"{key}.tokens")
 
 
-def default_cache_dir() -> Path:
+def _default_cache_dir() -> Path:
     """`terrazzo/tokens` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "terrazzo" / "tokens"
 
 
-def build_if_needed(spec: DataSpec, wanted: WantedCache, tokenizer: Tokenizer) -> None:
+def _build_if_needed(data: DataConfig, wanted: _WantedCache, tokenizer: Tokenizer) -> None:
     """Writes the cache, unless a whole and undamaged one is there."""
     source, files, path = wanted
     if open_cache(path, path.stem, verify=True) is not None:
         return
     skipped = Skipped()
-    documents = read_documents(files, spec.text_field, spec.max_bytes, skipped)
+    documents = read_documents(files, data.text_field, data.max_bytes, skipped)
     try:
-        chat = partial(load_chat, tokenizer, spec.tokenizer, spec.chat_template, spec.loss_on)
+        chat = partial(load_chat, tokenizer, data.tokenizer, data.chat_template, data.loss_on)
         written = write_cache(path, path.stem, documents, tokenizer, skipped, chat)
     except OSError as error:
         raise BadInput(
@@ -164,7 +133,7 @@ def build_if_needed(spec: DataSpec, wanted: WantedCache, tokenizer: Tokenizer) -
         )
 
 
-def opened(path: Path) -> TokenCache:
+def _opened(path: Path) -> TokenCache:
     """The cache that some rank has just built or checked."""
     cache = open_cache(path, path.stem, verify=False)
     if cache is None:
@@ -176,37 +145,38 @@ def opened(path: Path) -> TokenCache:
     return cache
 
 
-def assemble(spec: DataSpec, tokenizer: Tokenizer, caches: list[TokenCache]) -> TokenData:
+def _assemble(config: Config, tokenizer: Tokenizer, caches: list[TokenCache]) -> TokenData:
     """The datasets of the opened caches: one to be split, or training and validation."""
-    if spec.chat_template is not None and not any(cache.header.conversations for cache in caches):
+    data, end = config.data, tokenizer.end_of_document
+    if data.chat_template is not None and not any(cache.header.conversations for cache in caches):
         raise BadInput(
-            f"data.chat_template is '{spec.chat_template}', but no record of data.source has 'messages', so nothing "
+            f"data.chat_template is '{data.chat_template}', but no record of data.source has 'messages', so nothing "
             "would be rendered with it. Remove it, or give conversations."
         )
-    end, packing = tokenizer.end_of_document, [packing_of(spec, cache) for cache in caches]
-    train, held = datasets(spec, caches[0], packing[0], 0.0 if len(caches) == 2 else spec.validation_fraction, end)
-    notes = notes_of(caches[0].header, {"training": train, "validation": held})
+    packing = [_packing_of(data, cache) for cache in caches]
+    train, held = _datasets(config, caches[0], packing[0], 0.0 if len(caches) == 2 else data.validation_fraction, end)
+    notes = _notes_of(caches[0].header, {"training": train, "validation": held})
     if len(caches) == 2:
-        held, _ = datasets(spec, caches[1], packing[1], 0.0, end)
-        notes += notes_of(caches[1].header, {"validation": held})
+        held, _ = _datasets(config, caches[1], packing[1], 0.0, end)
+        notes += _notes_of(caches[1].header, {"validation": held})
     skipped = Skipped([name for cache in caches for name in cache.header.skipped])
-    check_learns(spec, "training", train)
+    _check_learns(config, "training", train)
     if held is not None and held.rows is not None:
-        check_learns(spec, "validation", held)
+        _check_learns(config, "validation", held)
     # a single held-out token predicts nothing
     return TokenData(train, held if held is not None and held.targets_numel else None, tokenizer, skipped, notes)
 
 
-def packing_of(spec: DataSpec, cache: TokenCache) -> Packing:
+def _packing_of(data: DataConfig, cache: TokenCache) -> Packing:
     """The packing as asked for, or as usual for what the cache holds."""
-    if spec.packing is None and 0 < cache.header.conversations < cache.header.documents:
+    if data.packing is None and 0 < cache.header.conversations < cache.header.documents:
         raise BadInput(
             f"data.source holds {cache.header.conversations:,} conversations and "
             f"{cache.header.documents - cache.header.conversations:,} texts, which are packed differently by default. "
             "Set data.packing: 'stream' cuts both where a sequence ends, 'whole' and 'single' keep each in one."
         )
-    packing: Packing = spec.packing or ("single" if cache.header.conversations else "stream")
-    if packing == "stream" and spec.too_long == "drop":
+    packing: Packing = data.packing or ("single" if cache.header.conversations else "stream")
+    if packing == "stream" and data.too_long == "drop":
         raise BadInput(
             "data.too_long is 'drop', but with data.packing 'stream', the default for text, documents are cut wherever "
             "a sequence ends. Leave data.too_long out, or set data.packing to 'whole' or 'single'."
@@ -214,44 +184,42 @@ def packing_of(spec: DataSpec, cache: TokenCache) -> Packing:
     return packing
 
 
-def check_learns(spec: DataSpec, part: str, dataset: SequenceDataset) -> None:
+def _check_learns(config: Config, part: str, dataset: SequenceDataset) -> None:
     """Raises `BadInput` for sequences without any target."""
     if dataset.targets_numel:
         return
     dropped, cut = (0, 0) if dataset.rows is None else (dataset.rows.dropped, dataset.rows.cut_unlearnt)
     why = f": {dropped:,} documents are longer" if dropped else f": {cut:,} documents are cut before it" if cut else ""
     raise BadInput(
-        f"The {part} data have no token to learn in sequences of {spec.sequence_length} tokens{why}. Raise "
+        f"The {part} data have no token to learn in sequences of {config.batch.sequence_length} tokens{why}. Raise "
         f"batch.sequence_length, {'set data.too_long=truncate, ' if dropped else ''}or give more data."
     )
 
 
-def datasets(
-    spec: DataSpec, cache: TokenCache, packing: Packing, fraction: float, end: int
+def _datasets(
+    config: Config, cache: TokenCache, packing: Packing, fraction: float, end: int
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """The sequences of a cache, and those of `fraction` of its tokens that are held out."""
     if packing == "stream":
-        splits = split_documents(cache, fraction)
-        train, held = (
-            None if split is None else SequenceDataset(cache, split, spec.sequence_length, end) for split in splits
-        )
+        length, splits = config.batch.sequence_length, split_documents(cache, fraction)
+        train, held = (None if split is None else SequenceDataset(cache, split, length, end) for split in splits)
     else:
         chosen = held_out_whole(cache, fraction)
-        train = in_rows(spec, cache, packing, ~chosen, end)
-        held = in_rows(spec, cache, packing, chosen, end) if chosen.any() else None
+        train = _in_rows(config, cache, packing, ~chosen, end)
+        held = _in_rows(config, cache, packing, chosen, end) if chosen.any() else None
     assert train is not None
     return train, held
 
 
-def in_rows(
-    spec: DataSpec, cache: TokenCache, packing: Packing, chosen: npt.NDArray[np.bool_], end: int
+def _in_rows(
+    config: Config, cache: TokenCache, packing: Packing, chosen: npt.NDArray[np.bool_], end: int
 ) -> SequenceDataset:
     """The chosen documents, each in one sequence."""
-    rows = arrange(cache, chosen, spec.sequence_length + 1, packing, spec.too_long)
-    return SequenceDataset(cache, split_of(cache, chosen), spec.sequence_length, end, rows)
+    rows = arrange(cache, chosen, config.batch.sequence_length + 1, packing, config.data.too_long)
+    return SequenceDataset(cache, split_of(cache, chosen), config.batch.sequence_length, end, rows)
 
 
-def notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:
+def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:
     """What became of the conversations of one cache, and how much of the datasets made from it is learnt."""
     if not header.conversations:
         return ()

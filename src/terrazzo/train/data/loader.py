@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, SequenceDataset
 
-__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "LoaderConfig", "evaluation_batches"]
+__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluation_batches"]
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,6 @@ class GlobalOrder:
 
 
 @dataclass(frozen=True)
-class LoaderConfig:
-    """Batch sizes in sequences, and which rank's share to read. `seed` draws the order.
-
-    `global_batch` is what one optimizer step consumes over all ranks, a multiple of `micro_batch` × `world_size`.
-    """
-
-    global_batch: int
-    micro_batch: int
-    rank: int = 0
-    world_size: int = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class GlobalBatch:
     """One step's data: this rank's micro-batches, and the targets over all ranks, the denominator of a mean loss."""
 
@@ -87,20 +74,23 @@ class GlobalBatch:
 class Loader:
     """Endless steps over a dataset, from a cursor that counts only what `next_step` has returned.
 
+    Sizes are those of section `batch`, of which `batch_arithmetic` holds for `world_size` ranks; `rank` says whose
+    share is read, and `train.seed` draws the order.
+
     Raises:
         BadInput: the dataset holds fewer sequences than one global batch.
     """
 
-    def __init__(self, dataset: SequenceDataset, config: LoaderConfig) -> None:
-        if len(dataset) < config.global_batch:
+    def __init__(self, dataset: SequenceDataset, config: Config, rank: int = 0, world_size: int = 1) -> None:
+        if len(dataset) < config.batch.global_batch:
             raise BadInput(
                 f"The training data holds {len(dataset)} sequences of {dataset.sequence_length} tokens "
-                f"({dataset.tokens_numel} tokens), fewer than one global batch of {config.global_batch} "
-                f"({config.world_size} ranks). Give more data, a shorter sequence_length, or a smaller "
+                f"({dataset.tokens_numel} tokens), fewer than one global batch of {config.batch.global_batch} "
+                f"({world_size} ranks). Give more data, a shorter sequence_length, or a smaller "
                 "global batch."
             )
-        self.dataset, self.config = dataset, config
-        self.order = GlobalOrder(len(dataset), config.seed)
+        self.dataset, self.batch, self.rank, self.world_size = dataset, config.batch, rank, world_size
+        self.order = GlobalOrder(len(dataset), config.train.seed)
         self.cursor = Cursor()
         self.thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data")
         self.ahead: Future[tuple[GlobalBatch, Cursor]] | None = None  # the step at the cursor, being read
@@ -115,9 +105,8 @@ class Loader:
 
     def read(self, cursor: Cursor) -> tuple[GlobalBatch, Cursor]:
         """The step at `cursor`, and the cursor after it."""
-        config = self.config
-        indices, following = self.order.take(cursor, config.global_batch)
-        share = indices.reshape(config.world_size, -1, config.micro_batch)[config.rank]
+        indices, following = self.order.take(cursor, self.batch.global_batch)
+        share = indices.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]
         micro_batches = tuple(self.dataset.batch(one) for one in share)
         return GlobalBatch(micro_batches, self.dataset.valid_tokens(indices)), following
 
@@ -126,7 +115,7 @@ class Loader:
         return {
             "epoch": self.cursor.epoch,
             "samples": self.cursor.samples,
-            "seed": self.config.seed,
+            "seed": self.order.seed,
             "dataset": self.dataset.fingerprint,
             "order": self.order.fingerprint(self.cursor.epoch),
         }
@@ -143,7 +132,7 @@ class Loader:
         cursor = Cursor(int(state["epoch"]), int(state["samples"]))
         found = {
             "dataset": self.dataset.fingerprint,
-            "seed": self.config.seed,
+            "seed": self.order.seed,
             "order": self.order.fingerprint(cursor.epoch),
         }
         for name, value in found.items():

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from terrazzo.train.data.cache import TokenCache
 
-__all__ = ["Packing", "Rows", "TooLong", "arrange"]
+__all__ = ["Packing", "Rows", "arrange"]
 
 Packing = Literal["stream", "whole", "single"]
 TooLong = Literal["truncate", "drop"]
@@ -43,7 +43,7 @@ def arrange(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, packing
         rows = Rows(starts[~long], stops[~long], np.zeros(1, np.int64), dropped=int(long.sum()))
     else:
         stops = np.minimum(stops, starts + room)
-        learns = first_learnt(cache, starts) < stops
+        learns = _first_learnt(cache, starts) < stops
         unlearnt = int((~learns).sum())
         rows = Rows(starts[learns], stops[learns], np.zeros(1, np.int64), int((long & learns).sum()), 0, unlearnt)
     if not len(rows.starts):
@@ -54,7 +54,7 @@ def arrange(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, packing
     return replace(rows, starts=rows.starts[order], stops=rows.stops[order], bounds=bounds)
 
 
-def first_learnt(cache: TokenCache, starts: Integers) -> Integers:
+def _first_learnt(cache: TokenCache, starts: Integers) -> Integers:
     """Where in the cache the first token to learn from `starts` on is; every document has one."""
     if cache.spans is None:
         return starts

@@ -15,7 +15,18 @@ from typing import Any
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train.data.stored import COMPRESSIONS, SourceFile
 
-__all__ = ["ASSISTANT", "Document", "Message", "is_jsonl", "is_parquet", "read_jsonl", "read_parquet"]
+__all__ = [
+    "ASSISTANT",
+    "ROWS_PER_READ",
+    "Document",
+    "columns_to_read",
+    "document_of",
+    "is_jsonl",
+    "is_parquet",
+    "read_jsonl",
+    "read_parquet",
+    "record_of",
+]
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 PARQUET_SUFFIX = ".parquet"
@@ -123,7 +134,7 @@ def columns_to_read(columns: list[str], text_field: str, where: str) -> list[str
     Raises:
         BadInput: it has neither or both.
     """
-    check_one_field(columns, text_field, where)
+    _check_one_field(columns, text_field, where)
     column = next((known for known in (text_field, MESSAGES_FIELD) if known in columns), None)
     if column is None:
         raise BadInput(
@@ -146,7 +157,7 @@ def _without_nulls(value: Any) -> Any:
 
 def document_of(record: dict[str, Any], text_field: str, name: str, where: str) -> Document:
     """The document `name` that one record holds; the record is at `where`."""
-    check_one_field(record, text_field, where)
+    _check_one_field(record, text_field, where)
     if text_field in record:
         text = record[text_field]
         if not isinstance(text, str):
@@ -154,10 +165,10 @@ def document_of(record: dict[str, Any], text_field: str, name: str, where: str) 
                 f"{where}: field {text_field!r} is {type(text).__name__} ({str(text)[:40]!r}), but must be a "
                 f"string. Correct the record, or set data.text_field to the field that holds the text."
             )
-        return Document(name, encodable(text, where))
+        return Document(name, _encodable(text, where))
     if MESSAGES_FIELD in record:
-        messages = messages_of(record[MESSAGES_FIELD], where)
-        return Document(name, messages=messages, tools=tools_of(record.get(TOOLS_FIELD), where))
+        messages = _messages_of(record[MESSAGES_FIELD], where)
+        return Document(name, messages=messages, tools=_tools_of(record.get(TOOLS_FIELD), where))
     raise BadInput(
         f"{where}: the record has neither a {text_field!r} nor a {MESSAGES_FIELD!r} field; it has "
         f"{sorted(record)}.{did_you_mean(text_field, record)} Rename the field, or set data.text_field to "
@@ -165,7 +176,7 @@ def document_of(record: dict[str, Any], text_field: str, name: str, where: str) 
     )
 
 
-def check_one_field(fields: Collection[str], text_field: str, where: str) -> None:
+def _check_one_field(fields: Collection[str], text_field: str, where: str) -> None:
     """Raises `BadInput` for text and a conversation in one record, of which only one could be learnt."""
     if text_field != MESSAGES_FIELD and text_field in fields and MESSAGES_FIELD in fields:
         raise BadInput(
@@ -174,43 +185,43 @@ def check_one_field(fields: Collection[str], text_field: str, where: str) -> Non
         )
 
 
-def messages_of(messages: Any, where: str) -> list[Message]:
+def _messages_of(messages: Any, where: str) -> list[Message]:
     """The messages of a conversation, their contents as strings."""
     if not isinstance(messages, list):
         raise BadInput(
             f"{where}: field {MESSAGES_FIELD!r} is {type(messages).__name__}, but must be a list of objects "
             f"with a 'role' and a 'content'. Correct the record."
         )
-    checked = [message_of(message, where) for message in messages]
-    encodable(json.dumps(checked, ensure_ascii=False, default=str), where)
+    checked = [_message_of(message, where) for message in messages]
+    _encodable(json.dumps(checked, ensure_ascii=False, default=str), where)
     return checked
 
 
-def message_of(message: Any, where: str) -> Message:
+def _message_of(message: Any, where: str) -> Message:
     """One message; its content is a string, a list of `{"type": "text", "text": ...}` parts, or tool calls instead."""
     given = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     role, content = given.get("role"), given.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if content is None and given.get("tool_calls") and isinstance(role, str):
-        check_role(role, where)
+        _check_role(role, where)
         return given  # templates tell a missing content from an empty one
     if not isinstance(role, str) or not isinstance(content, str):
         raise BadInput(
             f"{where}: the message {str(message)[:80]!r} does not have a 'role' and a 'content' that are "
             f"strings. Correct the record; only text can be trained on."
         )
-    check_role(role, where)
+    _check_role(role, where)
     return {**given, "content": content}
 
 
-def check_role(role: str, where: str) -> None:
+def _check_role(role: str, where: str) -> None:
     """Other roles than the usual ones are fine; one that is almost the assistant's would not be learnt."""
     if role != ASSISTANT and (meant := did_you_mean(role.strip().lower(), [ASSISTANT])):
         raise BadInput(f"{where}: a message has the role {role!r}.{meant} Correct it: other roles are not learnt.")
 
 
-def tools_of(tools: Any, where: str) -> list[Any] | None:
+def _tools_of(tools: Any, where: str) -> list[Any] | None:
     """The tools that the assistant may call; None for none."""
     if isinstance(tools, str):  # datasets often keep schemas, which differ in form, as JSON text
         try:
@@ -222,7 +233,7 @@ def tools_of(tools: Any, where: str) -> list[Any] | None:
     return tools or None
 
 
-def encodable(text: str, where: str) -> str:
+def _encodable(text: str, where: str) -> str:
     """The text itself; JSON can spell half a surrogate pair, which is no character."""
     try:
         text.encode()

@@ -69,16 +69,17 @@ def _ask(request: bytes) -> dict[str, Any]:
         if _process is None or _process.poll() is not None:
             _end()
             _process, _line = _start()
+        process, line = _process, _line  # another thread may end it meanwhile, and then lets go of it
         try:
-            _line.send_bytes(request)
-            found: dict[str, Any] = json.loads(_line.recv_bytes())
+            line.send_bytes(request)
+            found: dict[str, Any] = json.loads(line.recv_bytes())
             return found
         except (EOFError, OSError):  # it has ended
             pass
         except BaseException:  # interrupted between request and answer: the next one must not get it
             _end()
             raise
-        code = _process.wait()
+        code = process.wait()
         _end()
         if code == -signal.SIGINT:
             raise KeyboardInterrupt

@@ -17,7 +17,7 @@ from terrazzo.train.data.cache import TokenCache
 from terrazzo.train.data.packing import Rows
 from terrazzo.train.data.tokenizer import TokenArray
 
-__all__ = ["IGNORED", "Batch", "SequenceDataset", "Split", "split_documents"]
+__all__ = ["IGNORED", "NO_SEQUENCE", "Batch", "SequenceDataset", "held_out_whole", "split_documents", "split_of"]
 
 IGNORED = -100  # torch's cross_entropy leaves targets of this value out
 NO_SEQUENCE = -1
@@ -53,14 +53,14 @@ def split_documents(cache: TokenCache, validation_fraction: float) -> tuple[Spli
     tokens. Where every document is larger than that share (a single file, say), the last share of all tokens
     is taken instead.
     """
-    chosen = held_out(cache, validation_fraction)
+    chosen = _held_out(cache, validation_fraction)
     if chosen is None:
         total = int(cache.ends[-1])
-        return split_tail(cache, total - int(total * validation_fraction))
+        return _split_tail(cache, total - int(total * validation_fraction))
     return split_of(cache, ~chosen), split_of(cache, chosen) if chosen.any() else None
 
 
-def held_out(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_] | None:
+def _held_out(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_] | None:
     """Which whole documents are for validation; None where each is larger than its share of the tokens."""
     lengths = np.diff(cache.ends, prepend=0)
     share = int(int(cache.ends[-1]) * fraction)
@@ -77,8 +77,8 @@ def held_out(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_] | None
 
 
 def held_out_whole(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_]:
-    """As `held_out`; the shortest document where each is larger than the share. One is always left for training."""
-    chosen = held_out(cache, fraction)
+    """As `_held_out`; the shortest document where each is larger than the share. One is always left for training."""
+    chosen = _held_out(cache, fraction)
     if chosen is None:
         lengths = np.diff(cache.ends, prepend=0)
         chosen = np.zeros(len(lengths), dtype=bool)
@@ -93,7 +93,7 @@ def split_of(cache: TokenCache, chosen: npt.NDArray[np.bool_]) -> Split:
     return Split(bounds[edges == 1], bounds[edges == -1], int(cache.text_bytes[chosen].sum()))
 
 
-def split_tail(cache: TokenCache, position: int) -> tuple[Split, Split]:
+def _split_tail(cache: TokenCache, position: int) -> tuple[Split, Split]:
     """All tokens before and after `position`; text bytes in proportion to the tokens."""
     total, total_bytes = int(cache.ends[-1]), int(cache.text_bytes.sum())
     ahead_bytes = round(total_bytes * position / total)
@@ -101,7 +101,7 @@ def split_tail(cache: TokenCache, position: int) -> tuple[Split, Split]:
     return ahead, Split(np.array([position]), np.array([total]), total_bytes - ahead_bytes)
 
 
-class Spans:
+class _Spans:
     """Ranges `[starts[i], stops[i])` of a stream, in order and apart from each other."""
 
     def __init__(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
@@ -161,11 +161,11 @@ class SequenceDataset:
             return len(self.row_bounds) - 1
         return max(0, -(-(self.tokens_numel - 1) // self.sequence_length))
 
-    def learnt_spans(self) -> Spans | None:
+    def learnt_spans(self) -> _Spans | None:
         """What is learnt, as ranges of the stream; None for all of it."""
         first = 0 if self.rows is None else 1  # the beginning of a document in a row does not follow from another's end
         if self.cache.spans is None:
-            return None if self.rows is None else Spans(self.offsets[:-1] + first, self.offsets[1:])
+            return None if self.rows is None else _Spans(self.offsets[:-1] + first, self.offsets[1:])
         begins, ends = self.cache.spans.T
         order = np.argsort(self.starts, kind="stable")
         place = np.searchsorted(self.stops[order], begins, side="right")
@@ -175,7 +175,7 @@ class SequenceDataset:
         inside = begins < ends
         begins, ends = (begins + shift)[inside], (ends + shift)[inside]
         order = np.argsort(begins)
-        return Spans(begins[order], ends[order])
+        return _Spans(begins[order], ends[order])
 
     @cached_property
     def targets_numel(self) -> int:
@@ -189,7 +189,7 @@ class SequenceDataset:
         """UTF-8 bytes per learnt token, end-of-document tokens included: bits per byte = loss / ln 2 / this."""
         if self.cache.spans is None:
             return self.split.text_bytes / int((self.split.stops - self.split.starts).sum())
-        return self.split.text_bytes / Spans(*self.cache.spans.T).between(self.split.starts, self.split.stops)
+        return self.split.text_bytes / _Spans(*self.cache.spans.T).between(self.split.starts, self.split.stops)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -66,7 +66,7 @@ def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
     listed = [sources] if isinstance(sources, str) else list(sources)
     if not listed:
         raise BadInput("data.source is an empty list. Give a file, a folder, a glob, or 'python-stdlib'.")
-    files = [file for source in listed for file in files_of(source)]
+    files = [file for source in listed for file in _files_of(source)]
     if all(file.size_bytes == 0 for file in files):
         raise BadInput(
             f"data.source {sources!r} names {len(files)} file(s) and all are empty (0 bytes). Point it at "
@@ -75,10 +75,10 @@ def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
     return files
 
 
-def files_of(source: str) -> list[SourceFile]:
+def _files_of(source: str) -> list[SourceFile]:
     """The files of one source."""
     if source == PYTHON_STDLIB:
-        return stdlib_files()
+        return _stdlib_files()
     if is_url(source):
         return stored_files(source)
     if (dataset := dataset_of(source)) is not None:
@@ -91,7 +91,7 @@ def files_of(source: str) -> list[SourceFile]:
     else:
         found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
     if found:
-        root = path if path.is_dir() else glob_root(path)
+        root = path if path.is_dir() else _glob_root(path)
         return [SourceFile.local(file, file.relative_to(root).as_posix(), required=False) for file in found]
     if path.is_dir():
         raise BadInput(
@@ -105,14 +105,14 @@ def files_of(source: str) -> list[SourceFile]:
     )
 
 
-def glob_root(pattern: Path) -> Path:
+def _glob_root(pattern: Path) -> Path:
     """The folder that a glob starts from: its leading parts without wildcards."""
     parts = pattern.parts
     plain = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     return Path(*parts[:plain])
 
 
-def stdlib_files() -> list[SourceFile]:
+def _stdlib_files() -> list[SourceFile]:
     """Python's own modules as source text, without tests and applications: text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in folder_files(root, STDLIB_EXCLUDED) if path.suffix == ".py"]
@@ -135,7 +135,7 @@ def read_documents(
     """
     left_bytes = max_bytes
     for file in files:
-        for document in documents_of(file, text_field, skipped):
+        for document in _documents_of(file, text_field, skipped):
             if left_bytes is None:
                 yield document
                 continue
@@ -153,7 +153,7 @@ def read_documents(
                 return
 
 
-def documents_of(file: SourceFile, text_field: str, skipped: Skipped) -> Iterator[Document]:
+def _documents_of(file: SourceFile, text_field: str, skipped: Skipped) -> Iterator[Document]:
     """The non-empty documents of one file."""
     if file.split is not None:
         found = read_dataset(file, text_field)
@@ -162,12 +162,12 @@ def documents_of(file: SourceFile, text_field: str, skipped: Skipped) -> Iterato
     elif is_parquet(file.name):
         found = read_parquet(file, text_field)
     else:
-        found = read_text(file, skipped)
+        found = _read_text(file, skipped)
     with nullcontext() if file.is_plain else reading(f"'{file.where}'"):
         yield from (document for document in found if document.text or document.messages is not None)
 
 
-def read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:
+def _read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:
     """The whole file as one document; line ends and all else are kept, a byte-order mark is not."""
     with file.open() as stream:
         content = stream.read()

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from terrazzo.errors import BadInput
 
-__all__ = ["COMPRESSIONS", "SourceFile", "folder_files", "is_url", "reading", "stored_files"]
+__all__ = ["COMPRESSIONS", "SourceFile", "folder_files", "is_url", "is_visible", "reading", "stored_files"]
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
 """The extra of ours that a protocol needs; of others fsspec says what to install."""

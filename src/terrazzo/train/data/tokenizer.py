@@ -14,7 +14,16 @@ import numpy.typing as npt
 from terrazzo.errors import BadInput
 from terrazzo.files import check_model_file, read_json
 
-__all__ = ["BYTES", "ByteTokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = [
+    "BYTES",
+    "MAX_BYTES",
+    "ByteTokenizer",
+    "TokenArray",
+    "Tokenizer",
+    "check_files",
+    "load_tokenizer",
+    "missing_extra",
+]
 
 BYTES = "bytes"
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -61,7 +70,7 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < self.end_of_document).decode(errors="replace")
 
 
-class HuggingFaceTokenizer:
+class _HuggingFaceTokenizer:
     """A `tokenizers.Tokenizer`. Text that looks like a special token is encoded as plain text."""
 
     def __init__(self, backend: Any, fingerprint: str, end_of_document: int) -> None:
@@ -107,10 +116,10 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
         for one in (path, path.parent / SETTINGS_FILE):
             if os.path.lexists(one):
                 check_model_file(one, MAX_BYTES)
-    backend = read_backend(file) if file.is_file() else convert_backend(path)
+    backend = _read_backend(file) if file.is_file() else _convert_backend(path)
     content = backend.to_str()
-    end = find_end(backend, end_of_document or stated_end(file.parent), name)
-    return HuggingFaceTokenizer(backend, f"{hashlib.sha256(content.encode()).hexdigest()}:{end}", end)
+    end = _find_end(backend, end_of_document or _stated_end(file.parent), name)
+    return _HuggingFaceTokenizer(backend, f"{hashlib.sha256(content.encode()).hexdigest()}:{end}", end)
 
 
 def check_files(folder: Path) -> None:
@@ -121,7 +130,7 @@ def check_files(folder: Path) -> None:
             check_model_file(path, MAX_BYTES, folder)
 
 
-def read_backend(file: Path) -> Any:
+def _read_backend(file: Path) -> Any:
     """The `tokenizers.Tokenizer` in a tokenizer.json."""
     try:
         from tokenizers import Tokenizer as Backend
@@ -136,7 +145,7 @@ def read_backend(file: Path) -> Any:
         raise BadInput(f"{str(file)!r} is not a readable tokenizer ({said}). Save it again.") from error
 
 
-def convert_backend(folder: Path) -> Any:
+def _convert_backend(folder: Path) -> Any:
     """The fast tokenizer that `transformers` makes from older files (merges.txt, SentencePiece)."""
     try:
         from transformers import AutoTokenizer
@@ -163,7 +172,7 @@ def missing_extra(package: str) -> BadInput:
     )
 
 
-def stated_end(folder: Path) -> str | None:
+def _stated_end(folder: Path) -> str | None:
     """The `eos_token` that a tokenizer's folder states, if it does."""
     try:
         values = read_json(folder / SETTINGS_FILE, MAX_BYTES)
@@ -176,7 +185,7 @@ def stated_end(folder: Path) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def find_end(backend: Any, stated: str | None, name: str) -> int:
+def _find_end(backend: Any, stated: str | None, name: str) -> int:
     """The id of the end-of-document token."""
     for token in (stated,) if stated else END_TOKENS:
         index = backend.token_to_id(token)

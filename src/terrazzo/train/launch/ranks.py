@@ -55,9 +55,8 @@ def join(launch: LaunchConfig) -> Ranks:
         devices.stand_on(device)
     store = meet(rank, world_size, launch.timeout_s)
     timeout = timedelta(seconds=launch.timeout_s)
-    dist.init_process_group(
-        devices.BACKENDS[device.type], store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
+    backend = devices.backend_for(device.type)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, device)
 
 

@@ -141,7 +141,7 @@ class RotaryTable(nn.Module):
         return self.cos[:length], self.sin[:length]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns channel pairs (i, i + head_dim / 2) of `x` `[B, H, T, head_dim]` by their position's angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -160,8 +160,8 @@ class Attention(nn.Module):
         self.output = Linear(config.dim, config.dim, std=INIT_STD / (2 * config.layers) ** 0.5)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query = rotate(self.split_heads(self.query(x)), cos, sin)
-        key = rotate(self.split_heads(self.key(x)), cos, sin)
+        query = _rotate(self.split_heads(self.query(x)), cos, sin)
+        key = _rotate(self.split_heads(self.key(x)), cos, sin)
         value = self.split_heads(self.value(x))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
         merged: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
@@ -294,19 +294,19 @@ def generate(
     forward `steps` times; ranks that pass the same tokens and equally seeded CPU generators draw the same
     text. The model's train or eval mode is restored afterwards.
     """
-    context = context_length(model)
+    context = _context_length(model)
     was_training = model.training
     model.eval()
     try:
         for _ in range(steps):
             logits = logits_of(model(tokens[:, -context:] if context else tokens))[:, -1]
-            tokens = torch.cat((tokens, sample(logits, temperature, generator).to(tokens.device)), dim=1)
+            tokens = torch.cat((tokens, _sample(logits, temperature, generator).to(tokens.device)), dim=1)
     finally:
         model.train(was_training)
     return tokens
 
 
-def context_length(model: nn.Module) -> int:
+def _context_length(model: nn.Module) -> int:
     """The longest sequence the model takes; 0 when it does not say."""
     config = getattr(model, "config", None)
     for name in ("max_sequence_length", "max_position_embeddings", "n_positions"):
@@ -316,7 +316,7 @@ def context_length(model: nn.Module) -> int:
     return 0
 
 
-def sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """One token per row of `logits` `[B, vocab_size]`, int64 `[B, 1]` on the CPU, drawn in fp32 there."""
     scores = logits.float().cpu()
     if temperature == 0.0:

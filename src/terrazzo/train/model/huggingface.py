@@ -27,9 +27,9 @@ CONFIG_FILE = "config.json"
 
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
     """See `terrazzo.train.model.decoder.build_model`, which is the public way in."""
-    transformers = import_transformers()
+    transformers = _import_transformers()
     values = dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec))
-    config = causal_lm_config(transformers, values)
+    config = _causal_lm_config(transformers, values)
     try:
         with device, bounded("The model's config"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -38,11 +38,11 @@ def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) 
     except Exception as error:
         raise refused("The model's config", config.model_type, error) from error
     if device.type == "meta":
-        give_reset_parameters(model)
+        _give_reset_parameters(model)
     return model
 
 
-def import_transformers() -> Any:
+def _import_transformers() -> Any:
     """The module; its import costs seconds, so it waits until a `transformers` model is asked for."""
     try:
         import transformers
@@ -71,7 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
+def _causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
     """The `PretrainedConfig` of `values`, for training: no key-value cache, no name of code to run."""
     values = harmless(values, "The model's config")
     known: Mapping[str, Any] = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
@@ -112,7 +112,7 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def give_reset_parameters(model: nn.Module) -> None:
+def _give_reset_parameters(model: nn.Module) -> None:
     """Gives every module that owns tensors a `reset_parameters()` that draws as the architecture prescribes.
 
     `transformers` keeps initialisation in one method of the whole model; those of torch's own layers draw
@@ -122,10 +122,10 @@ def give_reset_parameters(model: nn.Module) -> None:
     for module in model.modules():
         if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             owned: Any = module
-            owned.reset_parameters = reset_of(weakref.ref(model), weakref.ref(module))
+            owned.reset_parameters = _reset_of(weakref.ref(model), weakref.ref(module))
 
 
-def reset_of(model: weakref.ref[nn.Module], module: weakref.ref[nn.Module]) -> Callable[[], None]:
+def _reset_of(model: weakref.ref[nn.Module], module: weakref.ref[nn.Module]) -> Callable[[], None]:
     """`model._init_weights(module)` as a function of no arguments."""
 
     def reset_parameters() -> None:
@@ -147,10 +147,10 @@ def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
         return 0
     head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
     attention: int = 12 * layers * config.num_attention_heads * head_dim * sequence_length
-    return int(matmul_flops(model, config)) + attention
+    return int(_matmul_flops(model, config)) + attention
 
 
-def matmul_flops(model: nn.Module, config: Any) -> float:
+def _matmul_flops(model: nn.Module, config: Any) -> float:
     """Of the matrices that a token meets on its way: 6 per element, 4 per frozen one, which gets no gradient."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     share = getattr(config, "num_experts_per_tok", None) or experts

@@ -22,16 +22,16 @@ from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
 from terrazzo.train.model.huggingface import read_config
 
-__all__ = ["ALL_LINEAR", "add_adapters", "check_lora", "load_base", "with_adapters"]
+__all__ = ["add_adapters", "check_lora", "load_base", "with_adapters"]
 
-ALL_LINEAR = "all-linear"
+_ALL_LINEAR = "all-linear"
 
 
 def check_lora(config: Config) -> None:
     """Raise `BadInput` for adapters that cannot be: no package, a quantized base, layers that it does not have."""
     if config.lora.rank is None:
         return
-    import_peft()
+    _import_peft()
     assert config.model.path is not None
     values = read_config(config.model.path)
     if "quantization_config" in values:
@@ -47,7 +47,7 @@ def check_lora(config: Config) -> None:
         with_adapters(shape, config.lora)
 
 
-def import_peft() -> Any:
+def _import_peft() -> Any:
     """The module; its import costs seconds."""
     try:
         import peft
@@ -64,7 +64,7 @@ def add_adapters(model: nn.Module, config: Config) -> nn.Module:
     lora = config.lora
     if lora.rank is None:
         return model
-    peft = import_peft()
+    peft = _import_peft()
     targets = lora.target_modules
     settings = peft.LoraConfig(
         r=lora.rank,
@@ -135,23 +135,23 @@ def with_adapters(shape: ModelShape, lora: LoraConfig) -> ModelShape:
     """
     if lora.rank is None:
         return shape
-    modules = {module_of(tensor) for unit in shape.units for tensor in unit.tensors if targetable(tensor)}
-    for target in [] if lora.target_modules == ALL_LINEAR else lora.target_modules:
-        if not any(hits(target, module) for module in modules):
+    modules = {_module_of(tensor) for unit in shape.units for tensor in unit.tensors if _targetable(tensor)}
+    for target in [] if lora.target_modules == _ALL_LINEAR else lora.target_modules:
+        if not any(_hits(target, module) for module in modules):
             known = sorted({module.rpartition(".")[2] for module in modules})
             raise BadInput(
                 f"lora.target_modules names {target!r}, which no linear layer of the model is called."
-                f"{did_you_mean(target, known)} They are {', '.join(known)}; '{ALL_LINEAR}' means all of them."
+                f"{did_you_mean(target, known)} They are {', '.join(known)}; '{_ALL_LINEAR}' means all of them."
             )
     return replace(shape, units=tuple(_adapted(unit, lora) for unit in shape.units))
 
 
 def _adapted(unit: UnitShape, lora: LoraConfig) -> UnitShape:
-    chosen = {module_of(tensor) for tensor in unit.tensors if _is_target(tensor, lora)}
+    chosen = {_module_of(tensor) for tensor in unit.tensors if _is_target(tensor, lora)}
     tensors: list[TensorShape] = []
     rank = lora.rank or 0
     for tensor in unit.tensors:
-        module, leaf = module_of(tensor), tensor.name.rpartition(".")[2]
+        module, leaf = _module_of(tensor), tensor.name.rpartition(".")[2]
         learns = leaf == "bias" and (lora.bias == "all" or (lora.bias == "lora_only" and module in chosen))
         tensors.append(replace(tensor, trainable=learns))
         if module in chosen and leaf == "weight":
@@ -162,23 +162,23 @@ def _adapted(unit: UnitShape, lora: LoraConfig) -> UnitShape:
 
 
 def _is_target(tensor: TensorShape, lora: LoraConfig) -> bool:
-    if not targetable(tensor):
+    if not _targetable(tensor):
         return False
-    if lora.target_modules == ALL_LINEAR:
+    if lora.target_modules == _ALL_LINEAR:
         return tensor.role != "head"
-    return any(hits(target, module_of(tensor)) for target in lora.target_modules)
+    return any(_hits(target, _module_of(tensor)) for target in lora.target_modules)
 
 
-def module_of(tensor: TensorShape) -> str:
+def _module_of(tensor: TensorShape) -> str:
     """The name of the module that holds it."""
     return tensor.name.rpartition(".")[0]
 
 
-def hits(target: str, module: str) -> bool:
+def _hits(target: str, module: str) -> bool:
     """Whether peft takes the module for `target`: by its whole name or the end of it."""
     return module == target or module.endswith(f".{target}")
 
 
-def targetable(tensor: TensorShape) -> bool:
+def _targetable(tensor: TensorShape) -> bool:
     """Whether it is the matrix of a linear layer."""
     return len(tensor.shape) == 2 and tensor.role in ("matrix", "router", "head") and tensor.name.endswith(".weight")

@@ -19,14 +19,13 @@ from terrazzo.train.build import (
     build_offload,
     build_plan,
     build_precision,
-    decoder_config,
     mesh_shape,
     optimizer_class,
-    vocab_size_of,
 )
 from terrazzo.train.launch.starting import resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import with_adapters
+from terrazzo.train.model.prepare import decoder_config, vocab_size_of
 
 __all__ = ["matmul_format", "ranks_here", "setup_of"]
 
@@ -45,7 +44,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
     mode, every = config.train.checkpointing
     found = machine_of(config) if cluster is None else cluster
     return Setup(
-        model=shape_of(config),
+        model=_shape_of(config),
         cluster=replace(found, device=_of_one_rank(found.device, world_size), count=world_size),
         plan=build_plan(config),
         mesh=_mesh(config, world_size),
@@ -83,15 +82,15 @@ def ranks_here(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-def shape_of(config: Config) -> ModelShape:
+def _shape_of(config: Config) -> ModelShape:
     """The model's tensors by the units that the engine finds by itself, whatever `plan.units` says."""
     if config.model.kind == "decoder":
-        return decoder_shape(decoder_config(config, vocab_size_of(config)))
+        return _decoder_shape(decoder_config(config, vocab_size_of(config)))
     assert config.model.path is not None
     return with_adapters(model_shape(config.model.path), config.lora)
 
 
-def decoder_shape(config: DecoderConfig) -> ModelShape:
+def _decoder_shape(config: DecoderConfig) -> ModelShape:
     """The built-in decoder; one of a single block, which nothing repeats, is one unit."""
     shape = model_shape({"model_type": "terrazzo", **asdict(config)})
     if config.layers == 1:

@@ -13,16 +13,16 @@ from torch import nn
 
 from terrazzo.config import Config
 from terrazzo.engine import find_units
-from terrazzo.planner import Cluster, Estimate, Memory, Setup
-from terrazzo.planner.api import estimate
+from terrazzo.planner import Cluster, Estimate, Memory, Setup, estimate
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
-from terrazzo.train.build import construct, prepare_model
+from terrazzo.train.build import construct
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
+from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.promise.as_setup import setup_of
 
 __all__ = ["planned", "traced_memory"]

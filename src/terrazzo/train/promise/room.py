@@ -13,6 +13,7 @@ import torch
 from terrazzo.config import Config
 from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
+from terrazzo.files import GIB
 from terrazzo.planner import Framework, Memory, Setup, findings
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
@@ -39,8 +40,6 @@ in ten took within 11 % of theirs (docs/planner.md); those are few in kind, so t
 
 WEAR = "states on consumer disks"
 """The rule of the gate that `offload_notes` says more of, for the steps of a run."""
-
-GIB = 2**30
 
 
 def check_plan(config: Config, world_size: int) -> list[str]:

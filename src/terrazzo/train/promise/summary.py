@@ -129,15 +129,15 @@ def _offload_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary["disk_bytes_promised"]:
         lines.append(_both(summary, "swap files, of this rank", "disk_bytes"))
         moved = [("read", "read_bytes", "read_s"), ("wrote", "written_bytes", "write_s")]
-        rates = [f"{verb} {usage[n] / GB:.2f} GB at {rate_text(usage[n], usage[s])} GB/s" for verb, n, s in moved]
+        rates = [f"{verb} {usage[n] / GB:.2f} GB at {_rate_text(usage[n], usage[s])} GB/s" for verb, n, s in moved]
         lines.append(f"disk, of this rank: {', '.join(rates)}")
     if usage["stepped_numel"]:
-        rate = rate_text(usage["stepped_numel"], usage["step_s"])
+        rate = _rate_text(usage["stepped_numel"], usage["step_s"])
         lines.append(f"optimizer step on the CPU: {rate} G parameters/s")
     return lines
 
 
-def rate_text(amount: float, seconds: float) -> str:
+def _rate_text(amount: float, seconds: float) -> str:
     """Thousand millions per second; n/a where none were counted."""
     return f"{amount / seconds / GB:.2f}" if seconds else "n/a"
 

@@ -12,6 +12,7 @@ from terrazzo.config import Config
 from terrazzo.engine import Plan
 from terrazzo.engine.offload.disk import free_bytes, inspect_folder, mount_of, sweep
 from terrazzo.errors import BadInput
+from terrazzo.files import GIB
 from terrazzo.planner import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
@@ -20,8 +21,6 @@ from terrazzo.train.launch.starting import resolve_device
 from terrazzo.train.promise.as_setup import ranks_here
 
 __all__ = ["check_folders", "lacks_room", "make_folders", "offload_notes", "swap_folders"]
-
-GIB = 2**30
 
 RATED_BYTES = 600e12
 """What a consumer's drive of 1 TB may be written in all, by its maker's warranty."""

@@ -28,7 +28,7 @@ from terrazzo.train.launch.starting import is_rank, launch_ranks, local_ranks
 from terrazzo.train.loop import step_on
 from terrazzo.train.session import Session, open_session
 
-__all__ = ["Trial", "run_trials"]
+__all__ = ["Trial"]
 
 WARM_UP_STEPS = 2
 LEAST_STEPS, MOST_STEPS, ENOUGH_S = 4, 20, 3.0
@@ -52,7 +52,7 @@ class Trial:
     peak_bytes: int
 
 
-def run_trials(config: Config) -> list[Trial]:
+def _run_trials(config: Config) -> list[Trial]:
     """Join the run, and measure with sequences of full and, where they can be cut, of half length."""
     ranks = join(config.launch)
     trials = []
@@ -114,7 +114,7 @@ def main() -> int:
 
 def _rank(config: Config, out: Path) -> int:
     register_rank()
-    trials = run_trials(config)
+    trials = _run_trials(config)
     if os.environ["RANK"] == "0":
         out.write_text(json.dumps([asdict(trial) for trial in trials]), encoding="utf-8")
     return 0

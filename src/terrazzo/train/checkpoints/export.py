@@ -22,9 +22,9 @@ from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first
 from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
-from terrazzo.train.as_llama import byte_tokenizer_files, decoder_as_llama
-from terrazzo.train.build import decoder_config
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
+from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
+from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.session import Session
 
 __all__ = ["describe_model", "export"]

@@ -14,11 +14,10 @@ from terrazzo.checkpoint import Resumed, Saver
 from terrazzo.config import Config
 from terrazzo.errors import Misuse, SaveFailed
 from terrazzo.exchange import gather_json, on_first, together
+from terrazzo.files import GIB
 from terrazzo.train.launch.ranks import Ranks
 
 __all__ = ["Keeper", "refuse_lost"]
-
-GIB = 1 << 30
 
 
 def refuse_lost(lost: str | None) -> None:

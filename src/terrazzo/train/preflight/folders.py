@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process is started or a byte is written."""
+"""The folders that a run writes to: apart from what it reads, and writable."""
 
 from __future__ import annotations
 
@@ -7,98 +7,18 @@ import tempfile
 from glob import has_magic
 from pathlib import Path
 
-from terrazzo.checkpoint import clear, latest
 from terrazzo.config import Config, without_passwords
 from terrazzo.errors import BadInput
 from terrazzo.files import read_json
-from terrazzo.planner.model.transformers import harmless
-from terrazzo.train.build import (
-    batch_arithmetic,
-    build_offload,
-    build_plan,
-    build_precision,
-    check_settings,
-    data_spec,
-    decoder_config,
-    mesh_shape,
-    vocab_size_of,
-)
-from terrazzo.train.data.chat import chat_fingerprint
+from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.data.hub import folder_of_source
-from terrazzo.train.data.sources import PYTHON_STDLIB, find_files
+from terrazzo.train.data.sources import PYTHON_STDLIB
 from terrazzo.train.data.stored import is_url, is_visible
-from terrazzo.train.model.huggingface import read_config, weight_files
-from terrazzo.train.model.lora import check_lora
-from terrazzo.train.promise.room import check_plan
-from terrazzo.train.promise.swap import check_folders
 
-__all__ = ["check", "clear_checkpoints", "make_log_folder", "resume_from"]
+__all__ = ["check_written", "make_log_folder"]
 
 
-def check(config: Config, world_size: int) -> list[str]:
-    """Raise `BadInput` for anything in `config` that cannot work with `world_size` ranks. Changes nothing.
-
-    Returns what the planner has to say of the run, a line each.
-    """
-    build_plan(config)
-    build_precision(config)
-    build_offload(config)
-    mesh_shape(config.plan.mesh, world_size)
-    batch_arithmetic(config.batch, world_size)
-    check_settings(config.optimizer)
-    _check_model(config)
-    _check_data(config)
-    _check_folders(config)
-    notes = [f"offload: {note}" for note in check_folders(config)]
-    return [*notes, *check_plan(config, world_size)]
-
-
-def resume_from(config: Config) -> str | None:
-    """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume` demands."""
-    folder = config.checkpoint_folder
-    newest = latest(folder)
-    if config.checkpoint.resume == "required" and newest is None:
-        raise BadInput(
-            f"checkpoint.resume is 'required', but '{folder}' holds no complete checkpoint: correct"
-            " checkpoint.folder, or use checkpoint.resume=if_exists to start anew."
-        )
-    if config.checkpoint.resume == "never":
-        if newest is not None and not config.checkpoint.overwrite:
-            raise BadInput(
-                f"checkpoint.resume is 'never', but there is '{newest}' of another run, which is not"
-                " overwritten: use another checkpoint.folder, checkpoint.resume=if_exists to continue it, or"
-                " checkpoint.overwrite=true to remove it."
-            )
-        return None
-    return newest
-
-
-def clear_checkpoints(config: Config) -> None:
-    """Remove what `checkpoint.overwrite` allows to remove. Called by one rank, just before training starts."""
-    if config.checkpoint.resume == "never" and config.checkpoint.overwrite:
-        clear(config.checkpoint_folder)
-
-
-def _check_model(config: Config) -> None:
-    if config.model.kind == "decoder":
-        decoder_config(config, vocab_size_of(config))
-        return
-    assert config.model.path is not None
-    harmless(read_config(config.model.path), f"'{config.model.path}'")
-    if config.model.weights == "pretrained":
-        weight_files(config.model.path)
-    check_lora(config)
-
-
-def _check_data(config: Config) -> None:
-    spec = data_spec(config)
-    chat_fingerprint(spec.tokenizer, spec.chat_template, spec.loss_on)
-    find_files(spec.source)
-    if spec.validation_source is not None:
-        find_files(spec.validation_source)
-
-
-def _check_folders(config: Config) -> None:
+def check_written(config: Config) -> None:
     """Checkpoints and logs must not be mixed with the data that is read, nor with another run's."""
     given = [config.data.source, config.data.validation_source]
     sources = [source for one in given if one for source in ([one] if isinstance(one, str) else one)]

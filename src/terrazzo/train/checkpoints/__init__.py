@@ -1,0 +1,1 @@
+"""What a run saves, keeps, goes on from, and exports at its end."""

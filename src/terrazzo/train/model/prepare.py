@@ -1,0 +1,53 @@
+"""The model of a run, from its configuration to what is ready to be sharded."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from terrazzo.config import Config
+from terrazzo.engine import checkpoint_activations, compile_units
+from terrazzo.train.data import load_tokenizer
+from terrazzo.train.model.decoder import DecoderConfig, build_model
+from terrazzo.train.model.lora import add_adapters
+
+__all__ = ["decoder_config", "prepare_model", "vocab_size_of"]
+
+
+def vocab_size_of(config: Config) -> int:
+    """Of a decoder: as given, or the tokenizer's."""
+    return config.model.vocab_size or load_tokenizer(config.data.tokenizer).vocab_size
+
+
+def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
+    """The built-in decoder's shape, with the defaults that depend on other settings filled in."""
+    model = config.model
+    ffn_dim = model.ffn_dim or -(-8 * model.dim // 3 // 64) * 64
+    return DecoderConfig(
+        vocab_size=model.vocab_size or vocab_size,
+        dim=model.dim,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        ffn_dim=ffn_dim,
+        max_sequence_length=config.batch.sequence_length,
+        rope_theta=model.rope_theta,
+        tie_embeddings=model.tie_embeddings,
+        dropout=model.dropout,
+    )
+
+
+def prepare_model(config: Config, vocab_size: int) -> nn.Module:
+    """The model on the meta device, with adapters, activation checkpointing and compilation, ready to shard.
+
+    Its storage is allocated and initialised unit by unit while it is sharded, so no rank ever holds all of it.
+    """
+    spec = decoder_config(config, vocab_size) if config.model.kind == "decoder" else config.model.path
+    assert spec is not None
+    model = add_adapters(build_model(spec, device="meta"), config)
+    units = config.plan.units
+    mode, every = config.train.checkpointing
+    ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"
+    checkpoint_activations(model, mode, units=units, every=every, ops=ops, offload=offload)
+    if config.train.compile:
+        compile_units(model, units=units)
+    return model

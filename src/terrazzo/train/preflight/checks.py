@@ -1,0 +1,62 @@
+"""Everything that can be refused before a process is started or a byte is written."""
+
+from __future__ import annotations
+
+from terrazzo.config import Config
+from terrazzo.planner.model.transformers import harmless
+from terrazzo.train.build import (
+    batch_arithmetic,
+    build_offload,
+    build_plan,
+    build_precision,
+    check_settings,
+    mesh_shape,
+)
+from terrazzo.train.data.chat import chat_fingerprint
+from terrazzo.train.data.sources import find_files
+from terrazzo.train.model.huggingface import read_config, weight_files
+from terrazzo.train.model.lora import check_lora
+from terrazzo.train.model.prepare import decoder_config, vocab_size_of
+from terrazzo.train.preflight.folders import check_written
+from terrazzo.train.preflight.idle import idle_notes
+from terrazzo.train.promise.room import check_plan
+from terrazzo.train.promise.swap import check_folders
+
+__all__ = ["check"]
+
+
+def check(config: Config, world_size: int) -> list[str]:
+    """Raise `BadInput` for anything in `config` that cannot work with `world_size` ranks. Changes nothing.
+
+    Returns lines for the header of the run: what in `config` does nothing, and what the planner has to say.
+    """
+    build_plan(config)
+    build_precision(config)
+    build_offload(config)
+    mesh_shape(config.plan.mesh, world_size)
+    batch_arithmetic(config.batch, world_size)
+    check_settings(config.optimizer)
+    _check_model(config)
+    _check_data(config)
+    check_written(config)
+    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config))]
+    return [*notes, *check_plan(config, world_size)]
+
+
+def _check_model(config: Config) -> None:
+    if config.model.kind == "decoder":
+        decoder_config(config, vocab_size_of(config))
+        return
+    assert config.model.path is not None
+    harmless(read_config(config.model.path), f"'{config.model.path}'")
+    if config.model.weights == "pretrained":
+        weight_files(config.model.path)
+    check_lora(config)
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    chat_fingerprint(data.tokenizer, data.chat_template, data.loss_on)
+    find_files(data.source)
+    if data.validation_source is not None:
+        find_files(data.validation_source)

@@ -1,0 +1,171 @@
+"""Settings that change nothing, because of what others say: each is told of, with the edit, and nothing is refused.
+
+What stands at its default is passed over, so that a configuration written with all defaults filled in is quiet.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+from terrazzo.config import Config, flatten
+from terrazzo.train.build import build_plan, optimizer_class
+from terrazzo.train.data import PYTHON_STDLIB
+from terrazzo.train.data.tokenizer import BYTES
+
+__all__ = ["idle_notes"]
+
+
+class _Rule(NamedTuple):
+    """The keys that do nothing where `applies`, why, and what to do if they should."""
+
+    keys: str
+    applies: Callable[[Config], bool]
+    why: str
+    edit: str
+
+
+def idle_notes(config: Config, world_size: int) -> list[str]:
+    """A line for the settings of each kind that do nothing in this run, naming them."""
+    now, usual, notes = flatten(config), flatten(Config()), []
+    for rule in _RULES:
+        given = [key for key in rule.keys.split() if now[key] != usual[key]]
+        if given and rule.applies(config):
+            notes.append(_note(given, rule.why, rule.edit))
+    if config.launch.ranks not in (None, world_size):
+        why = f"{world_size} ranks have been started by torchrun or Slurm"
+        notes.append(_note(["launch.ranks"], why, "start as many"))
+    return notes
+
+
+def _note(keys: list[str], why: str, edit: str) -> str:
+    verb, it = ("do", "them") if len(keys) > 1 else ("does", "it")
+    return f"config: {', '.join(keys)} {verb} nothing: {why}. Remove {it}, or {edit}"
+
+
+def _sources(config: Config) -> set[str]:
+    given = [config.data.source, config.data.validation_source]
+    return {source for one in given if one for source in ([one] if isinstance(one, str) else one)}
+
+
+def _without_validation(config: Config) -> bool:
+    return config.data.validation_source is None and not config.data.validation_fraction
+
+
+def _nothing_on(*tiers: str) -> Callable[[Config], bool]:
+    def found(config: Config) -> bool:
+        return not any(tier in place.shares for place in build_plan(config).places().values() for tier in tiers)
+
+    return found
+
+
+def _without_decay(config: Config) -> bool:
+    return "weight_decay" not in inspect.signature(optimizer_class(config.optimizer)).parameters
+
+
+_RULES = (
+    _Rule(
+        "model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings"
+        " model.rope_theta model.dropout",
+        lambda config: config.model.kind == "huggingface",
+        "they size the built-in decoder, and model.kind is 'huggingface', whose config.json has its own",
+        "change that file",
+    ),
+    _Rule(
+        "data.text_field data.loss_on",
+        lambda config: _sources(config) == {PYTHON_STDLIB},
+        f"data.source is '{PYTHON_STDLIB}', which has no records",
+        "give records as data.source",
+    ),
+    _Rule(
+        "data.end_of_document",
+        lambda config: config.data.tokenizer == BYTES,
+        f"data.tokenizer is '{BYTES}', which ends a document with a token of its own",
+        "set data.tokenizer to the folder of another",
+    ),
+    _Rule(
+        "data.validation_fraction",
+        lambda config: config.data.validation_source is not None,
+        "data.validation_source has the data to validate on",
+        "remove data.validation_source",
+    ),
+    _Rule(
+        "offload.step offload.threads",
+        lambda config: not build_plan(config).optim.offloaded,
+        "the optimizer's state is on the device",
+        "set offload.optim=cpu",
+    ),
+    _Rule(
+        "offload.pin",
+        lambda config: config.offload.activations == "device" and _nothing_on("cpu", "nvme")(config),
+        "nothing is kept in host memory",
+        "set offload.optim=cpu",
+    ),
+    _Rule(
+        "offload.direct offload.block_mib offload.depth offload.digest",
+        _nothing_on("nvme"),
+        "no state is on nvme",
+        "set offload.optim=nvme with an offload.path",
+    ),
+    _Rule(
+        "optimizer.weight_decay optimizer.no_decay",
+        _without_decay,
+        "the optimizer.name is of one that has no weight decay",
+        "choose another, such as optimizer.name=AdamW",
+    ),
+    _Rule(
+        "optimizer.no_decay",
+        lambda config: not config.optimizer.weight_decay,
+        "optimizer.weight_decay is 0",
+        "set optimizer.weight_decay",
+    ),
+    _Rule(
+        "schedule.final_fraction",
+        lambda config: config.schedule.name == "constant",
+        "schedule.name is 'constant'",
+        "choose a schedule that ends lower, such as schedule.name=cosine",
+    ),
+    _Rule(
+        "train.activation_checkpointing_ops",
+        lambda config: config.train.activation_checkpointing != "selective",
+        "train.activation_checkpointing is not 'selective'",
+        "set train.activation_checkpointing=selective",
+    ),
+    _Rule(
+        "train.eval_every train.eval_batches checkpoint.keep_best",
+        _without_validation,
+        "there are no data to validate on",
+        "set data.validation_fraction or data.validation_source",
+    ),
+    _Rule(
+        "train.sample_every train.sample_prompt",
+        lambda config: not config.train.sample_tokens,
+        "train.sample_tokens is 0",
+        "set train.sample_tokens",
+    ),
+    _Rule(
+        "checkpoint.keep_every checkpoint.keep_best",
+        lambda config: config.checkpoint.keep_last is None,
+        "checkpoint.keep_last is null, so all are kept",
+        "set checkpoint.keep_last",
+    ),
+    _Rule(
+        "checkpoint.staging_gib",
+        lambda config: not config.checkpoint.background,
+        "checkpoint.background is false",
+        "set checkpoint.background=true",
+    ),
+    _Rule(
+        "checkpoint.overwrite",
+        lambda config: config.checkpoint.resume != "never",
+        "checkpoint.resume is not 'never', so nothing is removed",
+        "set checkpoint.resume=never",
+    ),
+    _Rule(
+        "checkpoint.cast checkpoint.allow_changed_data",
+        lambda config: config.checkpoint.resume == "never",
+        "checkpoint.resume is 'never', so nothing is resumed",
+        "set checkpoint.resume=if_exists",
+    ),
+)

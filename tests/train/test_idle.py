@@ -1,0 +1,82 @@
+"""Settings that do nothing beside others: each is named in the header of the run, with the edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.config import KEYS, config_from_dict, load_config
+from terrazzo.train.preflight import check
+from terrazzo.train.preflight.idle import _RULES, idle_notes
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("raw", "keys", "said"),
+    [
+        ({"model": {"kind": "huggingface", "path": "x", "dim": 64, "layers": 2}}, "model.dim, model.layers do", "json"),
+        ({"data": {"text_field": "body", "loss_on": "all"}}, "data.text_field, data.loss_on do", "no records"),
+        ({"data": {"end_of_document": "</s>"}}, "data.end_of_document does", "data.tokenizer is 'bytes'"),
+        ({"data": {"validation_source": "x", "validation_fraction": 0.1}}, "data.validation_fraction does", "remove"),
+        ({"offload": {"step": "synchronous", "threads": 2}}, "offload.step, offload.threads do", "offload.optim=cpu"),
+        ({"offload": {"pin": False}}, "offload.pin does", "nothing is kept in host memory"),
+        ({"plan": "zero3@cpu", "offload": {"depth": 2, "digest": True}}, "offload.depth, offload.digest do", "nvme"),
+        ({"optimizer": {"name": "Rprop", "weight_decay": 0.2}}, "optimizer.weight_decay does", "no weight decay"),
+        ({"optimizer": {"weight_decay": 0, "no_decay": ["*"]}}, "optimizer.no_decay does", "weight_decay is 0"),
+        ({"schedule": {"name": "constant", "final_fraction": 0}}, "schedule.final_fraction does", "schedule.name"),
+        ({"train": {"activation_checkpointing_ops": ["mm"]}}, "train.activation_checkpointing_ops does", "selective"),
+        ({"data": {"validation_fraction": 0}, "train": {"eval_every": 5}}, "train.eval_every does", "data.validation"),
+        ({"train": {"sample_tokens": 0, "sample_prompt": "a"}}, "train.sample_prompt does", "train.sample_tokens"),
+        ({"checkpoint": {"keep_last": None, "keep_best": 1}}, "checkpoint.keep_best does", "checkpoint.keep_last"),
+        ({"checkpoint": {"staging_gib": 1}}, "checkpoint.staging_gib does", "checkpoint.background=true"),
+        ({"checkpoint": {"overwrite": True}}, "checkpoint.overwrite does", "checkpoint.resume=never"),
+        ({"checkpoint": {"resume": "never", "cast": True}}, "checkpoint.cast does", "checkpoint.resume=if_exists"),
+        ({"launch": {"ranks": 4}}, "launch.ranks does", "2 ranks have been started"),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_a_setting_that_does_nothing_is_named_with_the_edit(raw: dict[str, Any], keys: str, said: str) -> None:
+    (note,) = idle_notes(config_from_dict(raw), 2)
+    assert note.startswith(f"config: {keys} nothing: ")
+    assert said in note
+    assert "Remove " in note
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"plan": "zero3@cpu", "offload": {"step": "synchronous", "threads": 2, "pin": False}},
+        {"train": {"activation_checkpointing": "full"}, "offload": {"activations": "cpu", "pin": False}},
+        {"plan": "zero3@nvme", "offload": {"path": "x", "depth": 2, "block_mib": 1, "direct": False}},
+        {"train": {"activation_checkpointing": "selective", "activation_checkpointing_ops": ["mm"]}},
+        {"checkpoint": {"keep_last": 1, "keep_every": 5, "keep_best": 1, "background": True, "staging_gib": 1}},
+        {"checkpoint": {"resume": "never", "overwrite": True}},
+        {"launch": {"ranks": 2}},
+    ],
+)
+def test_what_works_is_not_spoken_of(raw: dict[str, Any]) -> None:
+    assert idle_notes(config_from_dict(raw), 2) == []
+
+
+def test_defaults_and_examples_are_quiet() -> None:
+    filled = config_from_dict({"train": {"sample_tokens": 0}}).model_dump(mode="json")
+    assert idle_notes(config_from_dict(filled), 1) == []
+    for path in sorted((ROOT / "examples").glob("*.yaml")):
+        config = load_config(path)
+        assert idle_notes(config, config.launch.ranks or 1) == [], path.name
+
+
+def test_every_key_of_a_rule_is_one_of_the_schema() -> None:
+    assert {key for rule in _RULES for key in rule.keys.split()} <= KEYS.keys()
+
+
+def test_the_header_begins_with_them(tmp_path: Path) -> None:
+    log = {"folder": str(tmp_path / "run")}
+    config = config_from_dict({"log": log, "launch": {"device": "cpu"}, "checkpoint": {"staging_gib": 1}})
+    assert check(config, 1)[0] == (
+        "config: checkpoint.staging_gib does nothing: checkpoint.background is false. Remove it, or set"
+        " checkpoint.background=true"
+    )
