@@ -30,6 +30,7 @@ __all__ = [
     "check_device",
     "check_dtypes",
     "check_graphs",
+    "check_kind",
     "check_mesh",
     "check_model",
     "check_offload",
@@ -130,6 +131,15 @@ def _listed(names: Sequence[str]) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def check_kind(kind: str) -> None:
+    """Errors: `BadInput` for a mesh on devices whose streams and pinned memory this version does not know."""
+    if kind not in devices.KINDS:
+        raise BadInput(
+            f"The mesh is on {kind!r}; this version runs on {' and '.join(devices.KINDS)}, AMD's GPUs being cuda to "
+            "torch as well. Build the mesh with init_device_mesh('cpu', ...) to try a script there."
+        )
 
 
 def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:

@@ -23,6 +23,7 @@ from terrazzo.engine.model.checks import (
     check_device,
     check_dtypes,
     check_graphs,
+    check_kind,
     check_mesh,
     check_model,
     check_offload,
@@ -176,6 +177,7 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     if options.prefetch < 0:
         raise BadInput(f"prefetch is {options.prefetch}; it counts units gathered ahead, so it must be 0 or more.")
     mesh = _default_mesh() if options.mesh is None else options.mesh
+    check_kind(mesh.device_type)
     axes = Axes(mesh)
     check_mesh(mesh, axes)
     check_versions(axes)
