@@ -167,7 +167,7 @@ class Homes(Protocol):
     def state(self, space: Space, axes: tuple[str, ...], dtype: torch.dtype, tier: str) -> Resting:
         """A place for one state on `tier`, zero at first."""
 
-    def further(self, count_bytes: int) -> Tensor:
+    def extra_host(self, count_bytes: int) -> Tensor:
         """Host memory, uint8, for what not every step needs."""
 
     def commit(self, state: Resting, source: Buffer) -> Job | None:

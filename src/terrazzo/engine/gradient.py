@@ -187,7 +187,7 @@ class Gradient:
             self.recipe.axes.ledger.take(sums.nbytes)
             return
         if self._partial_home is None:
-            home = self._store.further(sums.nbytes).view(sums.dtype)
+            home = self._store.extra_host(sums.nbytes).view(sums.dtype)
             self._partial_home = Buffer(self.space, sums.axes, home)
         self._partial_home.save(sums)
         self._partial = self._partial_home

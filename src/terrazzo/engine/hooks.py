@@ -194,7 +194,7 @@ class Hooks:
             )
         dtype = bucket.pending_dtype(self.schedule.this_pass)
         bucket.gradient.take(index, bucket.members[index].parameter, dtype)
-        if self.schedule.holds_back(unit) and unit.half_filled:
+        if self.schedule.awaits_half_of(unit) and unit.half_filled:
             self.schedule.halfway()
         if unit.index in self.schedule.closed:
             self._late.add(unit.index)

@@ -67,11 +67,18 @@ class Order:
         visits = _with_missing(visits, units)
         forward = [unit for unit, event in visits if event == ENTER]
         backward = [unit for unit, event in reversed(visits) if event == LEAVE]
-        closes = _closings(forward, backward)
+        closes = _closes(forward, backward)
         closed = {unit for ended in closes for unit in ended}
         remaining = [unit for unit in dict.fromkeys([*backward, *reversed(forward)]) if unit not in closed]
-        left, bursts = _departures(visits), _bursts(backward, visited, together)
-        return cls(tuple(forward), tuple(backward), tuple(closes), tuple(remaining), agreed, left, bursts)
+        return cls(
+            tuple(forward),
+            tuple(backward),
+            tuple(closes),
+            tuple(remaining),
+            agreed,
+            _left(visits),
+            _together(backward, visited, together),
+        )
 
     @classmethod
     def of_registration(cls, units: Sequence[Runnable]) -> Order:
@@ -123,7 +130,7 @@ class Program:
         self.strayed = False
 
 
-def _closings(forward: Sequence[int], backward: Sequence[int]) -> list[tuple[int, ...]]:
+def _closes(forward: Sequence[int], backward: Sequence[int]) -> list[tuple[int, ...]]:
     """`closes` of an `Order`."""
     first = {unit: position for position, unit in reversed(list(enumerate(forward)))}
     begun = {unit: place for place, unit in enumerate(dict.fromkeys(backward))}
@@ -187,7 +194,7 @@ def _children(units: Sequence[Runnable]) -> dict[int, list[int]]:
     return inside
 
 
-def _departures(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
+def _left(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
     """`left` of an `Order`."""
     left: list[tuple[int, ...]] = []
     running: Counter[int] = Counter()
@@ -204,7 +211,7 @@ def _departures(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
     return (*left, tuple(since))
 
 
-def _bursts(backward: Sequence[int], visited: Collection[int], pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+def _together(backward: Sequence[int], visited: Collection[int], pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     """`together` of an `Order`. Units that nobody has visited are part of what lies on both their sides."""
     region: dict[int, set[int]] = {}
     for pair in pairs:

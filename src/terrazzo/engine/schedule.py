@@ -2,11 +2,11 @@
 
 Forward of a unit begins: gather it, start gathering the next ones, wait. It ends: weights go to the plan's `between`.
 Backward of a unit begins: release the units that have ended, gather this one, start reducing the ended ones, start
-gathering the next ones, wait. Half of its gradient is there: gather what was held back. Backward ends: reduce the rest.
+gathering the next ones, wait. Half of its gradient is there: gather what was postponed. Backward ends: reduce the rest.
 
 In backward three units' worth of memory is in use: the weights and the gradient of the running unit, and either the
 gradient that is being reduced or the weights that come next. So while a gradient is being reduced, the next gather is
-held back until half of the running unit's gradient is there.
+postponed until half of the running unit's gradient is there.
 
 Whether a unit is gathered at a position of the program follows from the program alone, never from what is in this
 rank's memory: only so do all ranks issue the same. A rank that needs a unit which the program does not have there
@@ -59,9 +59,9 @@ class Schedule:
         self._running: Counter[int] = Counter()
         self._begun: dict[int, int] = {}  # in this forward, on this rank: unit to its place among those that began
         self._awaited: set[int] = set()
-        self._held: set[int] = set()  # of these, whose weights stay until backward ends
+        self._kept_until_end: set[int] = set()  # of these, whose weights stay until backward ends
         self._reductions = Reductions(denominator)
-        self._held_back: Sequence[int] = ()
+        self._postponed: Sequence[int] = ()
         self._forward_cursor = self._backward_cursor = self._forwards = self._backwards = 0
         self._announced = -1  # the unit whose backward is running
 
@@ -126,7 +126,7 @@ class Schedule:
         if self.in_forward:
             self.program.note(unit.index, LEAVE_FOR_GOOD)
         self._awaited.add(unit.index)
-        self._held.add(unit.index)
+        self._kept_until_end.add(unit.index)
 
     def end_forward(self) -> None:
         """The model's own forward has ended: take part in what other ranks may still run."""
@@ -142,16 +142,16 @@ class Schedule:
         """The model's own forward raised."""
         self.in_forward = False
         self._here.clear()
-        for unit in (unit for unit in self.units if unit.index not in self._held):
+        for unit in (unit for unit in self.units if unit.index not in self._kept_until_end):
             with contextlib.suppress(RuntimeError, OSError):  # a gather that failed does so again
                 unit.release()
 
     def _forget_units(self) -> None:
-        for units in (self._awaited, self._held, self._here):
+        for units in (self._awaited, self._kept_until_end, self._here):
             units.clear()
 
     def _put_down(self, unit: Runnable, awaited: bool) -> None:
-        if unit.index not in self._held:
+        if unit.index not in self._kept_until_end:
             unit.rest_between() if awaited else unit.release()
 
     def _pass_forward(self, position: int) -> None:
@@ -186,7 +186,7 @@ class Schedule:
     def _take_part(self, index: int, purpose: Purpose, number: int) -> None:
         """Start gathering a unit, unless the program has it here already."""
         if index in self._here:
-            self.units[index].further()
+            self.units[index].advance()
         else:
             self._here.add(index)
             self.units[index].gather(self._label(purpose, index, number))
@@ -239,7 +239,7 @@ class Schedule:
     # -- backward ----------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        self.in_backward, self._backward_cursor, self._held_back = True, 0, ()
+        self.in_backward, self._backward_cursor, self._postponed = True, 0, ()
         if self.meet is not None or self.this_pass is not Pass.ADDS:
             self._backwards += 1
         self.closed.clear()
@@ -297,7 +297,7 @@ class Schedule:
         """A backward raised, here and on every other rank: let go of what it left behind."""
         self._reductions.abandon()
         with contextlib.suppress(RuntimeError, OSError):
-            self._fetch_held_back()  # a rank that came a little further has done so
+            self._fetch_postponed()  # a rank that came a little further has done so
         self.in_backward = False
         self._forget_units()
         for unit in self.units:
@@ -325,9 +325,9 @@ class Schedule:
             for unit in ended:
                 self._close(unit)
             ahead = order.backward[step + 1 : step + 1 + self.prefetch]
-            self._held_back = [index for index in ahead if self.units[index].regathered]
+            self._postponed = [index for index in ahead if self.units[index].regathered]
             if not (self._reductions.under_way and running.fills_gradually):
-                self._fetch_held_back()
+                self._fetch_postponed()
             if step < position:
                 running.wait()
         self._backward_cursor = position + 1
@@ -340,9 +340,9 @@ class Schedule:
             return True
         return self._announced in self._begun and self._begun[unit.index] > self._begun[self._announced]
 
-    def holds_back(self, unit: Runnable) -> bool:
+    def awaits_half_of(self, unit: Runnable) -> bool:
         """Whether a gather waits for half of the gradient of `unit`."""
-        return bool(self._held_back) and self.order.backward[self._backward_cursor - 1] == unit.index
+        return bool(self._postponed) and self.order.backward[self._backward_cursor - 1] == unit.index
 
     def halfway(self) -> None:
         """Half of the running unit's gradient is there: make room for the next weights, and start gathering them.
@@ -350,13 +350,13 @@ class Schedule:
         A rank that skips the unit does the same when the program passes by, so that all issue the same collectives in
         the same order.
         """
-        if self._held_back:
+        if self._postponed:
             self._reductions.finish()
-        self._fetch_held_back()
+        self._fetch_postponed()
 
-    def _fetch_held_back(self) -> None:
-        held_back, self._held_back = self._held_back, ()
-        self._gather_again(held_back)
+    def _fetch_postponed(self) -> None:
+        postponed, self._postponed = self._postponed, ()
+        self._gather_again(postponed)
 
     def _gather_again(self, units: Sequence[int]) -> None:
         for index in units:

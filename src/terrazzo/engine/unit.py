@@ -121,14 +121,14 @@ class Unit:
             label: what it is for.
             from_rest: from where they rest between steps; else from what is kept between forward and backward, if so.
         """
-        self._settle()
+        self._finish_gather()
         if self._updates:
             publish = _publish(self.buckets, self._updates)
             self._gathering = [Transfer(_then_gather(publish, self.updated, self.buckets, from_rest), label)]
         else:
             self._gathering = [Transfer(chain, label) for chain in _gathers(self.buckets, from_rest)]
 
-    def further(self) -> None:
+    def advance(self) -> None:
         """Weights on their way from a drive come a step further; those that were updated are brought in line."""
         if self._gathering:
             if any(bucket.tiers.weight == "nvme" for bucket in self.buckets):
@@ -144,7 +144,7 @@ class Unit:
 
     def wait(self) -> None:
         """Return once modules can read the full weights, which are at hand."""
-        self.further()
+        self.advance()
         for transfer in self._gathering:
             transfer.finish()
         self._gathering = []
@@ -171,23 +171,23 @@ class Unit:
 
     def rest_between(self) -> None:
         """From forward to backward: keep what the plan's `between` names."""
-        self._settle()
+        self._finish_gather()
         for bucket in self.buckets:
             bucket.rest_between()
 
     def release(self) -> None:
         """Give back the memory of full weights."""
-        self._settle()
+        self._finish_gather()
         for bucket in self.buckets:
             bucket.release()
 
     def rest(self) -> None:
         """Go back to the plan's `weight` place alone."""
-        self._settle()
+        self._finish_gather()
         for bucket in self.buckets:
             bucket.rest()
 
-    def _settle(self) -> None:
+    def _finish_gather(self) -> None:
         if self._gathering:
             self.wait()
 

@@ -224,7 +224,7 @@ class LateCopy:
     def __init__(self, route: Late, source: weakref.ref[Tensor], target: weakref.ref[Tensor]) -> None:
         self.route, self.source, self.target = route, source, target
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         while self in self.route.queue:
             self.route.queue.pop(0).run()
 

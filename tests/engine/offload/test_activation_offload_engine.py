@@ -186,7 +186,7 @@ def test_copies_wait_for_the_computation_and_it_for_them(monkeypatch: pytest.Mon
     assert move.is_for_this_stream
     current[0] = Stream("another", told)
     assert not move.is_for_this_stream
-    move.settle()
+    move.wait()
     assert told[3:] == ["compute waits for what copies recorded"]
 
 
@@ -197,7 +197,7 @@ def test_what_came_back_for_another_stream_is_fetched_again(monkeypatch: pytest.
     class Elsewhere(Copy):
         is_for_this_stream = False
 
-        def settle(self) -> None: ...
+        def wait(self) -> None: ...
 
     class Odd(Route):
         def copy(self, source: Tensor, target: Tensor) -> Any:

@@ -241,7 +241,7 @@ class Engine:
     def finish_updates(self) -> None:
         """Return once no update is under way; gathered weights stay. Collective."""
         for driver in self.drivers:
-            driver.settle()
+            driver.finish_updates()
 
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring resting compute weights in line with the master weights; those that are being updated follow later.

@@ -133,7 +133,7 @@ class Copy:
     user: torch.Stream
     done: torch.Event
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Make that stream wait for the copy: from now on it may use the tensor, or its memory for another one."""
         self.user.wait_event(self.done)
 
@@ -167,7 +167,7 @@ class Moved:
         if self._is_original and self._here is not None:
             self._was_changed |= self._here._version != self._version
         if self._copy is not None:
-            self._copy.settle()
+            self._copy.wait()
         self._here, self._copy, self._is_original = None, None, False
 
     def fetch(self) -> None:
@@ -191,7 +191,7 @@ class Moved:
                 "the tensor before."
             )
         if self._copy is not None:
-            self._copy.settle()
+            self._copy.wait()
         self.awaited -= 1
         if self.awaited <= 0:
             self.leave()

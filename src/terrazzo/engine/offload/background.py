@@ -81,7 +81,7 @@ class Background:
     def end_step(self) -> None:
         """`optimizer.step()` returns."""
         if self.mode == "synchronous":
-            self.settle()
+            self.finish_updates()
 
     def forget(self, abandoned: bool = False) -> None:
         """Gradients are forgotten.
@@ -113,7 +113,7 @@ class Background:
                 segments.setdefault(segment.bucket, []).append(segment)
         unit.begin_update(self._updater.begin(segments, twin))
 
-    def settle(self) -> None:
+    def finish_updates(self) -> None:
         """Wait for every update, bring all weights at rest in line, and let everything be written."""
         for unit in self.units:
             unit.catch_up()
@@ -123,7 +123,7 @@ class Background:
         """No update reads or scales gradients from now on. Errors: `Misuse` where they have been used already."""
         if not self.in_backward:
             if any(unit.updating for unit in self._apart):
-                self.settle()
+                self.finish_updates()
         elif max_norm != float("inf"):
             raise Misuse(
                 "tz.clip_grad_norm_ was called, but with offload step 'backward' units have been updated while "

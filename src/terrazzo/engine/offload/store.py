@@ -106,7 +106,7 @@ class Store:
         if states:
             self.arenas.insert(0, HostArena(sum(map(padded_bytes, states)), self._pin_for))
 
-    def further(self, count_bytes: int) -> Tensor:
+    def extra_host(self, count_bytes: int) -> Tensor:
         """Host memory for what not every step needs: partial sums of micro-batches; kept from then on."""
         self.arenas.append(HostArena(padded_bytes(count_bytes), self._pin_for))
         return self.arenas[-1].take(count_bytes)

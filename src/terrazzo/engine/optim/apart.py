@@ -31,7 +31,7 @@ class Apart(Protocol):
     def mend(self) -> None:
         """All states have been restored."""
 
-    def settle(self) -> None:
+    def finish_updates(self) -> None:
         """Wait for every update, and bring all weights at rest in line."""
 
     def prepare_clipping(self, max_norm: float) -> None:

@@ -98,10 +98,10 @@ class OptimizerDriver:
         if self.background is not None:
             self.background.unit_reduced(unit, self.optimizer)
 
-    def settle(self) -> None:
+    def finish_updates(self) -> None:
         """Return once no update is under way."""
         if self.background is not None:
-            self.background.settle()
+            self.background.finish_updates()
 
     def retire(self) -> None:
         """Drive no longer, and let go of the model; nothing may be under way."""
@@ -188,7 +188,7 @@ class OptimizerDriver:
     def leave_gradients(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""
         if not set_to_none:
-            self.settle()  # an update may still read what is going to be zero
+            self.finish_updates()  # an update may still read what is going to be zero
         if self.background is not None:
             self.background.forget(abandoned=self.schedule.in_backward)
         self.drop_segment_gradients()
@@ -207,7 +207,7 @@ class OptimizerDriver:
 
     def _zero_some(self, bucket: Bucket, own: Sequence[int], set_to_none: bool) -> None:
         """What other optimizers have of a bucket, or none has, stays."""
-        self.settle()
+        self.finish_updates()
         bucket.gradient.forget(own, set_to_none)
         with torch._C.DisableTorchFunctionSubclass():
             for index in own if set_to_none else ():

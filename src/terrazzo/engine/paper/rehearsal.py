@@ -124,7 +124,7 @@ class PaperUnit:
         for bucket in self.buckets:
             bucket.gather()
 
-    def further(self) -> None:
+    def advance(self) -> None:
         """Nothing is under way on paper."""
 
     def wait(self) -> None:

@@ -160,7 +160,7 @@ class _Player:
                 schedule.enter_backward(unit)
             else:
                 unit.take(event.numel, schedule.this_pass)
-                if schedule.holds_back(unit) and unit.half_filled:
+                if schedule.awaits_half_of(unit) and unit.half_filled:
                     schedule.halfway()
 
     def _begin_backward(self) -> None:
