@@ -186,7 +186,7 @@ def test_disks_must_hold_the_files_of_all_ranks(tmp_path: Path, monkeypatch: pyt
 
 
 def test_files_of_runs_that_are_gone_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(Offload(tmp_path, direct=False), "gone", 0, 1 << 20)
+    disk = Disk(Offload(tmp_path, direct=False), 0, 1 << 20)
     left = [path.name for path in tmp_path.iterdir()]
     content = [(path.name, path.stat().st_size) for path in tmp_path.iterdir()]
     disk.close()

@@ -18,14 +18,14 @@ offload. Other packages import from here: what they want of a sharded model, the
 packages:
 
     device                                            what a device can do beside arithmetic
-    offload.disk                                      folders for swap files, for advice on them
+    offload.disk_file, offload.disk_folder            folders for swap files, for advice on them
     offload.topology                                  CPUs that a rank may use
     process.control_groups                            what this process may use, for those who count memory
     process.ending                                    threads, locks and forks of those who have their own
     partition, place, spec, layout                    units, where their states rest, what moves: for the planner
     order, schedule, paper.rehearsal                  a step on paper, likewise
     links.gloo, links.columns, links.transfer         what sums receive, likewise
-    offload.drive, offload.needs, offload.store       what rests away from the device, likewise
+    offload.needs, offload.store                      what rests away from the device, likewise
 
 `tools/lint_structure.py` checks both.
 """

@@ -14,10 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["ALIGN", "Layout", "Range", "Slot", "round_up", "share"]
+__all__ = ["ALIGN", "PAGE_BYTES", "Layout", "Range", "Slot", "padded_bytes", "round_up", "share"]
 
 ALIGN = 64
 """Elements. Keeps views on cache lines, and fused CPU AdamW bitwise independent of where a shard is cut."""
+
+PAGE_BYTES = 4096
+"""Host memory for states, and files, come in whole pages of this size."""
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,8 @@ def share(whole: Range, cuts: Sequence[tuple[int, int]]) -> Range:
 def round_up(value: int, multiple: int) -> int:
     """The next multiple, or `value` itself if it is one."""
     return -(-value // multiple) * multiple
+
+
+def padded_bytes(count_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return round_up(count_bytes, PAGE_BYTES)

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from terrazzo.engine.offload.disk import PAGE_BYTES, Disk, page_aligned
+from terrazzo.engine.layout import PAGE_BYTES
+from terrazzo.engine.offload.disk import Disk, page_aligned
 from terrazzo.engine.offload.settings import Offload
 
 
 def disk_in(*folders: Path, pages: int = 64, block: int = 4, direct: bool = False, digest: bool = False) -> Disk:
     """A Disk of so many pages, with so many in a block."""
     settings = Offload(folders, block_mib=block * PAGE_BYTES / 2**20, depth=4, direct=direct, digest=digest)
-    return Disk(settings, "test", 0, pages * PAGE_BYTES)
+    return Disk(settings, 0, pages * PAGE_BYTES)
 
 
 def random_pages(count: int) -> Tensor:

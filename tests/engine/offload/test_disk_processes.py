@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from terrazzo.engine.offload.disk import sweep
+from terrazzo.engine.offload.disk_file import sweep
 from terrazzo.errors import Misuse
 from tests.checkpoint.faults import reap, spawn_child
 from tests.engine.offload.swap import disk_in, random_pages, read_back

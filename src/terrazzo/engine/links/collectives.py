@@ -119,13 +119,13 @@ class NativeCollectives(Collectives):
         self._leave_trail()
         whole = _carried(full)
         own = whole.view(self.size, -1)[self.rank]
-        yield Handle(self.traffic, [_all_gather_single(whole, own, group=self.group, async_op=True)], [full])
+        yield Handle([_all_gather_single(whole, own, group=self.group, async_op=True)], [full], self.traffic)
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
         self._leave_trail()
         own = full.new_empty(full.numel() // self.size)
-        yield Handle(self.traffic, [_reduce_scatter_single(own, full, group=self.group, async_op=True)], [full, own])
+        yield Handle([_reduce_scatter_single(own, full, group=self.group, async_op=True)], [full, own], self.traffic)
         return own.to(dtype)
 
     def _leave_trail(self) -> None:
@@ -139,7 +139,7 @@ class NativeCollectives(Collectives):
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         self._leave_trail()
-        yield Handle(self.traffic, [dist.all_reduce(full, group=self.group, async_op=True)], [full])
+        yield Handle([dist.all_reduce(full, group=self.group, async_op=True)], [full], self.traffic)
         return divide(full.to(dtype), denominator)
 
 
@@ -172,14 +172,14 @@ class ThreadedCollectives(Collectives):
     def _all_gather(self, full: Tensor) -> Moves:
         self._compare_labels()
         own = self._chunks(full)[self.rank]
-        yield Handle(self.traffic, [_all_gather_single(full, own, group=self.group)])
+        yield Handle([_all_gather_single(full, own, group=self.group)], traffic=self.traffic)
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
         self._compare_labels()
         received = torch.empty_like(full)
         with self.ledger.holding(received.nbytes):
-            yield Handle(self.traffic, [dist.all_to_all_single(received, full, group=self.group)])
+            yield Handle([dist.all_to_all_single(received, full, group=self.group)], traffic=self.traffic)
             total = full.new_empty(full.numel() // self.size, dtype=dtype)
             add_in_order(self._chunks(received), total)
             return total

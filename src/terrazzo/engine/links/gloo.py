@@ -185,7 +185,7 @@ class GlooCollectives(Collectives):
                     neighbour.hang_up()
                 raise
 
-        return Handle(self.traffic, [self._workers[kind].submit(job)], keep)
+        return Handle([self._workers[kind].submit(job)], keep, self.traffic)
 
 
 def _name_of(rank: int, of_job: int) -> str:

@@ -67,10 +67,14 @@ class Ledger:
 
 
 class Handle:
-    """Collectives in flight, started together. Keeps their tensors alive until they have finished."""
+    """Collectives in flight, started together. Keeps their tensors alive until they have finished.
 
-    def __init__(self, traffic: Traffic, works: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
-        self._traffic, self._works, self._keep = traffic, works, keep
+    Args:
+        traffic: where the time that they are waited for is counted, if it is.
+    """
+
+    def __init__(self, works: Sequence[Any] = (), keep: Sequence[Tensor] = (), traffic: Traffic | None = None) -> None:
+        self._works, self._keep, self._traffic = works, keep, traffic
 
     def wait(self) -> None:
         """Return once the results may be used: by the host for gloo, by the current stream for NCCL."""
@@ -79,7 +83,8 @@ class Handle:
             if work is not None:
                 work.wait()
         self._works, self._keep = (), ()
-        self._traffic.wait_s += time.perf_counter() - start
+        if self._traffic is not None:
+            self._traffic.wait_s += time.perf_counter() - start
 
 
 Moves = Generator[Handle, None, Tensor]

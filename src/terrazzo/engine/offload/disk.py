@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import re
 import threading
 import time
 import warnings
@@ -23,25 +22,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from terrazzo.engine.offload.disk_file import PAGE_BYTES, SwapFile, lost, padded_bytes, sweep
-from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, mount_of
+from terrazzo.engine.layout import PAGE_BYTES, padded_bytes
+from terrazzo.engine.offload.disk_file import SwapFile, lost, sweep
+from terrazzo.engine.offload.disk_folder import mount_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.process.ending import Ending, leaves_to_parent, require_own
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job, Worker, again
 from terrazzo.errors import Misuse
 
-__all__ = [
-    "PAGE_BYTES",
-    "Disk",
-    "DiskTraffic",
-    "Pending",
-    "free_bytes",
-    "inspect_folder",
-    "mount_of",
-    "page_aligned",
-    "sweep",
-]
+__all__ = ["Disk", "DiskTraffic", "Pending", "page_aligned"]
 
 
 @dataclass
@@ -103,7 +93,7 @@ class Disk:
     A forked child has no part in it.
     """
 
-    def __init__(self, settings: Offload, run: str, rank: int, size_bytes: int) -> None:
+    def __init__(self, settings: Offload, rank: int, size_bytes: int) -> None:
         """Take the space; stale files of earlier runs go first. Raises `BadInput` if a folder cannot be used."""
         self.size_bytes = padded_bytes(size_bytes)
         self.traffic = DiskTraffic()
@@ -113,7 +103,7 @@ class Disk:
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
         sweep(settings.folders)
-        self._files = _make_files(settings, run, rank, self.size_bytes)
+        self._files = _make_files(settings, rank, self.size_bytes)
         self._ending = Ending(self, functools.partial(_remove, self._files))
         leaves_to_parent(self)
         self._worker = Worker(
@@ -284,10 +274,9 @@ def page_aligned(count_bytes: int) -> Tensor:
     return use_large_pages(torch.frombuffer(memory, dtype=torch.uint8))
 
 
-def _make_files(settings: Offload, run: str, rank: int, size_bytes: int) -> list[SwapFile]:
+def _make_files(settings: Offload, rank: int, size_bytes: int) -> list[SwapFile]:
     """A file per folder, just as long as its share of the blocks; none stays if one cannot be made."""
-    label = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:80]
-    name = f"terrazzo-swap-{f'{label}-' if label else ''}{{nonce}}-rank{rank:05d}.bin"
+    name = f"terrazzo-swap-{{nonce}}-rank{rank:05d}.bin"
     folders, block_bytes = settings.folders, settings.block_bytes
     whole, rest = divmod(size_bytes, block_bytes)
     files: list[SwapFile] = []

@@ -12,13 +12,12 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from terrazzo.engine.layout import round_up
+from terrazzo.engine.layout import PAGE_BYTES
 from terrazzo.engine.offload.disk_folder import free_bytes, is_network, require_folder
 from terrazzo.errors import BadInput, SwapFailed, TerrazzoError
 
-__all__ = ["PAGE_BYTES", "SwapFile", "lost", "padded_bytes", "sweep"]
+__all__ = ["SwapFile", "lost", "sweep"]
 
-PAGE_BYTES = 4096
 _NAME = re.compile(r"terrazzo-swap-.+-rank\d{5,}\.bin")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -196,11 +195,6 @@ def _lock(descriptor: int) -> bool | None:
     except OSError as error:
         return False if isinstance(error, BlockingIOError) else None
     return True
-
-
-def padded_bytes(count_bytes: int) -> int:
-    """Rounded up to whole pages."""
-    return round_up(count_bytes, PAGE_BYTES)
 
 
 def _gib(count_bytes: int) -> str:

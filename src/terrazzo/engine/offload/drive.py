@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buffer import Access, Resting, Space
-from terrazzo.engine.layout import Range, round_up
-from terrazzo.engine.links.transfer import Handle, Moves, Traffic
+from terrazzo.engine.layout import Range, padded_bytes, round_up
+from terrazzo.engine.links.transfer import Handle, Moves
 from terrazzo.engine.offload.disk import Disk, Pending, page_aligned
-from terrazzo.engine.offload.disk_file import padded_bytes
 from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.process.worker import Worker
 
-__all__ = ["Drive", "DriveBuffer", "cells", "padded_bytes"]
+__all__ = ["Drive", "DriveBuffer", "cells"]
 
 
 def cells(held: Range, size: int) -> Iterator[Range]:
@@ -32,11 +31,10 @@ class Drive:
 
     Args:
         buffers: blocks of host memory for weights on their way to the device, uint8 and page-aligned.
-        waits: where time spent waiting for reads is counted.
     """
 
-    def __init__(self, disk: Disk, cell: int, buffers: Sequence[Tensor], lane: Lane, waits: Traffic) -> None:
-        self.disk, self.cell, self.buffers, self.lane, self.waits = disk, cell, buffers, lane, waits
+    def __init__(self, disk: Disk, cell: int, buffers: Sequence[Tensor], lane: Lane) -> None:
+        self.disk, self.cell, self.buffers, self.lane = disk, cell, buffers, lane
         self.reader = Worker("terrazzo-read")
 
 
@@ -73,7 +71,7 @@ class DriveBuffer(Resting):
 
     def load(self, into: Tensor) -> Moves:
         mark = self.drive.lane.mark()
-        yield Handle(self.drive.waits, [self.drive.reader.submit(lambda: self._fill(into, mark))], [into])
+        yield Handle([self.drive.reader.submit(lambda: self._fill(into, mark))], [into])
         return into
 
     def read(self, cell: Range, into: Tensor) -> Pending:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine import device as devices
-from terrazzo.engine.offload.disk_file import PAGE_BYTES, padded_bytes
+from terrazzo.engine.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.process.ending import Ending
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.errors import BadInput, Misuse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.offload.disk_file import padded_bytes
+from terrazzo.engine.layout import padded_bytes
 from terrazzo.engine.offload.store import Need
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.spec import BucketSpec

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Finished
-from terrazzo.engine.layout import Range
+from terrazzo.engine.layout import Range, padded_bytes
 from terrazzo.engine.offload.disk import Pending
-from terrazzo.engine.offload.disk_file import padded_bytes
 from terrazzo.engine.offload.drive import DriveBuffer
 
 __all__ = ["Tray"]

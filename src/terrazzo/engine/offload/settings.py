@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from terrazzo.engine.layout import round_up
-from terrazzo.engine.offload.disk_file import PAGE_BYTES
+from terrazzo.engine.layout import PAGE_BYTES, round_up
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Offload", "StepMode"]

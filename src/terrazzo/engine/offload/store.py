@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.buffer import Buffer, Resting, Space
-from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.layout import padded_bytes
 from terrazzo.engine.offload.disk import Disk
-from terrazzo.engine.offload.disk_file import padded_bytes
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.lane import Lane
@@ -47,7 +46,7 @@ class Steps:
     """What updates on the CPU have done: elements stepped and the seconds it took."""
 
     numel: int = 0
-    seconds: float = field(default=0.0)
+    seconds: float = 0.0
 
 
 def ring_length(settings: Offload) -> int:
@@ -77,12 +76,11 @@ class Store:
 
     Attributes:
         steps: what the updates of offloaded states have done since the start.
-        waits: seconds that computation has waited for reads.
     """
 
     def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int) -> None:
         self.device, self.settings, self._need = device, settings, need
-        self.lane, self.waits, self.steps = Lane(device), Traffic(), Steps()
+        self.lane, self.steps = Lane(device), Steps()
         self._pin_for = device if settings.pin else None
         arena_bytes = host_bytes(need, settings)
         self.arenas = [HostArena(arena_bytes, self._pin_for)] if arena_bytes else []
@@ -92,9 +90,9 @@ class Store:
 
     def _open_drive(self, need: Need, rank: int) -> Drive:
         settings = self.settings
-        disk = Disk(settings, "", rank, disk_bytes(need))
+        disk = Disk(settings, rank, disk_bytes(need))
         buffers = [self.host(padded_bytes(need.load)) for _ in range(settings.depth if need.load else 0)]
-        return Drive(disk, settings.cell_numel, buffers, self.lane, self.waits)
+        return Drive(disk, settings.cell_numel, buffers, self.lane)
 
     def host(self, count_bytes: int) -> Tensor:
         """Page-aligned host memory, uint8, zero at first."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.offload.disk_file import padded_bytes
+from terrazzo.engine.layout import padded_bytes
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import disk_bytes, host_bytes

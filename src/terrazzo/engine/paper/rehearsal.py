@@ -214,7 +214,7 @@ class PaperBucket:
             self._record([move])
             for step in range(move.steps):
                 with self._ledger.holding(move.beside_bytes + move.received_bytes * (step == 0)):
-                    yield Handle(Traffic(), [])
+                    yield Handle()
         return torch.empty(0)
 
     def publish(self) -> None:

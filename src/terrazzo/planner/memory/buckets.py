@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
-from terrazzo.engine.layout import ALIGN, round_up
-from terrazzo.engine.offload.drive import padded_bytes
+from terrazzo.engine.layout import ALIGN, padded_bytes, round_up
 from terrazzo.engine.spec import BucketSpec
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import TensorShape, UnitShape

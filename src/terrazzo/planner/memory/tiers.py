@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.offload.drive import padded_bytes
+from terrazzo.engine.layout import padded_bytes
 from terrazzo.engine.offload.needs import load_bytes, tray_bytes
 from terrazzo.engine.offload.store import Need, host_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term

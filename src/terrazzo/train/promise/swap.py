@@ -10,7 +10,8 @@ from pathlib import Path
 
 from terrazzo.config import Config
 from terrazzo.engine import Plan
-from terrazzo.engine.offload.disk import free_bytes, inspect_folder, mount_of, sweep
+from terrazzo.engine.offload.disk_file import sweep
+from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, mount_of
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner import Memory
