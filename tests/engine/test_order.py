@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Visit, merge
+from terrazzo.engine.order import Event, Order, Visit, merge
 
 UNITS = 6
 
@@ -40,12 +40,12 @@ def programs(draw: st.DrawFn) -> list[Visit]:
     inside: list[int] = []
     for _ in range(draw(st.integers(0, 14))):
         if inside and draw(st.booleans()):
-            visits.append((inside.pop(), draw(st.sampled_from([LEAVE, LEAVE, LEAVE_FOR_GOOD]))))
+            visits.append((inside.pop(), draw(st.sampled_from([Event.LEAVE, Event.LEAVE, Event.LEAVE_FOR_GOOD]))))
         else:
             unit = draw(st.integers(0, UNITS - 1))
-            visits.append((unit, ENTER))
+            visits.append((unit, Event.ENTER))
             inside.append(unit)
-    return visits + [(unit, LEAVE) for unit in reversed(inside)]
+    return visits + [(unit, Event.LEAVE) for unit in reversed(inside)]
 
 
 @given(programs())
@@ -64,7 +64,7 @@ def slow_merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:
     """From the definition: again and again the step that nothing precedes, earliest on the last rank that has it."""
     chains = []
     for visits in ranks:
-        steps = [(unit, event != ENTER) for unit, event in visits]
+        steps = [(unit, event != Event.ENTER) for unit, event in visits]
         chains.append([(*step, steps[:place].count(step)) for place, step in enumerate(steps)])
     events = {step: 0 for chain in chains for step in chain}
     for chain, visits in zip(chains, ranks, strict=True):
@@ -103,7 +103,7 @@ def test_ranks_that_skip_units_of_one_program_merge(program: list[Visit], data: 
 
 def test_equal_lists_merge_at_once() -> None:
     """No list is walked through: 1,024 ranks that run 15,000 units agree so after every changed order."""
-    visits = [(Counted(unit), event) for unit in range(500) for event in (ENTER, LEAVE)]
+    visits = [(Counted(unit), event) for unit in range(500) for event in (Event.ENTER, Event.LEAVE)]
     Counted.hashes = 0
     assert merge([visits] * 100) == visits
     assert Counted.hashes <= 101 * len(visits), "each list is looked at once, and nothing is built from it"
@@ -123,9 +123,9 @@ class Counted(int):
 def test_programs_are_linear_in_units(nested: bool) -> None:
     def lookups(count: int) -> int:
         numbers = [Counted(unit) for unit in range(count)]
-        visits = [(unit, event) for unit in numbers for event in (ENTER, LEAVE)]
+        visits = [(unit, event) for unit in numbers for event in (Event.ENTER, Event.LEAVE)]
         if nested:
-            visits = [(unit, ENTER) for unit in numbers] + [(unit, LEAVE) for unit in reversed(numbers)]
+            visits = [(unit, Event.ENTER) for unit in numbers] + [(unit, Event.LEAVE) for unit in reversed(numbers)]
         every = units(count)
         Counted.hashes = 0
         Order.of_visits(visits, every, agreed=True)
@@ -135,7 +135,7 @@ def test_programs_are_linear_in_units(nested: bool) -> None:
 
 
 def test_what_is_recomputed_together_is_gathered_at_once() -> None:
-    ran = [(unit, event) for unit in (0, 1, 2, 4, 5) for event in (ENTER, LEAVE)]
+    ran = [(unit, event) for unit in (0, 1, 2, 4, 5) for event in (Event.ENTER, Event.LEAVE)]
     order = Order.of_visits(ran, units(UNITS), agreed=True, together=[(1, 2), (2, 4)])
     assert order.backward == (5, 4, 3, 2, 1, 0)  # nobody ran 3, which keeps its place
     assert order.together == (0, 4, 2, 4, 4, 5)

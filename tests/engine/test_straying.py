@@ -18,7 +18,7 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.links import backends
 from terrazzo.engine.links.collectives import NativeCollectives
-from terrazzo.engine.order import ENTER, LEAVE, Order
+from terrazzo.engine.order import Event, Order, Visit
 from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
 from tests.helpers.cover import places
 from tests.helpers.processes import Pool
@@ -445,18 +445,28 @@ class _Unit:
         self.index, self.name, self.is_root = index, name, not name
 
 
-def order_of(visits: list[tuple[int, int]], names: list[str]) -> Order:
+def order_of(visits: list[Visit], names: list[str]) -> Order:
     units: Any = [_Unit(index, name) for index, name in enumerate(names)]
     return Order.of_visits(visits, units, agreed=True)
 
 
 def test_units_that_were_not_visited_keep_their_place() -> None:
     names = ["", "a", "b", "b.x", "b.y", "c"]
-    visits = [(0, ENTER), (1, ENTER), (1, LEAVE), (5, ENTER), (5, LEAVE), (0, LEAVE)]
+    visits = [
+        (0, Event.ENTER),
+        (1, Event.ENTER),
+        (1, Event.LEAVE),
+        (5, Event.ENTER),
+        (5, Event.LEAVE),
+        (0, Event.LEAVE),
+    ]
     order = order_of(visits, names)
     assert order.forward == (0, 1, 2, 3, 4, 5)
     assert order.backward == (0, 5, 2, 4, 3, 1)
     assert order_of([], names).forward == (0, 1, 2, 3, 4, 5)
-    inner = order_of([(0, ENTER), (2, ENTER), (4, ENTER), (4, LEAVE), (2, LEAVE), (0, LEAVE)], names)
+    inner = order_of(
+        [(0, Event.ENTER), (2, Event.ENTER), (4, Event.ENTER), (4, Event.LEAVE), (2, Event.LEAVE), (0, Event.LEAVE)],
+        names,
+    )
     assert inner.forward == (0, 1, 2, 3, 4, 5)
     assert inner.left == ((), (), (1,), (), (3,), (4, 2), (5, 0))

@@ -10,23 +10,20 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.label import Purpose
-from terrazzo.engine.order import merge
+from terrazzo.engine.order import Event, Visit, merge
 from terrazzo.engine.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
 
 __all__ = ["Agreement", "flags_numel"]
-
-_WITH = 3
-"""Added to the index of a unit in the notes of ranks: past the events of a `Visit`."""
 
 
 class Agreement:
@@ -38,22 +35,22 @@ class Agreement:
     def on_order(self) -> None:
         """Compare what the ranks ran, and make it the program; see `Order`."""
         program, axes = self._schedule.program, self._axes
-        notes = [*program.visits, *((one, _WITH + other) for one, other in sorted(program.together))]
-        numbers = [number for note in notes for number in note]
+        numbers = _encoded(program.visits, program.together)
         digest = zlib.crc32(array("q", numbers).tobytes())
         if all(axes.equal(torch.tensor([len(numbers), digest], device=axes.control_device))):
-            ranks = [notes]
+            ranks = [_decoded(numbers)]
         else:
-            ranks = self._notes_of_ranks(numbers)
-        program.join((one, other - _WITH) for notes in ranks for one, other in notes if other >= _WITH)
-        program.adopt(merge([[note for note in notes if note[1] < _WITH] for notes in ranks]))
+            ranks = [_decoded(row) for row in self._rows(numbers)]
+        for _, together in ranks:
+            program.join(together)
+        program.adopt(merge([visits for visits, _ in ranks]))
 
-    def _notes_of_ranks(self, numbers: Sequence[int]) -> list[list[tuple[int, int]]]:
+    def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, none of which is negative."""
         axes, device = self._axes, self._axes.control_device
         longest = int(axes.maximum(torch.tensor([len(numbers)], device=device)).item())
         own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=device)
-        rows = axes.rows(own).tolist()
-        return [[(row[i], row[i + 1]) for i in range(0, longest, 2) if row[i] >= 0] for row in rows]
+        return [[number for number in row if number >= 0] for row in axes.rows(own).tolist()]
 
     def on_gradients(self, late: Collection[int]) -> None:
         """A backward has run its program to the end.
@@ -88,6 +85,18 @@ class Agreement:
 def flags_numel(units: Sequence[Unit]) -> int:
     """int64 elements that `Agreement.on_gradients` exchanges over every axis."""
     return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for bucket in _trainable(units))
+
+
+def _encoded(visits: Sequence[Visit], together: Collection[tuple[int, int]]) -> list[int]:
+    """How many visits there are, the visits, and the pairs of units that are recomputed in one region."""
+    return [len(visits), *chain.from_iterable(visits), *chain.from_iterable(sorted(together))]
+
+
+def _decoded(numbers: Sequence[int]) -> tuple[list[Visit], list[tuple[int, int]]]:
+    """The reverse of `_encoded`."""
+    count, *flat = numbers
+    pairs = list(zip(flat[::2], flat[1::2], strict=True))
+    return [(unit, Event(event)) for unit, event in pairs[:count]], pairs[count:]
 
 
 def _trainable(units: Iterable[Unit]) -> list[Bucket]:

@@ -8,6 +8,7 @@ training forward has ended, and then what the ranks really ran, merged.
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 from collections import Counter, defaultdict, deque
@@ -16,13 +17,19 @@ from dataclasses import dataclass, field, replace
 
 from terrazzo.engine.runnable import Runnable
 
-__all__ = ["ENTER", "LEAVE", "LEAVE_FOR_GOOD", "Order", "Program", "Visit", "contains", "merge", "position_from"]
+__all__ = ["Event", "Order", "Program", "Visit", "contains", "merge", "position_from"]
 
-ENTER, LEAVE_FOR_GOOD, LEAVE = range(3)
-"""What happened to a unit in a forward: it began; it ended and no backward of it will come; it ended."""
 
-Visit = tuple[int, int]
-"""(unit index, one of the three events)"""
+class Event(enum.IntEnum):
+    """What happened to a unit in a forward: it began; it ended and no backward of it will come; it ended."""
+
+    ENTER = 0
+    LEAVE_FOR_GOOD = 1
+    LEAVE = 2
+
+
+Visit = tuple[int, Event]
+"""(unit index, what happened)"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,8 @@ class Order:
         visits = list(visits)
         visited = {unit for unit, _ in visits}
         visits = _with_missing(visits, units)
-        forward = [unit for unit, event in visits if event == ENTER]
-        backward = [unit for unit, event in reversed(visits) if event == LEAVE]
+        forward = [unit for unit, event in visits if event == Event.ENTER]
+        backward = [unit for unit, event in reversed(visits) if event == Event.LEAVE]
         closes = _closes(forward, backward)
         closed = {unit for ended in closes for unit in ended}
         remaining = [unit for unit in dict.fromkeys([*backward, *reversed(forward)]) if unit not in closed]
@@ -107,7 +114,7 @@ class Program:
     def begin_forward(self) -> None:
         self.visits.clear()
 
-    def note(self, unit: int, event: int) -> None:
+    def note(self, unit: int, event: Event) -> None:
         """A visit, in the forward that runs."""
         self.visits.append((unit, event))
 
@@ -167,12 +174,12 @@ def _with_missing(visits: list[Visit], units: Sequence[Runnable]) -> list[Visit]
 
     def whole(unit: int) -> list[Visit]:
         inner = [visit for child in within.pop(unit, ()) for visit in whole(child)]
-        return [(unit, ENTER), *inner, (unit, LEAVE)]
+        return [(unit, Event.ENTER), *inner, (unit, Event.LEAVE)]
 
-    last_end = {unit: position for position, (unit, event) in enumerate(visits) if event != ENTER}
+    last_end = {unit: position for position, (unit, event) in enumerate(visits) if event != Event.ENTER}
     complete: list[Visit] = []
     for position, (unit, event) in enumerate(visits):
-        if event == ENTER:
+        if event == Event.ENTER:
             missing = before.pop(unit, ())
         else:
             missing = within.pop(unit, ()) if last_end[unit] == position else ()
@@ -200,7 +207,7 @@ def _left(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
     running: Counter[int] = Counter()
     since: list[int] = []
     for unit, event in visits:
-        if event == ENTER:
+        if event == Event.ENTER:
             left.append(tuple(since))
             since = []
             running[unit] += 1
@@ -271,12 +278,12 @@ _Step = tuple[int, bool, int]
 """(unit index, whether it ends, how many times before)"""
 
 
-def _steps(visits: Sequence[Visit]) -> dict[_Step, int]:
+def _steps(visits: Sequence[Visit]) -> dict[_Step, Event]:
     """The events of one rank under names that mean the same on every rank, in order."""
     seen: Counter[tuple[int, bool]] = Counter()
     steps = {}
     for unit, event in visits:
-        kind = (unit, event != ENTER)
+        kind = (unit, event != Event.ENTER)
         steps[(*kind, seen[kind])] = event
         seen[kind] += 1
     return steps

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.order import ENTER, LEAVE, LEAVE_FOR_GOOD, Order, Program, position_from
+from terrazzo.engine.order import Event, Order, Program, position_from
 from terrazzo.engine.reductions import Reductions
 from terrazzo.engine.runnable import Runnable
 from terrazzo.engine.spec import Pass
@@ -100,7 +100,7 @@ class Schedule:
                 unit.gather(self._label(Purpose.OUTSIDE, unit.index), from_rest=True)
             unit.wait()
             return
-        self.program.note(unit.index, ENTER)
+        self.program.note(unit.index, Event.ENTER)
         self._begun.setdefault(unit.index, len(self._begun))
         if (position := position_from(self._forward_cursor, self.order.forward, unit.index)) is not None:
             self._pass_forward(position)
@@ -116,7 +116,7 @@ class Schedule:
             self._awaited.add(unit.index)
         if self.in_forward:
             self._running[unit.index] -= 1
-            self.program.note(unit.index, LEAVE if differentiable else LEAVE_FOR_GOOD)
+            self.program.note(unit.index, Event.LEAVE if differentiable else Event.LEAVE_FOR_GOOD)
             awaited = self._training  # what is put down must not depend on this rank's data
         self._put_down(unit, awaited)
 
@@ -124,7 +124,7 @@ class Schedule:
         """Forward of `unit` has ended, and nothing will tell when its backward begins."""
         self._running[unit.index] -= 1
         if self.in_forward:
-            self.program.note(unit.index, LEAVE_FOR_GOOD)
+            self.program.note(unit.index, Event.LEAVE_FOR_GOOD)
         self._awaited.add(unit.index)
         self._kept_until_end.add(unit.index)
 

@@ -29,11 +29,19 @@ import torch
 from terrazzo.engine.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.precision import Precision
 
-__all__ = ["WHEN", "BucketSpec", "MoveBytes", "Pass", "SumAxes", "resting_bytes"]
+__all__ = ["BucketSpec", "MoveBytes", "Pass", "SumAxes", "When", "resting_bytes"]
 
-WHEN = ("forward", "backward", "reduce", "last", "update")
-"""When things move: before forward and before backward, after each backward that reduces, after the last one, and after
-the optimizer's step."""
+
+class When(enum.StrEnum):
+    """When things move: before forward and before backward, after each backward that reduces, after the last one, and
+    after the optimizer's step.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    LAST = "last"
+    UPDATE = "update"
 
 
 class Pass(enum.Enum):
@@ -144,7 +152,7 @@ class BucketSpec:
     def __post_init__(self) -> None:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable
         self._numels: dict[tuple[str, ...], int] = {}
-        self._collectives: dict[str, list[MoveBytes]] = {}
+        self._collectives: dict[When, list[MoveBytes]] = {}
         on_device = tiers.weight == "device"
         self.compute_dtype = self.stored or self.precision.compute
         self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
@@ -227,24 +235,26 @@ class BucketSpec:
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def collectives(self, when: str) -> Sequence[MoveBytes]:
-        """In the engine's order, at one of `WHEN`."""
+    def collectives(self, when: When) -> Sequence[MoveBytes]:
+        """In the engine's order."""
         if (known := self._collectives.get(when)) is None:
             known = self._collectives[when] = self._collectives_at(when)
         return known
 
-    def _collectives_at(self, when: str) -> list[MoveBytes]:
+    def _collectives_at(self, when: When) -> list[MoveBytes]:
         compute = self.compute_dtype.itemsize
-        if when == "forward":
-            return self._gathers(self.weight_axes, (), compute, "weights")
-        if when == "backward":
-            return self._gathers(self.between_axes, (), compute, "weights")
-        if not self.trainable:
-            return []
-        if when == "update":
-            return self._gathers(self.optim_axes, self.weight_axes, self.weight_dtype.itemsize, "updated weights")
-        first, further = self.reduction(when == "last")
-        return [*first, *further]
+        match when:
+            case When.FORWARD:
+                return self._gathers(self.weight_axes, (), compute, "weights")
+            case When.BACKWARD:
+                return self._gathers(self.between_axes, (), compute, "weights")
+            case _ if not self.trainable:
+                return []
+            case When.UPDATE:
+                return self._gathers(self.optim_axes, self.weight_axes, self.weight_dtype.itemsize, "updated weights")
+            case When.REDUCE | When.LAST:
+                start, further = self.reduction(when is When.LAST)
+                return [*start, *further]
 
     def reduction(self, last: bool) -> tuple[list[MoveBytes], list[MoveBytes]]:
         """What brings a gradient to where it meets those of earlier micro-batches, and what then finishes the last."""

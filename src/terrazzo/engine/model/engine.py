@@ -49,7 +49,7 @@ from terrazzo.errors import BadInput, Misuse
 __all__ = ["Engine", "engine_of"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Engine:
     """What `tz.shard` builds behind a model.
 

@@ -103,10 +103,11 @@ def shard(  # structure: signature fixed by the design
 
     Errors: `BadInput` or `Misuse` on every rank, before anything is changed.
     """
-    prepared = _prepare(model, optimizer, plan, _Options(units, precision, mesh, prefetch, offload or Offload()))
+    options = _Options(units, precision, mesh, prefetch, offload or Offload())
+    prepared = _prepare(model, optimizer, plan, options)
     recipe, planned = prepared.recipe, prepared.units
     _warn_of_orphans(planned, prepared.optimizers)
-    store = _open_store(prepared.units, prepared.templates, offload or Offload())
+    store = _open_store(planned, prepared.templates, options.offload)
     if store.drive is not None:
         give_back_freed()  # before anything large is built
     _build_units(model, planned, store)
@@ -116,7 +117,15 @@ def shard(  # structure: signature fixed by the design
     schedule = Schedule(planned, prefetch, meeting, denominator)
     hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, denominator)
     engine = Engine(
-        prepared.plan, recipe, planned, prepared.why, schedule, hooks, denominator, store, prepared.templates
+        plan=prepared.plan,
+        recipe=recipe,
+        units=planned,
+        why_units=prepared.why,
+        schedule=schedule,
+        hooks=hooks,
+        denominator=denominator,
+        store=store,
+        templates=prepared.templates,
     )
     for built in prepared.optimizers:
         put_on(engine, built, sum(len(driver.groups) for driver in engine.drivers))

@@ -18,7 +18,7 @@ from terrazzo.engine.order import contains
 from terrazzo.engine.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import BucketSpec, MoveBytes, Pass
+from terrazzo.engine.spec import BucketSpec, MoveBytes, Pass, When
 from terrazzo.engine.unit import Unit
 
 __all__ = ["PaperStep", "PaperUnit", "rehearse"]
@@ -167,7 +167,7 @@ class PaperBucket:
         if not self.present:
             self.present = True
             self._ledger.take(self.spec.full_bytes)
-            self._record(self.spec.collectives("backward" if self._held_bytes else "forward"))
+            self._record(self.spec.collectives(When.BACKWARD if self._held_bytes else When.FORWARD))
 
     def _record(self, moves: Iterable[MoveBytes]) -> None:
         for move in moves:
@@ -219,4 +219,4 @@ class PaperBucket:
 
     def publish(self) -> None:
         with self._ledger.holding(self.spec.apart_bytes):
-            self._record(self.spec.collectives("update"))
+            self._record(self.spec.collectives(When.UPDATE))

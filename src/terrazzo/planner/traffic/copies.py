@@ -10,7 +10,7 @@ __all__ = ["copies"]
 
 
 def copies(bucket: PlannedBucket, when: str) -> list[MoveBytes]:
-    """At one of `WHEN`, in bytes of one rank.
+    """At one of `When`, in bytes of one rank.
 
     Resting weights are fetched before each gather, gradients go to their tier once they are reduced, those of
     earlier micro-batches no further than the host's memory, and an update happens where the optimizer's state lies.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.engine.place import ON_DEVICE
-from terrazzo.engine.spec import WHEN
+from terrazzo.engine.spec import When
 from terrazzo.planner.figures import Sent, Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula
 from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
@@ -121,7 +121,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Tra
     network, found = Network(setup.cluster.device), []
     for bucket in buckets(unit, placement):
         messages = 1 if setup.coalesced else len(bucket.tensors)
-        for when in WHEN:
+        for when in When:
             for move in bucket.collectives(when):
                 group = _group(setup, move.over, bucket.size(move.over))
                 if group.size > 1 or move.kind != "all_reduce":
@@ -146,7 +146,7 @@ def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:
     return tuple(
         Transfer(move.kind, move.what, "offload", when, move.sent_bytes, None, move.over)
         for bucket in buckets(unit, placement)
-        for when in WHEN
+        for when in When
         for move in copies(bucket, when)
         if move.sent_bytes
     )
