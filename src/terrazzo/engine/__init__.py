@@ -1,13 +1,14 @@
 """The engine: one table of places, running.
 
 The core is in this folder. Read it in this order: device, layout, place, precision, spec, axes and recipe, what is
-stated; buffer, parameter, gradient, partition, bucket and unit, what is held; order, regions, runnable, reductions and
-schedule, when it moves; pass_end, agreement, scaler, saved, listeners and hooks, how a training loop drives it.
+stated; buffer, parameter, gradient, partition, bucket and unit, what is held; order, runnable, reductions and schedule,
+when it moves.
 Folders, from the lowest to the highest, the core among them:
 
     process     threads, how things end, memory
     links       how ranks exchange
     (core)
+    loop        how a training loop drives the core
     optim       stock optimizers over flat master weights
     offload     what is away from the device
     paper       memory and traffic of a step that has not run

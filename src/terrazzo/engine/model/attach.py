@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from terrazzo.engine import device as devices
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.hooks import Hooks
-from terrazzo.engine.listeners import weakly
+from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.checks import check_agreement, optimizer_facts, together
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.state import reading, restore_optimizer

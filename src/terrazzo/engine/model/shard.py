@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.hooks import Hooks
+from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.loop.pass_end import meet, meets
+from terrazzo.engine.loop.scaler import Denominator
 from terrazzo.engine.model.attach import check_several, put_on
 from terrazzo.engine.model.checks import (
     check_agreement,
@@ -53,12 +55,10 @@ from terrazzo.engine.optim.stock import assign_groups, check_optimizer, orphans,
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.partition import Member, Units, UnitSpec, find_units, partition
-from terrazzo.engine.pass_end import meet, meets
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse

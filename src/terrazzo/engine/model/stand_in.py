@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.listeners import eager, weakly
+from terrazzo.engine.loop.listeners import eager, weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.parameter import AtRest

@@ -31,8 +31,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from terrazzo.engine import device as devices
+from terrazzo.engine.loop.saved import others_watch
 from terrazzo.engine.offload.host import HostPool
-from terrazzo.engine.saved import others_watch
 from terrazzo.errors import Misuse
 
 __all__ = ["SMALLEST_BYTES", "OffloadedActivations"]

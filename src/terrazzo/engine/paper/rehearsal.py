@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from terrazzo.engine.agreement import flags_numel
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
+from terrazzo.engine.loop.agreement import flags_numel
+from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.order import contains
-from terrazzo.engine.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import BucketSpec, MoveBytes, Pass, When

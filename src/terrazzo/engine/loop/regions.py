@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from terrazzo.engine.saved import top_hooks
+from terrazzo.engine.loop.saved import top_hooks
 
 __all__ = ["Regions", "is_differentiated"]
 

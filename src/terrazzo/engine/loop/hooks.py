@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from terrazzo.engine.agreement import Agreement
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.listeners import before_gradient, eager, on_backward, take_last, weakly
+from terrazzo.engine.loop.agreement import Agreement
+from terrazzo.engine.loop.listeners import before_gradient, eager, on_backward, take_last, weakly
+from terrazzo.engine.loop.regions import Regions, is_differentiated
+from terrazzo.engine.loop.saved import SavedWeights
+from terrazzo.engine.loop.scaler import Denominator, LossScaler, scale_backward
 from terrazzo.engine.precision import Precision
-from terrazzo.engine.regions import Regions, is_differentiated
-from terrazzo.engine.saved import SavedWeights
-from terrazzo.engine.scaler import Denominator, LossScaler, scale_backward
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse

@@ -17,8 +17,8 @@ import torch
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.label import Purpose
+from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.order import Event, Visit, merge
-from terrazzo.engine.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
