@@ -174,7 +174,17 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     """The optimizer over `model`'s trainable parameters, in a group with and a group without weight decay.
 
     Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed.
+
+    Raises:
+        BadInput: a glob of `no_decay` that no parameter's name matches, or settings that the optimizer refuses.
     """
+    names = [name for name, _ in model.named_parameters()]
+    for glob in config.no_decay:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise BadInput(
+                f"optimizer.no_decay has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"
+                f" are such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
+            )
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
