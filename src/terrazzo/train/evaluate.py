@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from terrazzo.train.data import IGNORED, Batch, evaluation_batches
 from terrazzo.train.model.decoder import generate, logits_of
-from terrazzo.train.session import Session
+from terrazzo.train.session import Session, evaluation_limit
 
 __all__ = ["Validation", "evaluate", "sample_text", "summed_loss"]
 
@@ -39,7 +39,7 @@ def evaluate(session: Session) -> Validation | None:
     dataset, batch, ranks = session.data.validation, session.config.batch, session.ranks
     if dataset is None:
         return None
-    limit = session.config.train.eval_batches * batch.micro_batch * ranks.world_size
+    limit = evaluation_limit(session.config, ranks.world_size)
     total = torch.zeros(2, dtype=torch.float64)
     session.model.eval()
     for part in evaluation_batches(dataset, batch.micro_batch, ranks.rank, ranks.world_size, limit):
@@ -48,7 +48,7 @@ def evaluate(session: Session) -> Validation | None:
     session.model.train()
     dist.all_reduce(total)
     loss_sum, tokens = total.tolist()
-    loss_mean = loss_sum / max(1.0, tokens)
+    loss_mean = loss_sum / tokens  # more than 0: `open_session` has seen to it
     return Validation(loss_mean, loss_mean / math.log(2) / dataset.bytes_per_token)
 
 

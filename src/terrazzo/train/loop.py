@@ -36,10 +36,10 @@ class Trainer:
         self.report = Report(session)
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
-        self.losses: list[Tensor] = []  # of the steps since the last log step, this rank's share of each
+        self.losses: list[Tensor] = []  # of the steps since they were last checked, this rank's share of each
         self.norms: list[Tensor] = []  # of the same steps, the gradients' global norm
         self.wait_s = 0.0
-        self.tokens_at_log = session.tokens
+        self.step_at_log, self.tokens_at_log = session.step, session.tokens
 
     def run(self) -> int:
         """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
@@ -92,13 +92,13 @@ class Trainer:
         return norm
 
     def log(self, norm: Tensor) -> None:
-        """Check the losses since the last log step and report the newest."""
+        """Check the losses and report the newest, with what was measured since the last log step."""
         losses = self.global_losses()
         session = self.session
         measured = Measured(
             loss=losses[-1],
             grad_norm=float(norm),
-            steps=len(losses),
+            steps=session.step - self.step_at_log,  # a save in between has emptied the losses
             tokens=session.tokens - self.tokens_at_log,
             total_s=self.watch.total_s,
             data_wait_s=self.watch.measured_s,
@@ -106,14 +106,14 @@ class Trainer:
             peak_memory_bytes=self.memory.peak_bytes,
         )
         self.report.train(measured)
-        self.tokens_at_log, self.wait_s = session.tokens, 0.0
+        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
         self.watch.reset()
 
     def global_losses(self) -> list[float]:
         """The mean loss per token of each step since the last call; raises `Diverged` at the first that is not finite.
 
         The gradients' norms are checked with them: a step on a NaN gradient leaves NaN weights behind a finite loss.
-        Both are brought together once per log step, so that no step waits for the device; nothing is saved before.
+        Both are brought together once per log step and before a save, so that no other step waits for the device.
         """
         losses = torch.stack(self.losses)
         dist.all_reduce(losses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -15,7 +16,7 @@ from terrazzo import checkpoint
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import data_mesh, engine_of
 from terrazzo.errors import BadInput
-from terrazzo.exchange import agree, gather_json, on_first, together
+from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.telemetry import resident_bytes
 from terrazzo.train.build import (
     batch_arithmetic,
@@ -28,7 +29,7 @@ from terrazzo.train.build import (
 )
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
-from terrazzo.train.data import Loader, TokenData, load_data
+from terrazzo.train.data import Loader, TokenData, evaluated, load_data
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.model.decoder import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
@@ -37,7 +38,7 @@ from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight.folders import make_log_folder
 from terrazzo.train.promise.swap import make_folders
 
-__all__ = ["Session", "open_session"]
+__all__ = ["Session", "evaluation_limit", "open_session"]
 
 
 @dataclass
@@ -144,6 +145,11 @@ class Session:
             )
 
 
+def evaluation_limit(config: Config, world_size: int) -> int:
+    """Sequences over all ranks that an evaluation reads at most."""
+    return config.train.eval_batches * config.batch.micro_batch * world_size
+
+
 def open_session(config: Config, ranks: Ranks, plan_notes: Sequence[str] = ()) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
     on_first(lambda: make_log_folder(config), BadInput)
@@ -158,7 +164,8 @@ def open_session(config: Config, ranks: Ranks, plan_notes: Sequence[str] = ()) -
 def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str]) -> Session:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
-    data = load_data(config, builds=ranks.builds_shared_files, agree=agree)
+    data = load_data(config, builds=ranks.builds_shared_files, together=partial(together, failed=BadInput))
+    _check_validation(config, data, ranks.world_size)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
@@ -191,6 +198,17 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str
         engine_of(model).close()  # its files would stay: ranks end without the interpreter's help
         raise
     return session
+
+
+def _check_validation(config: Config, data: TokenData, world_size: int) -> None:
+    """Raise `BadInput` where an evaluation would have no token to measure."""
+    dataset, limit = data.validation, evaluation_limit(config, world_size)
+    if dataset is not None and not dataset.valid_tokens(evaluated(dataset, limit)):
+        raise BadInput(
+            f"The validation data have no token to learn in the {min(limit, len(dataset))} of their {len(dataset)}"
+            " sequences that an evaluation reads, so there is no validation loss. Raise train.eval_batches or"
+            " batch.sequence_length, or set data.packing to 'whole' or 'single'."
+        )
 
 
 def _load_pretrained(config: Config, model: nn.Module) -> None:

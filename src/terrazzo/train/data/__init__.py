@@ -1,7 +1,7 @@
 """From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's share.
 
 Read `sources` (with `stored` and `hub`), `tokenizer`, `cache`, `sequences`, `loader`, in that order. Nothing here talks
-to other ranks: what must be agreed on goes through the `agree` function that `load_data` is given.
+to other ranks: what they must agree on goes through the function `together` that `load_data` is given.
 
 Example:
     config = load_config("examples/quickstart.yaml")
@@ -16,6 +16,7 @@ from terrazzo.train.data.loader import (
     GlobalBatch,
     GlobalOrder,
     Loader,
+    evaluated,
     evaluation_batches,
 )
 from terrazzo.train.data.sequences import IGNORED, Batch, SequenceDataset
@@ -33,6 +34,7 @@ __all__ = [
     "Loader",
     "SequenceDataset",
     "TokenData",
+    "evaluated",
     "evaluation_batches",
     "load_data",
     "load_tokenizer",
