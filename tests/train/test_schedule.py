@@ -9,7 +9,7 @@ import torch
 
 from terrazzo.config import OptimizerConfig, ScheduleConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.build import build_optimizer, build_schedule, learning_rate_share
+from terrazzo.train.optimizer import build_optimizer, build_schedule, learning_rate_share
 
 
 def shares(config: ScheduleConfig, steps: int) -> list[float]:

@@ -13,8 +13,8 @@ from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
-from terrazzo.train.build import build_precision
 from terrazzo.train.evaluate import Validation
+from terrazzo.train.plan import build_precision
 from terrazzo.train.promise.as_setup import matmul_format
 from terrazzo.train.promise.summary import Pace, summarize, summary_lines
 from terrazzo.train.session import Session
@@ -105,7 +105,7 @@ class Report:
         for note in session.data.notes:
             self._say(f"data: {note}")
         self._say(f"{self._engine.describe()}\n{self._bill.table()}")
-        for note in session.plan_notes:
+        for note in session.notes:
             self._say(note)
         if session.step:
             self._say("\n".join([f"resumed at step {session.step}", *session.resume_notes]))

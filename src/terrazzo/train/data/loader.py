@@ -74,8 +74,8 @@ class GlobalBatch:
 class Loader:
     """Endless steps over a dataset, from a cursor that counts only what `next_step` has returned.
 
-    Sizes are those of section `batch`, of which `batch_arithmetic` holds for `world_size` ranks; `rank` says whose
-    share is read, and `train.seed` draws the order.
+    Sizes are those of section `batch`, of which `micro_batches_per_rank` is whole with `world_size` ranks; `rank` says
+    whose share is read, and `train.seed` draws the order.
 
     Raises:
         BadInput: the dataset holds fewer sequences than one global batch.

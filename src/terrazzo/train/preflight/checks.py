@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from terrazzo.config import Config
 from terrazzo.planner.model.transformers import harmless
-from terrazzo.train.build import (
-    batch_arithmetic,
-    build_offload,
-    build_plan,
-    build_precision,
-    check_settings,
-    mesh_shape,
-)
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.data.tokenizer import load_tokenizer
 from terrazzo.train.model.huggingface import read_config, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config
+from terrazzo.train.optimizer import check_settings
+from terrazzo.train.plan import (
+    build_offload,
+    build_plan,
+    build_precision,
+    mesh_shape,
+    micro_batches_per_rank,
+)
 from terrazzo.train.preflight.folders import check_written
 from terrazzo.train.preflight.idle import idle_notes
-from terrazzo.train.promise.room import check_plan
-from terrazzo.train.promise.swap import check_folders
+from terrazzo.train.preflight.room import check_plan
+from terrazzo.train.preflight.swap import check_folders
 
 __all__ = ["check"]
 
@@ -35,7 +35,7 @@ def check(config: Config, world_size: int) -> list[str]:
     build_precision(config)
     build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
-    batch_arithmetic(config.batch, world_size)
+    micro_batches_per_rank(config.batch, world_size)
     check_settings(config.optimizer)
     _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document).vocab_size)
     _check_data(config)
