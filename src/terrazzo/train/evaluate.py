@@ -16,6 +16,9 @@ from terrazzo.train.session import Session, evaluation_limit
 
 __all__ = ["Validation", "evaluate", "sample_text", "summed_loss"]
 
+TEMPERATURE = 0.8
+"""Of samples: below 1, the likelier tokens are drawn more often than the model would."""
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -60,5 +63,5 @@ def sample_text(session: Session) -> str:
     ]
     tokens = torch.tensor([prompt], device=session.ranks.device)
     generator = torch.Generator().manual_seed(train.seed + session.step)
-    written = generate(session.model, tokens, train.sample_tokens, temperature=0.8, generator=generator)
+    written = generate(session.model, tokens, train.sample_tokens, temperature=TEMPERATURE, generator=generator)
     return session.data.tokenizer.decode(written[0].tolist())

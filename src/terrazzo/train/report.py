@@ -42,7 +42,7 @@ def peak_flops(config: Config) -> float | None:
 
 
 class Report:
-    """Everything that is said and written. Every rank has one; only rank 0's does anything."""
+    """Everything that is said and written. Every rank has one, and only rank 0's speaks or writes."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process is started or a byte is written."""
+"""All checks of a configuration, in order."""
 
 from __future__ import annotations
 

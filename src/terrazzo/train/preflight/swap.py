@@ -1,4 +1,4 @@
-"""What a run needs beside its devices: host memory, and disks for swap files. Both are looked at before it starts."""
+"""What a run needs beside its devices: host memory, and disks for swap files."""
 
 from __future__ import annotations
 
