@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import terrazzo as tz
+from terrazzo import exchange
 from terrazzo.errors import TerrazzoError
 from terrazzo.exchange import on_first, together
 from tests.helpers.threads import run_in_threads
@@ -25,6 +27,22 @@ def test_an_error_is_of_its_own_kind_on_every_rank(kind: type[TerrazzoError]) ->
         return caught.type, str(caught.value)
 
     assert run_in_threads(2, body) == [(kind, "what happened")] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [
+        ("cpu:gloo,cuda:gloo", torch.device("cpu")),
+        ("cpu:gloo,cuda:nccl", torch.device("cpu")),
+        ("cuda:nccl", torch.device("cuda", 3)),  # of init_process_group() where there is a GPU, too
+    ],
+)
+def test_values_lie_where_the_group_can_carry_them(
+    config: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert exchange._device() == device
 
 
 @pytest.mark.parametrize("said", [None, [1, "two"], object()])

@@ -204,6 +204,21 @@ def _function(name: str, lines: int) -> str:
     return f'def {name}(self):\n    """Doc.\n\n    More.\n    """\n' + "    x = 1\n" * lines
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.cuda.synchronize()\n",
+        "\nimport torch.cuda\n",
+        "\nfrom torch import cuda\n",
+        "\nfrom torch.cuda import Event\n",
+    ],
+)
+def test_a_kind_of_device_outside_its_module(tmp_path: Path, source: str) -> None:
+    package = _tree(tmp_path, errors=source, engine__device=source)
+    text = "torch.cuda is named outside engine/device.py, which alone knows kinds of devices"
+    assert _texts(package) == [f"errors.py:2: {text}"]
+
+
 def test_budgets_of_files_and_functions(tmp_path: Path) -> None:
     package = _tree(
         tmp_path,

@@ -23,7 +23,7 @@ _ERRORS: dict[str, type[TerrazzoError]] = {
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's `value` (anything JSON can hold), in rank order, on every rank. Collective."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = _device()
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     world_size = dist.get_world_size()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
@@ -36,11 +36,22 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(received, sizes, strict=True)]
 
 
+def _device() -> torch.device:
+    """Where values lie on their way: in the host's memory if the group has a backend there, else on this rank's device.
+
+    `init_process_group()` without a backend, and with `cuda:nccl`, makes a group for CUDA tensors alone.
+    """
+    kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+
+
 def timeout_s() -> float:
     """How long ranks of the default group wait for each other."""
     group = dist.distributed_c10d._get_default_group()
     try:
-        options = group._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options
+        options = group._get_backend(_device()).options
     except (RuntimeError, AttributeError):  # a backend that knows of none
         return dist.default_pg_timeout.total_seconds()
     timeout: timedelta = options._timeout

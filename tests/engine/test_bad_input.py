@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.model.checks import check_graphs, check_kind, check_mesh, check_precision
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -201,11 +203,38 @@ def test_fp16_where_the_device_cannot_compute_in_it(monkeypatch: pytest.MonkeyPa
         tz.shard(Net(), None, precision="fp16")
 
 
+def test_a_kind_of_device_that_nobody_has_tried() -> None:
+    with pytest.raises(tz.BadInput, match=r"'xpu'.*runs on cpu and cuda"):
+        check_kind("xpu")
+
+
+def test_sums_that_nccl_would_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_group(2):
+        monkeypatch.setattr("terrazzo.engine.model.checks.backend_of", lambda group, device: "nccl")
+        axes = Axes(init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)))
+        check_precision(tz.Precision.named("fp16"), axes)  # which reduces in fp32
+        with pytest.raises(tz.BadInput, match=r"reduce='fp16' with NCCL.*Use reduce='fp32'"):
+            check_precision(tz.Precision(reduce=torch.float16), axes)
+
+
+def test_graphs_that_read_weights_where_they_are_no_more() -> None:
+    cuda, model = torch.device("cuda", 0), Net()
+    block = next(iter(model.children()))
+    block.compile(mode="reduce-overhead")
+    with fake_group(2):
+        tz.shard(model, None, "zero3", units=[type(block)])
+        units = engine_of(model).units
+        check_graphs(units, torch.device("cpu"))
+        with pytest.raises(tz.BadInput, match=r"compiled into CUDA graphs.*zero0"):
+            check_graphs(units, cuda)
+    for mode in (None, "max-autotune-no-cudagraphs"):
+        block.compile(mode=mode)
+        check_graphs(units, cuda)
+
+
 def test_a_process_group_whose_backend_cannot_serve_the_mesh() -> None:
     """The check itself: this machine may have no GPU to build such a mesh on."""
     from types import SimpleNamespace
-
-    from terrazzo.engine.model.checks import check_mesh
 
     with fake_group(2):
         mesh: Any = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))

@@ -121,3 +121,22 @@ def test_runs_repeat_bit_for_bit_and_waiting_is_measured(two_processes: Pool, pl
     for first, second, wait_s in two_processes.run(_twice, plan):
         assert first == second
         assert 0 < wait_s < 10
+
+
+DTYPES = (torch.int8, torch.uint8, torch.bool, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
+
+
+def buffers_of_every_kind() -> None:
+    model = Net()
+    for dtype in DTYPES:
+        values = torch.arange(6).reshape(2, 3) + dist.get_rank()
+        model.register_buffer(f"of_{str(dtype).removeprefix('torch.')}", values.to(dtype))
+    model, _ = sharded(model, "zero3")
+    for name, buffer in model.named_buffers():
+        expected = torch.arange(6).reshape(2, 3).to(buffer.dtype)
+        assert torch.equal(buffer.long(), expected.long()), name
+
+
+def test_buffers_of_every_kind_take_the_first_ranks_values(two_processes: Pool) -> None:
+    """Backends carry whole numbers of some sizes only."""
+    two_processes.run(buffers_of_every_kind)

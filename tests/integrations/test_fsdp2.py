@@ -433,7 +433,7 @@ def test_wrong_orders_are_told_and_harmless_ones_work(two_processes: Pool) -> No
 
 
 def test_without_a_process_group_it_is_said_with_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     model = marked(tz.fully_shard, Net())
     with refused(tz.Misuse, "init_process_group"):
         model(torch.ones(2, 4))

@@ -203,12 +203,11 @@ def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert ranks_to_start(LaunchConfig()) == 1
     assert ranks_to_start(LaunchConfig(ranks=4)) == 4
     with pytest.raises(BadInput, match=r"launch\.device=cpu"):
         resolve_device(LaunchConfig(device="cuda"))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(BadInput, match=r"launch\.ranks=2"):
         ranks_to_start(LaunchConfig(ranks=4))

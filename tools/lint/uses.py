@@ -1,4 +1,4 @@
-"""What the engine may name and call: no two classes alike, and collectives in one module."""
+"""What may be named and called where: no two classes alike, collectives in one module, devices in one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tools.lint.source import Finding, Module
 
-__all__ = ["check_collectives", "check_names"]
+__all__ = ["check_collectives", "check_devices", "check_names"]
 
 COLLECTIVE = re.compile(
     r"(all_gather|reduce_scatter|all_reduce|all_to_all|broadcast|scatter|gather|reduce|barrier|monitored_barrier"
@@ -23,6 +23,25 @@ def check_names(modules: dict[str, Module]) -> Iterator[Finding]:
         for node in module.tree.body if module.part == "engine" else ():
             if isinstance(node, ast.ClassDef) and defined.setdefault(node.name, name) != name:
                 yield Finding(module.path, node.lineno, f"'{node.name}' is also a class of '{defined[node.name]}'")
+
+
+def check_devices(modules: dict[str, Module], package: str) -> Iterator[Finding]:
+    """Only `engine/device.py` says `torch.cuda`: another kind of device needs one other module."""
+    for module in modules.values():
+        for line in _cuda_uses(module.tree) if module.name != f"{package}.engine.device" else ():
+            text = "torch.cuda is named outside engine/device.py, which alone knows kinds of devices"
+            yield Finding(module.path, line, text)
+
+
+def _cuda_uses(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            start = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
+            named = [f"{start}{alias.name}." for alias in node.names]
+            if any(name.startswith("torch.cuda.") for name in named):
+                yield node.lineno
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+            yield node.lineno
 
 
 def check_collectives(modules: dict[str, Module], package: str) -> Iterator[Finding]:

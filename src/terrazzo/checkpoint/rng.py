@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from terrazzo.engine import device as devices
+
 __all__ = ["capture_rng", "restore_rng", "rng_problem"]
 
 
@@ -21,8 +23,8 @@ def capture_rng() -> dict[str, Any]:
         "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": _encode(torch.get_rng_state()),
     }
-    if torch.cuda.is_initialized():
-        state["cuda"] = _encode(torch.cuda.get_rng_state())
+    if (on_device := devices.generator_state()) is not None:
+        state["cuda"] = _encode(on_device)
     return state
 
 
@@ -33,8 +35,8 @@ def restore_rng(state: dict[str, Any]) -> None:
     keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_decode(state["torch"]))
-    if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(_decode(state["cuda"]))
+    if "cuda" in state:
+        devices.set_generator_state(_decode(state["cuda"]))
 
 
 def rng_problem(state: Any) -> str | None:

@@ -1,7 +1,7 @@
 """The engine: one table of places, running.
 
-The core is in this folder. Read it in this order: layout, place, precision, spec, axes and recipe, what is stated;
-buffer, parameter, gradient, partition, bucket and unit, what is held; order, regions, runnable, reductions and
+The core is in this folder. Read it in this order: device, layout, place, precision, spec, axes and recipe, what is
+stated; buffer, parameter, gradient, partition, bucket and unit, what is held; order, regions, runnable, reductions and
 schedule, when it moves; pass_end, agreement, scaler, saved, listeners and hooks, how a training loop drives it.
 Folders, from the lowest to the highest, the core among them:
 
@@ -17,6 +17,7 @@ A module imports from its own folder and from those before it in this list, so t
 offload. Other packages import from here: what they want of a sharded model, they ask its `Engine`. Open to other
 packages:
 
+    device                                            what a device can do beside arithmetic
     offload.disk                                      folders for swap files, for advice on them
     offload.topology                                  CPUs that a rank may use
     process.control_groups                            what this process may use, for those who count memory
@@ -29,7 +30,7 @@ packages:
 `tools/lint_structure.py` checks both.
 """
 
-from terrazzo.engine.axes import backend_for, data_mesh
+from terrazzo.engine.axes import data_mesh
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.activations import checkpoint_activations, compile_units
 from terrazzo.engine.model.attach import attach
@@ -73,7 +74,6 @@ __all__ = [
     "Units",
     "accumulate",
     "attach",
-    "backend_for",
     "check_optimizer",
     "checkpoint_activations",
     "clip_grad_norm_",

@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.links.backends import backend_of, collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
 
-__all__ = ["Axes", "backend_for", "data_mesh"]
-
-
-def backend_for(kind: str) -> str:
-    """The backend of a process group whose ranks compute on a `kind` of device: on CUDA, gloo for the CPU as well."""
-    return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+__all__ = ["Axes", "data_mesh"]
 
 
 def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
@@ -41,7 +37,7 @@ class Axes:
     def __init__(self, mesh: DeviceMesh) -> None:
         dims = mesh.mesh_dim_names or ()
         self.names = tuple(axis for axis in DATA_AXES if axis in dims)
-        self.device = _local_device(mesh.device_type)
+        self.device = devices.here(mesh.device_type)
         self.traffic, self.ledger, self.steps = Traffic(), Ledger(), 0
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger) for axis in self.names
@@ -104,9 +100,3 @@ class Axes:
         for position in reversed(range(len(axes))):
             if self.is_first(axes[:position]):
                 self.along(axes[position]).broadcast(values)
-
-
-def _local_device(kind: str) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -54,7 +54,7 @@ class Finished:
         """Multiply by what has been put off so far: the elements are about to change."""
         factor, self.factor = self.factor, None
         if factor is not None:
-            self.change(lambda part: part.mul_(factor))
+            self.change(lambda part: part.mul_(factor.to(part.device)))
 
 
 class Gradient:
@@ -228,7 +228,7 @@ class Gradient:
             finished.change(lambda data: data.mul_(factor.to(data.dtype)))
             return
         finished.apply_factor()
-        finished.factor = factor.to(device="cpu", dtype=finished.data.dtype)
+        finished.factor = factor.to(finished.data.dtype)  # on the device: who uses it waits, not the host
 
     def whole(self) -> Tensor | None:
         """The finished gradient as one tensor in memory, scaled; None where there is none."""
@@ -237,7 +237,7 @@ class Gradient:
             return None
         resting = finished.wait()
         with resting.opened(resting.range) as data:
-            return data if finished.factor is None else data * finished.factor
+            return data if finished.factor is None else data * finished.factor.to(data.device)
 
     def change(self, index: int, change: Callable[[Tensor], object]) -> None:
         """Change this rank's elements of one parameter's finished gradient in memory."""

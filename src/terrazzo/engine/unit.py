@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -65,10 +66,22 @@ class Unit:
     @property
     def compiled(self) -> bool:
         """Whether torch has compiled its module."""
+        return self._compilation is not None
+
+    @property
+    def captured(self) -> bool:
+        """Whether torch runs it as a CUDA graph, which reads weights at fixed addresses."""
+        config = getattr(self._compilation, "get_compiler_config", lambda: None)() or {}  # of inductor's alone
+        return bool(config.get("triton.cudagraphs"))
+
+    @property
+    def _compilation(self) -> Any:
+        """What torch has compiled of its module; None for nothing."""
         module = self._module()
         if module is None:
-            return False
-        return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+            return None
+        either = (module._compiled_call_impl, module.forward)
+        return next((each for each in either if hasattr(each, "_torchdynamo_orig_callable")), None)
 
     @property
     def fills_gradually(self) -> bool:

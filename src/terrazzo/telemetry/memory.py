@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
 
 __all__ = ["PeakMemory", "allowed_bytes", "available_host_bytes", "resident_bytes"]
@@ -24,8 +25,8 @@ class PeakMemory:
     @property
     def peak_bytes(self) -> int:
         """CUDA: bytes held by tensors at the peak. CPU: peak resident bytes of the process, libraries included."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+        if devices.is_cuda(self._device):
+            return devices.peak_bytes(self._device)
         if (highest := _lines_of(Path("/proc/self/status")).get("VmHWM")) is not None:
             return highest
         usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # that of who started this process counts too

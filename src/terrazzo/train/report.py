@@ -11,6 +11,7 @@ from typing import Any
 
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
+from terrazzo.engine import device as devices
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
 from terrazzo.train.evaluate import Validation
@@ -57,7 +58,7 @@ class Report:
         self._first_validation: Validation | None = None
         self._last_validation: Validation | None = None
         self._last_sample = ""
-        self._on_cuda = session.ranks.device.type == "cuda"
+        self._on_cuda = devices.is_cuda(session.ranks.device)
         self._peak_flops = peak_flops(session.config) if self._on_cuda else None
         if self._speaks:
             self._open()

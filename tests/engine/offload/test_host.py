@@ -6,6 +6,7 @@ import contextlib
 import gc
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.offload import host
 from terrazzo.engine.offload.host import HostArena, HostBuffer, HostPool
 from terrazzo.errors import BadInput, Misuse
@@ -25,7 +27,7 @@ PAGE = 4096
 
 def test_pieces_start_on_pages_and_keep_what_is_written() -> None:
     sizes = [1, PAGE, PAGE + 1, 0, 10 * PAGE, 5000]
-    arena = HostArena(sum(-(-size // PAGE) * PAGE for size in sizes), pin=False)
+    arena = HostArena(sum(-(-size // PAGE) * PAGE for size in sizes), pin_for=None)
     pieces = [arena.take(size) for size in sizes]
     assert [piece.numel() for piece in pieces] == sizes
     assert all(piece.dtype == torch.uint8 and piece.data_ptr() % PAGE == 0 for piece in pieces)
@@ -36,7 +38,7 @@ def test_pieces_start_on_pages_and_keep_what_is_written() -> None:
 
 
 def test_an_arena_gives_no_more_than_it_has() -> None:
-    arena = HostArena(3 * PAGE - 5, pin=False)
+    arena = HostArena(3 * PAGE - 5, pin_for=None)
     assert arena.size_bytes == 3 * PAGE
     arena.take(PAGE + 1)
     with pytest.raises(Misuse, match=r"4,097 bytes .* 4,096 of its 12,288 left"):
@@ -49,7 +51,7 @@ def test_an_arena_gives_no_more_than_it_has() -> None:
 
 
 def test_tensors_outlive_their_arena() -> None:
-    arena = HostArena(64 * PAGE, pin=False)
+    arena = HostArena(64 * PAGE, pin_for=None)
     piece = arena.take(64 * PAGE).fill_(7)
     arena.close()
     arena.close()
@@ -63,17 +65,20 @@ def test_tensors_outlive_their_arena() -> None:
 @pytest.mark.parametrize("size", [1 << 60, 1 << 70])
 def test_memory_that_the_system_refuses(size: int) -> None:
     with pytest.raises(BadInput, match="GiB of host memory"):
-        HostArena(size, pin=False)
+        HostArena(size, pin_for=None)
+
+
+GPU = torch.device("cuda", 3)
 
 
 class Cudart:
     """Stands in for the CUDA runtime, and records what it is asked."""
 
     def __init__(self, code: int = 0) -> None:
-        self.code, self.calls, self.device = code, list[tuple[Any, ...]](), 0
+        self.code, self.calls, self.device = code, list[tuple[Any, ...]](), torch.device("cuda", 0)
 
     @contextlib.contextmanager
-    def on(self, device: int) -> Iterator[None]:
+    def on(self, device: torch.device) -> Iterator[None]:
         self.device, before = device, self.device
         yield
         self.device = before
@@ -90,55 +95,56 @@ class Cudart:
 @pytest.fixture
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     fake = Cudart()
-    monkeypatch.setattr(host, "_cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device", fake.on)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.calls.append(("synchronize", fake.device)))
     return fake
 
 
 def test_an_arena_is_pinned_whole_and_once(cudart: Cudart) -> None:
-    arena = HostArena(3 * PAGE - 1, pin=True)
+    arena = HostArena(3 * PAGE - 1, GPU)
     first = arena.take(10)
     address = first.data_ptr()
     assert cudart.calls == [("register", address, 3 * PAGE, 0)] and arena.pinned_bytes == 3 * PAGE
     arena.close()
     arena.close()
-    assert cudart.calls[1:] == [("synchronize", 3), ("unregister", address)] and arena.pinned_bytes == 0
+    assert cudart.calls[1:] == [("synchronize", GPU), ("unregister", address)] and arena.pinned_bytes == 0
 
 
 def test_an_arena_that_is_dropped_is_unpinned(cudart: Cudart) -> None:
-    arena = HostArena(PAGE, pin=True)
+    arena = HostArena(PAGE, GPU)
     address = arena.take(1).data_ptr()
     del arena
     gc.collect()
-    assert cudart.calls[1:] == [("synchronize", 3), ("unregister", address)]
+    deadline = time.monotonic() + 30
+    while len(cudart.calls) < 3 and time.monotonic() < deadline:  # a thread of its own does it
+        time.sleep(0.01)
+    assert cudart.calls[1:] == [("synchronize", GPU), ("unregister", address)]
 
 
 def test_nothing_is_pinned_unasked(cudart: Cudart) -> None:
-    arena = HostArena(PAGE, pin=False)
+    arena = HostArena(PAGE, pin_for=None)
     arena.close()
     assert cudart.calls == [] and arena.pinned_bytes == 0
 
 
-def test_without_cuda_nothing_is_pinned(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert HostArena(PAGE, pin=True).pinned_bytes == 0
+def test_for_a_cpu_nothing_is_pinned_though_there_is_a_gpu(cudart: Cudart) -> None:
+    assert HostArena(PAGE, torch.device("cpu")).pinned_bytes == 0
     assert cudart.calls == []
 
 
 def test_pinning_that_fails_says_what_to_change(cudart: Cudart) -> None:
     cudart.code = 2
     with pytest.raises(BadInput, match=r"0\.50 GiB .* error 2; RLIMIT_MEMLOCK is .* offload\.pin to false"):
-        HostArena(512 << 20, pin=True)
+        HostArena(512 << 20, GPU)
     gc.collect()
     assert [call[0] for call in cudart.calls] == ["register"]
 
 
 @pytest.mark.gpu
 def test_pinned_memory_is_copied_from_and_to_a_device() -> None:
-    arena = HostArena(32 << 20, pin=True)
+    arena = HostArena(32 << 20, devices.here("cuda"))
     data = arena.take(32 << 20).view(torch.float32)
     assert data.is_pinned() and arena.pinned_bytes == 32 << 20
     data.copy_(torch.randn(data.numel()))
@@ -159,16 +165,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
 
     class Counted(HostArena):
-        def __init__(self, size_bytes: int, pin: bool) -> None:
+        def __init__(self, size_bytes: int, pin_for: torch.device | None) -> None:
             sizes.append(size_bytes)
-            super().__init__(size_bytes, pin)
+            super().__init__(size_bytes, pin_for)
 
     monkeypatch.setattr(host, "HostArena", Counted)
     return sizes
 
 
 def test_buffers_come_back_and_are_lent_again(made: list[int]) -> None:
-    pool = HostPool(pin=False)
+    pool = HostPool(pin_for=None)
     for _ in range(5):
         lent = [pool.take(size) for size in (3 * PAGE, PAGE, 3 * PAGE)]
         assert len(made) == 3
@@ -177,7 +183,7 @@ def test_buffers_come_back_and_are_lent_again(made: list[int]) -> None:
 
 
 def test_the_smallest_buffer_that_is_large_enough_is_lent(made: list[int]) -> None:
-    pool = HostPool(pin=False)
+    pool = HostPool(pin_for=None)
     lent = {size: pool.take(size * PAGE) for size in (8, 2, 4)}
     addresses = {size: address_of(buffer) for size, buffer in lent.items()}
     del lent
@@ -188,7 +194,7 @@ def test_the_smallest_buffer_that_is_large_enough_is_lent(made: list[int]) -> No
 
 
 def test_batches_of_changing_lengths_end_in_a_pool_of_the_largest(made: list[int]) -> None:
-    pool, choice = HostPool(pin=False), random.Random(0)
+    pool, choice = HostPool(pin_for=None), random.Random(0)
     for _ in range(300):
         length = choice.randint(1, 50)
         lent = [pool.take(length * PAGE) for _ in range(4)]
@@ -203,7 +209,7 @@ def test_batches_of_changing_lengths_end_in_a_pool_of_the_largest(made: list[int
 
 def test_what_is_lent_is_never_lent_twice() -> None:
     """Four threads that take, fill, check and return."""
-    pool, failures = HostPool(pin=False), list[str]()
+    pool, failures = HostPool(pin_for=None), list[str]()
 
     def body(number: int) -> None:
         choice = random.Random(number)
@@ -235,7 +241,7 @@ def test_what_is_lent_is_never_lent_twice() -> None:
     ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
 )
 def test_a_buffer_takes_any_dense_shape(like: Tensor) -> None:
-    found = HostPool(pin=False).take(like.nbytes).shaped(like)
+    found = HostPool(pin_for=None).take(like.nbytes).shaped(like)
     found.copy_(like)
     assert found.shape == like.shape and found.stride() == like.stride() and found.dtype == like.dtype
     assert torch.equal(found, like)

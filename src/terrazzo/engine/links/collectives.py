@@ -81,7 +81,7 @@ class Collectives(ABC):
 
     def broadcast(self, values: Tensor) -> None:
         """Overwrite `values` with those of the axis's first rank; blocks."""
-        dist.broadcast(values, group=self.group, group_src=0)
+        dist.broadcast(_carried(values), group=self.group, group_src=0)
         self.traffic.record("broadcast", values.nbytes if self.rank == 0 else 0)
 
     @abstractmethod
@@ -117,8 +117,9 @@ class NativeCollectives(Collectives):
 
     def _all_gather(self, full: Tensor) -> Moves:
         self._leave_trail()
-        own = full.view(self.size, -1)[self.rank]
-        yield Handle(self.traffic, [_all_gather_single(full, own, group=self.group, async_op=True)], [full])
+        whole = _carried(full)
+        own = whole.view(self.size, -1)[self.rank]
+        yield Handle(self.traffic, [_all_gather_single(whole, own, group=self.group, async_op=True)], [full])
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
@@ -140,6 +141,13 @@ class NativeCollectives(Collectives):
         self._leave_trail()
         yield Handle(self.traffic, [dist.all_reduce(full, group=self.group, async_op=True)], [full])
         return divide(full.to(dtype), denominator)
+
+
+def _carried(values: Tensor) -> Tensor:
+    """`values`, or a view of its bytes where NCCL or gloo has no such numbers."""
+    if values.dtype not in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        return values
+    return values.view(-1).view(torch.uint8)  # contiguous, as all that is exchanged
 
 
 _compared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks
 from terrazzo.engine.listeners import weakly
@@ -44,7 +45,8 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     engine.forget_gone()
     check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
     first = len(engine.templates)
-    templates = [*engine.templates, *(state_of(optimizer, group) for group in optimizer.param_groups)]
+    device = engine.axes.device
+    templates = [*engine.templates, *(state_of(optimizer, group, device) for group in optimizer.param_groups)]
     assign_groups([optimizer], [member for bucket in engine.buckets() for member in bucket.members], first)
     try:
         check_agreement(engine.axes, {"optimizer": optimizer_facts(optimizer)})
@@ -92,9 +94,10 @@ def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
     engine.drivers.append(driver)
     engine.denominator.scaler = driver.scaler
     apart = [bucket for bucket in driver.buckets if bucket.updated_apart]
-    if apart:
+    if apart or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
-        engine.templates = [state_of(optimizer, group) for group in optimizer.param_groups]  # there is no other one
+        chosen = [state_of(optimizer, group, engine.axes.device) for group in optimizer.param_groups]
+        engine.templates = [*engine.templates[:first], *chosen, *engine.templates[first + len(chosen) :]]
     for bucket in apart:
         bucket.build_moments(engine.store, moment_names(bucket, engine.templates))
     if apart:

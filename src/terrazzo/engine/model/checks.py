@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -16,17 +16,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = [
     "check_agreement",
     "check_device",
     "check_dtypes",
+    "check_graphs",
+    "check_kind",
     "check_mesh",
     "check_model",
     "check_offload",
@@ -129,6 +133,15 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_kind(kind: str) -> None:
+    """Errors: `BadInput` for a mesh on devices whose streams and pinned memory this version does not know."""
+    if kind not in devices.KINDS:
+        raise BadInput(
+            f"The mesh is on {kind!r}; this version runs on {' and '.join(devices.KINDS)}, AMD's GPUs being cuda to "
+            "torch as well. Build the mesh with init_device_mesh('cpu', ...) to try a script there."
+        )
+
+
 def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
     """Errors: `BadInput` for a mesh without data axes, with unknown axes, or with a backend that cannot serve it."""
     dims = mesh.mesh_dim_names or ()
@@ -158,8 +171,15 @@ def check_device(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def check_precision(precision: Precision, device: torch.device) -> None:
-    """Errors: `BadInput` where the device cannot compute in the dtype asked for."""
+def check_precision(precision: Precision, axes: Axes) -> None:
+    """Errors: `BadInput` where the device cannot compute in the dtype asked for, or NCCL would lose gradients."""
+    device = axes.device
+    groups = [axes.along(axis).group for axis in axes.live(axes.names)]
+    if precision.reduce == torch.float16 and any(backend_of(group, device) == "nccl" for group in groups):
+        raise BadInput(
+            "precision: reduce='fp16' with NCCL, which sums in the dtype that is sent: a sum over ranks overflows "
+            "where none of its terms does. Use reduce='fp32', or 'bf16', which costs the same bytes."
+        )
     try:
         probe = torch.ones((2, 2), dtype=precision.compute, device=device)
         torch.nn.functional.linear(probe, probe)
@@ -168,6 +188,18 @@ def check_precision(precision: Precision, device: torch.device) -> None:
             f"precision: {device} cannot multiply matrices in {precision.compute} ({error}). Choose "
             "precision='bf16' or 'fp32'."
         ) from None
+
+
+def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
+    """Errors: `BadInput` for units captured in CUDA graphs whose weights come and go: a graph reads fixed addresses."""
+    for unit in units:
+        if devices.is_cuda(device) and unit.captured and unit.transient:
+            raise BadInput(
+                f"Unit {unit.name or 'root'!r} is compiled into CUDA graphs (mode 'reduce-overhead' or "
+                "'max-autotune'), which read weights at fixed addresses, and this plan frees them between uses. "
+                "Compile with mode=None or 'max-autotune-no-cudagraphs', or a plan that keeps weights whole: zero0, "
+                "zero1 or zero2 in fp32."
+            )
 
 
 def check_versions(axes: Axes) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks, forget_gradients
@@ -234,8 +235,8 @@ class Engine:
         self.hooks.adopt_edits()
         self.schedule.rest()
         self.finish_updates()
-        if self.axes.device.type == "cuda":
-            torch.cuda.current_stream(self.axes.device).synchronize()  # copies from host memory may still be queued
+        if (queued := devices.mark(self.axes.device)) is not None:
+            queued.synchronize()  # copies from host memory may still be under way
 
     def finish_updates(self) -> None:
         """Return once no update is under way; gathered weights stay. Collective."""

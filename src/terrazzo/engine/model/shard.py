@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.hooks import Hooks
@@ -22,6 +22,8 @@ from terrazzo.engine.model.checks import (
     check_agreement,
     check_device,
     check_dtypes,
+    check_graphs,
+    check_kind,
     check_mesh,
     check_model,
     check_offload,
@@ -175,13 +177,14 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     if options.prefetch < 0:
         raise BadInput(f"prefetch is {options.prefetch}; it counts units gathered ahead, so it must be 0 or more.")
     mesh = _default_mesh() if options.mesh is None else options.mesh
+    check_kind(mesh.device_type)
     axes = Axes(mesh)
     check_mesh(mesh, axes)
     check_versions(axes)
     check_device(model, axes.device)
     plan = _one_of(Plan, plan, "plan").resolve(axes.names)
     precision = _one_of(Precision, options.precision, "precision")
-    check_precision(precision, axes.device)
+    check_precision(precision, axes)
     check_dtypes(model, precision)
     names, why = find_units(model, options.units)
     specs = partition(model, names)
@@ -194,9 +197,10 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     )
     recipe = Recipe(axes, plan.over(axes.live(axes.names)), precision)
     planned = _plan_units(specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
+    check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, precision, options.offload)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], precision)
-    templates = [state_of(each, group) for each in built for group in each.param_groups]
+    templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
     return _Prepared(plan, recipe, planned, why, built, templates)
 
 
@@ -279,8 +283,7 @@ def _one_of(kind: type[N], value: N | str, argument: str) -> N:
 
 
 def _default_mesh() -> DeviceMesh:
-    device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
-    return data_mesh(device, dist.get_world_size())
+    return data_mesh(devices.kind_of_group(), dist.get_world_size())
 
 
 def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> list[Optimizer]:

@@ -226,7 +226,7 @@ def _power(key: Key, kind: float) -> Tensor:
     for part in resting.cuts(bucket.slots[index].range):
         with resting.opened(part) as data:
             norm = torch.linalg.vector_norm(data, kind, dtype=torch.float64).cpu()
-        norm = norm if finished.factor is None else norm * finished.factor
+        norm = norm if finished.factor is None else norm * finished.factor.cpu()
         total = torch.maximum(total, norm) if kind == float("inf") else total + norm**kind
     return total
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.offload.host import HostPool
 from terrazzo.engine.saved import others_watch
 from terrazzo.errors import Misuse
@@ -111,17 +112,16 @@ class Route:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.pool = HostPool(pin=self.stream is not None)
+        self.stream, self.pool = devices.side_stream(device), HostPool(device)
 
     def copy(self, source: Tensor, target: Tensor) -> Copy | None:
         """Start copying what this thread's stream has written by then; None if it is done already."""
         if self.stream is None:
             target.copy_(source)
             return None
-        user = torch.cuda.current_stream(self.device)
+        user = devices.stream_of_thread(self.device)
         self.stream.wait_stream(user)
-        with torch.cuda.stream(self.stream):
+        with devices.on_stream(self.stream):
             target.copy_(source, non_blocking=True)
             return Copy(user, self.stream.record_event())
 
@@ -130,8 +130,8 @@ class Route:
 class Copy:
     """A copy under way, and the stream that the tensor on the device belongs to."""
 
-    user: torch.cuda.Stream
-    done: torch.cuda.Event
+    user: torch.Stream
+    done: torch.Event
 
     def settle(self) -> None:
         """Make that stream wait for the copy: from now on it may use the tensor, or its memory for another one."""
@@ -139,7 +139,7 @@ class Copy:
 
     @property
     def is_for_this_stream(self) -> bool:
-        return self.user == torch.cuda.current_stream(self.user.device)
+        return self.user == devices.stream_of_thread(self.user.device)
 
 
 class Moved:
@@ -260,7 +260,7 @@ def _worth_moving(tensor: Tensor) -> bool:
     """Whether a copy of `tensor` can take its place to the bit, strides included, and saves memory."""
     return (
         type(tensor) is Tensor
-        and tensor.device.type in ("cpu", "cuda")
+        and tensor.device.type in devices.KINDS
         and tensor.is_floating_point()
         and tensor.nbytes >= SMALLEST_BYTES
         and tensor.data_ptr() % _ALIGNMENT_BYTES == 0

@@ -107,7 +107,7 @@ class DriveBuffer(Resting):
         for pending in under_way:
             pending.wait()
 
-    def _fill(self, into: Tensor, mark: torch.cuda.Event | None) -> None:
+    def _fill(self, into: Tensor, mark: torch.Event | None) -> None:
         """Read everything into a tensor, as many cells at once as there are buffers."""
         under_way: deque[tuple[Range, Tensor, Pending]] = deque()
         cell_bytes = padded_bytes(min(self.drive.cell, self.range.numel) * self.dtype.itemsize)

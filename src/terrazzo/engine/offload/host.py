@@ -15,11 +15,11 @@ import mmap
 import threading
 from bisect import bisect_left
 from collections import deque
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.offload.disk_file import PAGE_BYTES, padded_bytes
 from terrazzo.engine.process.ending import Ending
 from terrazzo.engine.process.pages import use_large_pages
@@ -33,7 +33,7 @@ class HostArena:
 
     Args:
         size_bytes: rounded up to whole pages of `PAGE_BYTES`.
-        pin: lock it in memory for fast copies from and to CUDA devices; without CUDA this does nothing.
+        pin_for: the device for whose copies it is locked in memory; None, or a CPU: it is not.
 
     Attributes:
         pinned_bytes: locked in memory; 0 or `size_bytes`.
@@ -43,19 +43,19 @@ class HostArena:
     Errors: `BadInput` when the system refuses the memory, or to pin it.
     """
 
-    def __init__(self, size_bytes: int, pin: bool) -> None:
+    def __init__(self, size_bytes: int, pin_for: torch.device | None) -> None:
         self.size_bytes = padded_bytes(max(1, size_bytes))
         self.pinned_bytes = 0
         self._taken_bytes = 0
         mapped = _map(self.size_bytes)
         self._memory: Tensor | None = use_large_pages(torch.frombuffer(mapped, dtype=torch.uint8))
         self._unpin: Ending | None = None
-        if pin and torch.cuda.is_available():
+        if pin_for is not None and devices.is_cuda(pin_for):
             # A child of a fork must not share these pages: copying on write would take them from under the device.
             mapped.madvise(getattr(mmap, "MADV_DONTFORK", mmap.MADV_NORMAL))
             _register(self._memory)
             self.pinned_bytes = self.size_bytes
-            self._unpin = Ending(self, functools.partial(_unregister, self._memory, torch.cuda.current_device()))
+            self._unpin = Ending(self, functools.partial(devices.unpin, self._memory, pin_for))
 
     def take(self, count_bytes: int) -> Tensor:
         """The next `count_bytes`, as uint8 [count_bytes] that starts on a page of its own; zero at first.
@@ -105,12 +105,15 @@ class HostPool:
     Whoever returns a buffer while a copy from or to it is under way must make later users of this pool wait for it, for
     instance by copying on one stream only.
 
+    Args:
+        pin_for: see `HostArena`.
+
     Attributes:
         total_bytes: lent and idle together.
     """
 
-    def __init__(self, pin: bool) -> None:
-        self._pin = pin
+    def __init__(self, pin_for: torch.device | None) -> None:
+        self._pin_for = pin_for
         self._lock = threading.Lock()
         self._idle: list[tuple[HostArena, Tensor]] = []  # by size
         # Buffers come back from destructors, which run anywhere, also inside `take`: no lock there.
@@ -128,7 +131,7 @@ class HostPool:
                 return HostBuffer(self, *self._idle.pop(position))
             if self._idle:
                 self._drop(self._idle.pop())
-            arena = HostArena(count_bytes, self._pin)
+            arena = HostArena(count_bytes, self._pin_for)
             self.total_bytes += arena.size_bytes
             return HostBuffer(self, arena, arena.take(arena.size_bytes))
 
@@ -154,27 +157,13 @@ def _map(size_bytes: int) -> mmap.mmap:
 
 def _register(memory: Tensor) -> None:
     """Pin `memory`; see cudaHostRegister in CUDA's runtime API."""
-    code = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    code = devices.pin(memory)
     if code != 0:
         raise BadInput(
             f"CUDA cannot pin {_gib(memory.nbytes)} of host memory (cudaHostRegister returned error {code}; "
             f"RLIMIT_MEMLOCK is {_lock_limit()}): raise the limit with 'ulimit -l unlimited' or in the container's "
             "settings, offload less, or set offload.pin to false, which makes copies slower."
         )
-
-
-def _unregister(memory: Tensor, device: int) -> None:
-    """Unpin `memory`, once the device does not use it any more.
-
-    Any thread may come here, and one that was never told its device would start up the first one.
-    """
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        _cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
 
 
 def _gib(count_bytes: int) -> str:

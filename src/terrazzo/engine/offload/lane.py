@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from terrazzo.engine import device as devices
+
 __all__ = ["Lane"]
 
 
@@ -15,23 +17,20 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = devices.side_stream(device)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.Event | None:
         """The point that the computation of this thread's device has reached."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return devices.mark(self._device)
 
     @contextlib.contextmanager
-    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+    def after(self, mark: torch.Event | None) -> Iterator[None]:
         """What is copied inside begins once `mark` is reached, and has ended when this returns."""
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
+        devices.stand_on(self._device)
+        with devices.on_stream(self._stream):
             if mark is not None:
                 self._stream.wait_event(mark)
             yield

@@ -83,8 +83,9 @@ class Store:
     def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int) -> None:
         self.device, self.settings, self._need = device, settings, need
         self.lane, self.waits, self.steps = Lane(device), Traffic(), Steps()
+        self._pin_for = device if settings.pin else None
         arena_bytes = host_bytes(need, settings)
-        self.arenas = [HostArena(arena_bytes, settings.pin)] if arena_bytes else []
+        self.arenas = [HostArena(arena_bytes, self._pin_for)] if arena_bytes else []
         self.drive = self._open_drive(need, rank) if need.nvme else None
         self._writer = Worker("terrazzo-write") if need.cpu or need.nvme else None
         self._landing: deque[Job] = deque()
@@ -103,11 +104,11 @@ class Store:
     def grow(self, states: Sequence[int]) -> None:
         """Make room in host memory for further states of so many bytes each."""
         if states:
-            self.arenas.insert(0, HostArena(sum(map(padded_bytes, states)), self.settings.pin))
+            self.arenas.insert(0, HostArena(sum(map(padded_bytes, states)), self._pin_for))
 
     def further(self, count_bytes: int) -> Tensor:
         """Host memory for what not every step needs: partial sums of micro-batches; kept from then on."""
-        self.arenas.append(HostArena(padded_bytes(count_bytes), self.settings.pin))
+        self.arenas.append(HostArena(padded_bytes(count_bytes), self._pin_for))
         return self.arenas[-1].take(count_bytes)
 
     def commit(self, state: Resting, source: Buffer) -> Job | None:

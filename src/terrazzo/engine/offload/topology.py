@@ -16,10 +16,10 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
 
 __all__ = ["allowed_cpus", "bind_to", "cpus_of_a_rank", "numa_nodes", "physical_cores", "step_threads"]
@@ -35,9 +35,9 @@ def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tu
     A launcher may have bound the rank to CPUs of its own already: they are taken as they are once they are no more than
     an even share of what the host or the container has.
     """
-    if device.type != "cuda":
+    if not devices.is_cuda(device):
         return torch.get_num_threads(), frozenset()
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = devices.here("cuda").index if device.index is None else device.index
     ranks, position = _sharers(index, local_ranks, root)
     near = _near(index, root)
     allowed = allowed_cpus()
@@ -144,7 +144,7 @@ def _node_of(index: int, root: Path) -> int:
 
 def _sharers(index: int, local_ranks: int, root: Path) -> tuple[int, int | None]:
     """How many local ranks have GPUs on the NUMA node of GPU `index`, and which of them it is, None if not known."""
-    if torch.cuda.device_count() < local_ranks:  # the launcher shows each rank its own GPU alone
+    if devices.count() < local_ranks:  # the launcher shows each rank its own GPU alone
         nodes = len(numa_nodes(root)) if _near(index, root) else 1
         return -(-local_ranks // max(1, nodes)), None
     node = _node_of(index, root)
@@ -154,7 +154,7 @@ def _sharers(index: int, local_ranks: int, root: Path) -> tuple[int, int | None]
 
 def _pci_address(index: int) -> str:
     """Of GPU `index`, as the folders below /sys/bus/pci/devices are called; empty if torch does not tell."""
-    properties: Any = torch.cuda.get_device_properties(index)
+    properties = devices.properties(index)
     if not hasattr(properties, "pci_domain_id"):
         return ""
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.engine import device as devices
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Finished
 from terrazzo.engine.layout import Range
@@ -96,7 +97,7 @@ class _Task:
     due: Sequence[Segment]
     twin: Twin
     finished: Finished
-    mark: torch.cuda.Event | None
+    mark: torch.Event | None
     done: Job | None = None
     tray: Tray | None = None
 
@@ -159,6 +160,7 @@ def _by_window(segments: Sequence[Segment]) -> dict[Range, list[Segment]]:
 
 def _carry(carrier: _Carrier, threads: int, cpus: Collection[int]) -> None:
     torch.set_num_threads(threads)
+    devices.stand_on(carrier.device)
     if cpus:
         bind_to(cpus)
     with torch.no_grad():
@@ -169,7 +171,7 @@ class _Carrier:
     """What the thread does; it must not hold the `Updater`, whose end it waits for."""
 
     def __init__(self, store: Store, ring: list[Tray], tasks: queue.SimpleQueue[_Task | _Flush | None]) -> None:
-        self._store, self._ring, self._tasks = store, deque(ring), tasks
+        self._store, self._ring, self._tasks, self.device = store, deque(ring), tasks, store.device
         self._ahead: deque[_Task | _Flush] = deque()
         self._failure: BaseException | None = None
 

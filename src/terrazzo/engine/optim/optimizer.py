@@ -179,10 +179,11 @@ class OptimizerDriver:
 
     def _overflowed(self) -> bool:
         """Whether any rank holds a non-finite gradient."""
-        wholes = (bucket.gradient.whole() for bucket in self.buckets)
-        finite = all(bool(torch.isfinite(grad).all()) for grad in wholes if grad is not None)
-        flag = torch.tensor([int(not finite)], dtype=torch.int64, device=self.recipe.axes.device)
-        return bool(self.recipe.axes.maximum(flag).item())
+        axes, wholes = self.recipe.axes, (bucket.gradient.whole() for bucket in self.buckets)
+        finite = [torch.isfinite(grad).all().to(axes.device) for grad in wholes if grad is not None]
+        every = torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
+        flag = every.logical_not().long().view(1)
+        return bool(axes.maximum(flag).item())  # the one number of an fp16 step that the host waits for
 
     def leave_gradients(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""

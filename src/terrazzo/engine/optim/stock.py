@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,6 +92,7 @@ class StateSpec:
 
     Attributes:
         per_element: one value per element of the parameter, in the dtype of moments; else of the shape that follows.
+        device: where it lives for a parameter on the mesh's device.
         kind: Tensor, or the Python type of a plain number.
     """
 
@@ -115,27 +116,37 @@ class StateSpec:
 
 
 def choose_kernel(optimizer: Optimizer) -> None:
-    """Take the fused kernel where the user has not chosen: on a CPU it is many times as fast as torch's default, and
+    """Take the fused kernel where the user has not chosen: it is faster than torch's default, on a CPU many times, and
     one kernel on every tier makes one result.
     """
     for group in optimizer.param_groups:
-        if type(optimizer) in _FUSED and group.get("fused") is None and not group.get("foreach"):
+        taken = group.get("foreach") or group.get("differentiable")
+        if type(optimizer) in _FUSED and group.get("fused") is None and not taken:
             group["fused"] = True
 
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def state_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, StateSpec]:
+def state_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, StateSpec]:
     """What this optimizer keeps for each parameter of `group`.
 
     Taken from a parameter that has state already, else found by stepping a tensor of two elements on a zero gradient.
+
+    Args:
+        device: of the mesh. Where a state lives may follow the parameter, which is not there yet: a fused kernel reads
+            `step` on the device, so its place is found there, whatever state there is.
     """
+    probed = _probe(optimizer, group, device)
     for parameter in group["params"]:
         if parameter.dim() and (state := optimizer.state.get(parameter)):
-            return _specs(state, parameter.shape)
-    on_cuda = next((parameter.device for parameter in group["params"] if parameter.is_cuda), None)
-    tensor = nn.Parameter(torch.zeros(2, device=on_cuda))  # where a state lives may follow the parameter
+            specs = _specs(state, parameter.shape)
+            return {key: replace(spec, device=probed.get(key, spec).device) for key, spec in specs.items()}
+    return probed
+
+
+def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, StateSpec]:
+    tensor = nn.Parameter(torch.zeros(2, device=device))
     tensor.grad = torch.zeros_like(tensor)
     probe = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
     probe.__dict__.update(optimizer.__dict__)

@@ -18,7 +18,8 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach, backend_for, clip_grad_norm_, engine_of
+from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach, clip_grad_norm_, engine_of
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.asked import Asked, hidden
@@ -274,4 +275,4 @@ def _partners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.M
 def _open_group(device: torch.device) -> None:
     """The group of a single process, where Accelerate makes none."""
     if not dist.is_initialized():
-        dist.init_process_group(backend_for(device.type), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(devices.backend_for(device.type), store=dist.HashStore(), rank=0, world_size=1)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from terrazzo.engine import device as devices
+
 __all__ = ["get_accelerator", "local_device"]
 
 _ELSE = {
@@ -22,7 +24,7 @@ class _Accelerator:
     """Answers as `torch.cuda` where there are GPUs, else as `torch.cpu`; what is said here goes first."""
 
     def __init__(self) -> None:
-        self._name = "cuda" if torch.cuda.is_available() else "cpu"
+        self._name = devices.here().type
 
     def device_name(self, device_index: int | None = None) -> str:
         """`cuda:1`, or without an index `cuda`; always `cpu` on a CPU."""
@@ -53,4 +55,4 @@ def get_accelerator() -> _Accelerator:
 
 def local_device() -> torch.device:
     """This rank's device."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return devices.here()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine import backend_for
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = ["init_distributed"]
@@ -44,9 +44,9 @@ def init_distributed(  # structure: signature fixed by DeepSpeed
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed_port)}
     for name, value in {**alone, **_launched(), **address}.items():
         os.environ.setdefault(name, value)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = backend_for("cuda") if dist_backend in (None, "nccl") else dist_backend
+    if devices.count():
+        devices.stand_on(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+        backend = devices.backend_for("cuda") if dist_backend in (None, "nccl") else dist_backend
     else:
         backend = "gloo" if dist_backend in (None, "nccl", "ccl") else dist_backend
     dist.init_process_group(backend, init_method=init_method, timeout=timeout)

@@ -25,6 +25,7 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
 from terrazzo.engine import attach, take_over_by
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2.module import FSDPModule, Mark
 from terrazzo.integrations.setup import Setup, setup_for, trained_dtypes
@@ -244,8 +245,7 @@ def _dtype_of(root: nn.Module) -> torch.dtype:
 def _device(mesh: DeviceMesh | None) -> torch.device:
     if mesh is not None:
         return torch.device(mesh.device_type)
-    nccl = torch.cuda.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    return torch.device("cuda" if nccl else "cpu")
+    return torch.device(devices.kind_of_group())
 
 
 def _before_any_step(optimizer: Optimizer) -> None:

@@ -28,7 +28,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, backend_for, data_mesh, engine_of
+from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, data_mesh, engine_of
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
 from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of
@@ -107,8 +108,8 @@ class TerrazzoStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        on_cuda = self.root_device.type == "cuda"
-        backend = self._backend or backend_for(self.root_device.type)
+        on_cuda = devices.is_cuda(self.root_device)
+        backend = self._backend or devices.backend_for(self.root_device.type)
         device = self.root_device if on_cuda else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
 
@@ -121,7 +122,7 @@ class TerrazzoStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+            dist.barrier(device_ids=[self.root_device.index] if devices.is_cuda(self.root_device) else None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not _distributed_is_initialized():

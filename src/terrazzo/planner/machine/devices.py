@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 
-import torch
-
+from terrazzo.engine import device as gpus
 from terrazzo.engine.process.control_groups import control_groups, text_of
 from terrazzo.errors import BadInput
 
@@ -116,14 +115,14 @@ def this_machine() -> Cluster:
     No peak is known of a CPU, nor of a GPU that is not in the table, so that nothing is said of time or MFU there
     unless a measurement is at hand.
     """
-    if not torch.cuda.is_available():
+    if not gpus.count():
         return cpu_host(_host_memory_bytes())
-    found = torch.cuda.get_device_properties(0)
+    found = gpus.properties(0)
     try:
         known = device(found.name)
     except BadInput:
         known = Device(found.name, source="this machine")
-    count = torch.cuda.device_count()
+    count = gpus.count()
     here = replace(known, memory_bytes=found.total_memory, per_node=count)
     return Cluster(here, count, host_memory_bytes=_host_memory_bytes())
 

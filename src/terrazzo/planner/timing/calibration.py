@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.setup.setup import Setup
@@ -162,7 +163,7 @@ def calibration_folder() -> Path:
 def processor(kind: str) -> str:
     """This machine's GPU as torch names it, or its CPU's model."""
     if kind == "cuda":
-        return torch.cuda.get_device_name()
+        return str(devices.properties().name)
     found = None
     if os.path.exists("/proc/cpuinfo"):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.config import Config, LaunchConfig, flatten
-from terrazzo.engine import backend_for
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json
 from terrazzo.train.launch.joining import meet
@@ -50,13 +50,13 @@ def join(launch: LaunchConfig) -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(resolve_device(launch))
     set_threads(launch, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if device.type == "cuda":
-        # Slurm may show each task only its own device.
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    if devices.is_cuda(device):
+        device = torch.device("cuda", local_rank % devices.count())  # Slurm may show each task only its own
+        devices.stand_on(device)
     store = meet(rank, world_size, launch.timeout_s)
     timeout = timedelta(seconds=launch.timeout_s)
-    dist.init_process_group(backend_for(device.type), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    backend = devices.backend_for(device.type)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, device)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from terrazzo.config import LaunchConfig
+from terrazzo.engine import device as devices
 from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.failure import BAD_INPUT, FAILED, Failure, first_failure
@@ -41,26 +42,26 @@ def is_rank() -> bool:
 
 def resolve_device(config: LaunchConfig) -> str:
     """`cpu` or `cuda`; raises `BadInput` when CUDA is asked for and there is none."""
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if config.device == "cuda" and not devices.count():
         raise BadInput(
             "launch.device is 'cuda', but torch sees no CUDA device: use launch.device=cpu, or install a torch build"
             " with CUDA and check that `nvidia-smi` lists a GPU."
         )
     if config.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if devices.count() else "cpu"
     return config.device
 
 
 def ranks_to_start(config: LaunchConfig) -> int:
     """How many ranks this command starts; raises `BadInput` for more CUDA ranks than devices."""
     device = resolve_device(config)
-    devices = torch.cuda.device_count() if device == "cuda" else 1
-    if device == "cuda" and config.ranks is not None and config.ranks > devices:
+    count = devices.count() if device == "cuda" else 1
+    if device == "cuda" and config.ranks is not None and config.ranks > count:
         raise BadInput(
-            f"launch.ranks is {config.ranks}, but this machine has {devices} CUDA devices and each rank needs its"
-            f" own: use launch.ranks={devices}, or launch.device=cpu."
+            f"launch.ranks is {config.ranks}, but this machine has {count} CUDA devices and each rank needs its"
+            f" own: use launch.ranks={count}, or launch.device=cpu."
         )
-    return config.ranks or devices
+    return config.ranks or count
 
 
 def set_threads(config: LaunchConfig, ranks_here: int) -> None:

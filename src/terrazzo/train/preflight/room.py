@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from terrazzo.config import Config
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner import Framework, Memory, Setup, findings
@@ -91,8 +92,7 @@ def available(config: Config, world_size: int) -> Available | None:
     On a CPU no more than the limits of its process leave it (RLIMIT_DATA, RLIMIT_AS).
     """
     if resolve_device(config.launch) == "cuda":
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return Available(int(device.total_memory), "a CUDA device")
+        return Available(int(devices.properties().total_memory), "a CUDA device")
     free = available_host_bytes()
     found = [Available(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()]
     if free is not None:

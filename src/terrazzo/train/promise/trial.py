@@ -15,10 +15,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from terrazzo.config import Config, load_config
+from terrazzo.engine import device as devices
 from terrazzo.engine import engine_of
 from terrazzo.exchange import gather_json
 from terrazzo.telemetry import PeakMemory
@@ -74,7 +74,7 @@ def _measure(session: Session) -> Trial:
     while _goes_on(steps):
         steps.append(_timed_step(session))
         waits.append(traffic.wait_s)
-    on_cuda = session.ranks.device.type == "cuda"
+    on_cuda = devices.is_cuda(session.ranks.device)
     return Trial(
         sequence_length=session.config.batch.sequence_length,
         steps=len(steps),
@@ -89,8 +89,7 @@ def _timed_step(session: Session) -> float:
     batch = session.loader.next_step()
     start = time.perf_counter()
     step_on(session, batch)
-    if session.ranks.device.type == "cuda":
-        torch.cuda.synchronize(session.ranks.device)
+    devices.synchronize(session.ranks.device)
     return time.perf_counter() - start
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
@@ -35,7 +35,7 @@ class DeepSpeedDataLoader(DataLoader[Any]):
             )
         if sampler is None:
             sampler = DistributedSampler(dataset, dist.get_world_size(), dist.get_rank(), shuffle=shuffle)
-        options["pin_memory"] = options.get("pin_memory", True) and torch.cuda.is_available()
+        options["pin_memory"] = options.get("pin_memory", True) and devices.count() > 0
         super().__init__(dataset, sampler=sampler, **options)
         self.data_sampler = sampler
 
