@@ -47,16 +47,16 @@ from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
-from terrazzo.engine.precision import DTYPE_FIELDS, DTYPES, PRECISIONS, SHORT, LossScaling, Precision
+from terrazzo.engine.precision import DTYPE_FIELDS, DTYPE_NAMES, DTYPES, PRECISIONS, LossScaling, Precision
 
 __all__ = [
     "DTYPES",
     "DTYPE_FIELDS",
+    "DTYPE_NAMES",
     "ELEMENTWISE",
     "OFFLOADS",
     "PLANS",
     "PRECISIONS",
-    "SHORT",
     "TIERS",
     "Engine",
     "LossScaling",

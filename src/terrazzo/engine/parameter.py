@@ -61,7 +61,7 @@ class AtRest(nn.Parameter):
         touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
-        raise Misuse(f"{_called(func)} was called on {cls._refusal(touched)}")
+        raise Misuse(f"{_function_name(func)} was called on {cls._refusal(touched)}")
 
     @classmethod
     def _refusal(cls, touched: AtRest | None) -> str:
@@ -78,7 +78,7 @@ class AtRest(nn.Parameter):
         )
 
 
-def _called(func: Callable[..., Any]) -> str:
+def _function_name(func: Callable[..., Any]) -> str:
     """What the user has written: a method's name, or that of a property that was asked or set."""
     of_property = getattr(getattr(func, "__self__", None), "__name__", None)
     return str(of_property or getattr(func, "__name__", func))

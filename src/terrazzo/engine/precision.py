@@ -9,12 +9,12 @@ import torch
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["DTYPES", "DTYPE_FIELDS", "PRECISIONS", "SHORT", "LossScaling", "Precision"]
+__all__ = ["DTYPES", "DTYPE_FIELDS", "DTYPE_NAMES", "PRECISIONS", "LossScaling", "Precision"]
 
-SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """Every dtype that a state may have, with its name in configurations."""
-_DTYPES = {name: dtype for dtype, short in SHORT.items() for name in (short, str(dtype).removeprefix("torch."))}
-DTYPES = {short: dtype for dtype, short in SHORT.items()}
+_DTYPES = {name: dtype for dtype, short in DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
+DTYPES = {short: dtype for dtype, short in DTYPE_NAMES.items()}
 """The same by those names."""
 
 

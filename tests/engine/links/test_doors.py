@@ -184,7 +184,7 @@ def test_who_cannot_be_read_is_left_out_on_both_sides() -> None:
         return False if expected == refused.get("value") and reading.rank == 2 else original(memory, expected)
 
     refused: dict[str, int] = {}
-    met = doors.meet
+    met = doors.connect
 
     def meet(rank: int, door: Any, others: Any, kinds: Any, probe: Any, patience_s: float) -> Any:
         reading.rank = rank
@@ -192,7 +192,7 @@ def test_who_cannot_be_read_is_left_out_on_both_sides() -> None:
             refused["value"] = probe[1]
         return met(rank, door, others, kinds, probe, patience_s)
 
-    with patch.object(peers, "_reads", reads), patch.object(peers, "meet", meet):
+    with patch.object(peers, "_reads", reads), patch.object(peers, "connect", meet):
         found = Ranks(3).find()
     assert [set(near) for near in found] == [{1}, {0, 2}, {1}]
 

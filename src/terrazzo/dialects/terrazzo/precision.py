@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.description import LOADED
 from terrazzo.dialects.terrazzo.draft import HubDraft
-from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, LossScaling
+from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, LossScaling
 
 __all__ = ["write_precision"]
 
@@ -24,7 +24,7 @@ def write_precision(draft: HubDraft) -> None:
 
 def _dtype(draft: HubDraft, field: str) -> str | None:
     found: str | None = draft.value(f"precision.{field}")
-    return found if found in SHORT.values() else None
+    return found if found in DTYPE_NAMES.values() else None
 
 
 def _dtypes(draft: HubDraft) -> None:
@@ -41,13 +41,13 @@ def _dtypes(draft: HubDraft) -> None:
     if not draft.own or names:
         draft.write(key, name)
     for path, field in zip(paths, DTYPE_FIELDS, strict=True):
-        _one_dtype(draft, path, field, SHORT[getattr(PRECISIONS[name], field)], key)
+        _one_dtype(draft, path, field, DTYPE_NAMES[getattr(PRECISIONS[name], field)], key)
     _loss_scaling(draft, scaling, fixed, key)
 
 
 def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) -> None:
     value = draft.value(path)
-    if value in SHORT.values() and (value != preset or draft.setting(path).key == path):
+    if value in DTYPE_NAMES.values() and (value != preset or draft.setting(path).key == path):
         draft.put(path, f"precision.{field}", value)
     elif value == preset:
         draft.implied(path, key=key)
@@ -55,7 +55,7 @@ def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) ->
         why = f"it depends on the dtype that the model is loaded in; {preset} is written: say --load-dtype"
         draft.lossy(path, why, key)
     elif value is not None:
-        draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(SHORT.values())}")
+        draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(DTYPE_NAMES.values())}")
 
 
 def _loss_scaling(draft: HubDraft, scaling: LossScaling | None, fixed: float | None, key: str) -> None:
@@ -89,7 +89,9 @@ def _nearest_preset(wanted: dict[str, str | None], *, scaled: bool) -> str:
 
     def misses(name: str) -> tuple[int, bool]:
         wrong = [
-            field for field, dtype in wanted.items() if dtype not in (None, SHORT[getattr(PRECISIONS[name], field)])
+            field
+            for field, dtype in wanted.items()
+            if dtype not in (None, DTYPE_NAMES[getattr(PRECISIONS[name], field)])
         ]
         return len(wrong), "compute" in wrong
 

@@ -13,7 +13,7 @@ from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.paths import PATH_OF, WORDS
-from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Place, Plan
+from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Place, Plan
 from terrazzo.errors import BadInput
 
 __all__ = ["read"]
@@ -174,7 +174,7 @@ def _precision(reader: Reader) -> Settings:
     found: Settings = {}
     for field in DTYPE_FIELDS:
         own = _take(reader, f"precision.{field}")
-        named = Setting(SHORT[getattr(preset, field)], name.origin, name.key)
+        named = Setting(DTYPE_NAMES[getattr(preset, field)], name.origin, name.key)
         found[f"precision.{field}"] = own if own.value else named
     scaling = preset.loss_scaling
     output = "fp32" if scaling else found["precision.compute"].value

@@ -55,7 +55,7 @@ class Columns:
         chunks = full.view(-1, full.numel() // (len(self.rows) * self.width))
         own = chunks[self.rank]
         self._rounds(group, stamp, lambda turn, rank: own, lambda row: chunks[row[self._place]])
-        with opened(near, "gather", full, stamp.label) as memories:
+        with memories_of(near, "gather", full, stamp.label) as memories:
             for other, memory in memories.items():
                 for row in self.rows:
                     there = row[self.own_row.index(other)]
@@ -74,7 +74,7 @@ class Columns:
         chunk_bytes = chunks[0].nbytes
         staging = full.new_empty(self.staging_chunks, chunks.shape[1])
         arrived = {row[0]: full.new_empty(self.width, chunks.shape[1]) for row in self.rows if row is not self.own_row}
-        with opened(near, "reduce", full, stamp.label) as memories:
+        with memories_of(near, "reduce", full, stamp.label) as memories:
 
             def contributions(turn: int, rank: int) -> Tensor:
                 if self.width == 1:
@@ -144,7 +144,7 @@ class _Round(NamedTuple):
 
 
 @contextmanager
-def opened(near: Mapping[int, Neighbour], kind: str, tensor: Tensor, label: Label) -> Iterator[dict[int, Memory]]:
+def memories_of(near: Mapping[int, Neighbour], kind: str, tensor: Tensor, label: Label) -> Iterator[dict[int, Memory]]:
     """The same tensor of each neighbour, which none of them changes inside; this rank's may be read as well."""
     for neighbour in near.values():
         neighbour.offer(kind, tensor, label)

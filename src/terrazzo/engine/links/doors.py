@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Address", "Door", "Met", "meet"]
+__all__ = ["Address", "Door", "Met", "connect"]
 
 _HELLO, _WELCOME = struct.Struct("<5q"), struct.Struct("<2q")
 _QUEUE = 1024
@@ -75,7 +75,7 @@ class Door:
         self.socket.setblocking(False)
 
 
-def meet(
+def connect(
     rank: int,
     door: Door,
     others: Mapping[int, Address],

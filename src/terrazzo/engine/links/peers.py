@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.links.doors import Address, Door, Met, meet
+from terrazzo.engine.links.doors import Address, Door, Met, connect
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.process.ending import Ending, leaves_to_parent
 
@@ -184,7 +184,7 @@ def find_neighbours(
     if door is not None:
         others = {other: Address(*rows[other][1:]) for other in here if other != rank}
         probe = secret.data_ptr(), int(secret)
-        met = meet(rank, door, others, kinds, probe, min(timeout_s / 4, _PATIENCE_S))
+        met = connect(rank, door, others, kinds, probe, min(timeout_s / 4, _PATIENCE_S))
     reads = {other for other, there in met.items() if _reads(Memory(there.pid, there.probe.address), there.probe.value)}
     agreed = reads & _readers(rank, all_gather, [row[0] for row in rows], reads)
     neighbours = {}

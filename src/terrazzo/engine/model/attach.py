@@ -19,7 +19,7 @@ from terrazzo.engine.model.state import reading, restore_optimizer
 from terrazzo.engine.offload.background import Background
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_names
 from terrazzo.engine.offload.update import Updater
-from terrazzo.engine.optim.optimizer import OptimizerDriver, mix_in
+from terrazzo.engine.optim.optimizer import OptimizerDriver, make_sharded_optimizer
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_kernel, state_of
 from terrazzo.engine.precision import Precision
 from terrazzo.errors import BadInput, Misuse
@@ -105,7 +105,7 @@ def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
         driver.update_apart(functools.partial(Background, engine.units, engine.schedule, updater, mode))
     if states:
         restore_optimizer(driver, engine.templates, reading(states))
-    mix_in(optimizer, driver)
+    make_sharded_optimizer(optimizer, driver)
 
 
 def _before_step(hooks: Hooks, *_: Any) -> None:

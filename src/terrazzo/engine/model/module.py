@@ -12,7 +12,7 @@ from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.names import persistent_buffers
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["ShardedModule", "mix_in"]
+__all__ = ["ShardedModule", "make_sharded_module"]
 
 
 class _Loaded(NamedTuple):
@@ -90,7 +90,7 @@ class ShardedModule(nn.Module):
         )
 
 
-def mix_in(model: nn.Module, engine: Engine) -> None:
+def make_sharded_module(model: nn.Module, engine: Engine) -> None:
     """Turn `model` into a `ShardedModule` of its own class, in place."""
     kind = type(model)
     model._terrazzo = engine  # type: ignore[assignment]

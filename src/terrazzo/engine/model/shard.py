@@ -44,7 +44,7 @@ from terrazzo.engine.model.materialize import (
     move_buffers,
     synchronize,
 )
-from terrazzo.engine.model.module import mix_in
+from terrazzo.engine.model.module import make_sharded_module
 from terrazzo.engine.model.stand_in import show_gradients
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
@@ -130,7 +130,7 @@ def shard(  # structure: signature fixed by the design
     for built in prepared.optimizers:
         put_on(engine, built, sum(len(driver.groups) for driver in engine.drivers))
     hooks.attach(model)
-    mix_in(model, engine)
+    make_sharded_module(model, engine)
     show_gradients(model, engine)
     watch_steps()
     if recipe.axes.device.type == "cpu":

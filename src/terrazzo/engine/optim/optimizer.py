@@ -31,7 +31,7 @@ from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
 
-__all__ = ["OptimizerDriver", "ShardedOptimizer", "mix_in"]
+__all__ = ["OptimizerDriver", "ShardedOptimizer", "make_sharded_optimizer"]
 
 
 class OptimizerDriver:
@@ -283,7 +283,7 @@ class ShardedOptimizer(Optimizer):
         )
 
 
-def mix_in(optimizer: Optimizer, driver: OptimizerDriver) -> None:
+def make_sharded_optimizer(optimizer: Optimizer, driver: OptimizerDriver) -> None:
     """Turn `optimizer` into a `ShardedOptimizer` of its own class, in place."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__})

@@ -15,7 +15,7 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.meaning import agree
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import SHORT
+from terrazzo.engine import DTYPE_NAMES
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import trained_dtypes
 
@@ -36,7 +36,7 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
         document["parallelism_config"] = {name: value for name, value in said if name.endswith("_size")}
     if args.mixed_precision != "no":  # said by the launcher, where it is not said here
         document |= {args.mixed_precision: True}
-    name = SHORT.get(loaded, str(loaded).removeprefix("torch."))
+    name = DTYPE_NAMES.get(loaded, str(loaded).removeprefix("torch."))
     context = Context(args.world_size, load_dtype=name, trainer=document)
     reading = read_document(dialect("trainer"), {key: document[key] for key in _OURS if document.get(key)}, context)
     if refused := [f"{each.key}={each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, SHORT, Plan, Precision
+from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import ModelShape
@@ -156,7 +156,7 @@ def _precision(precision: Precision) -> dict[str, Any]:
         if known == precision:
             return {"name": name}
     base = "fp16" if precision.loss_scaling else "fp32"
-    return {"name": base} | {field: SHORT[getattr(precision, field)] for field in DTYPE_FIELDS}
+    return {"name": base} | {field: DTYPE_NAMES[getattr(precision, field)] for field in DTYPE_FIELDS}
 
 
 def _optimizer(recipe: OptimizerRecipe) -> dict[str, Any]:
