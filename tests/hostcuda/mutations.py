@@ -188,7 +188,7 @@ def a_gradient_s_buffer_is_given_back_before_its_copy_has_ended(self: Any, state
 OFFLOADED = Case(checkpointing="offload")
 
 
-@mutation(Copy, "settle", OFFLOADED)
+@mutation(Copy, "wait", OFFLOADED)
 def activations_are_used_before_they_are_back(self: Any) -> None:
     pass
 
