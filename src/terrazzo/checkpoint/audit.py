@@ -88,7 +88,7 @@ def _size_problem(folder: Folder, file: File) -> tuple[int, BadInput | None]:
 
 
 def _naming(problem: BadInput, blocks: Sequence[DigestBlock]) -> BadInput:
-    """`problem` of a file, with what these blocks, which it took along, are of."""
+    """`problem` of a file, and what lies in the `blocks` that it makes unreadable."""
     names = list(dict.fromkeys(block.what for block in blocks))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     how = "Gone" if isinstance(problem, Damaged) else "Not read"

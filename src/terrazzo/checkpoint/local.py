@@ -25,8 +25,8 @@ __all__ = ["LocalStore"]
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
 _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-_NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)  # a link, a socket, a device, a file above it
-_DAMAGE = (*_NO_PLAIN_FILE, errno.EIO)  # a medium that has failed, too: what it held is gone
+_DAMAGE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EIO)
+"""Of a link, a socket, a device, a file where a folder was; and of a medium that has failed: its bytes are gone."""
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # weights and settings are nobody else's business
 
 
