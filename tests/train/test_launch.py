@@ -17,7 +17,7 @@ from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.failure import Failure, first_failure
-from terrazzo.train.launch.starting import _report, adopt_slurm, first_host, local_ranks, resolve_device, set_threads
+from terrazzo.train.launch.starting import _report, adopt_slurm, first_host, ranks_to_start, resolve_device, set_threads
 
 RANK = """
 import os, sys, torch, torch.distributed as dist
@@ -204,13 +204,13 @@ def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert local_ranks(LaunchConfig()) == 1
-    assert local_ranks(LaunchConfig(ranks=4)) == 4
+    assert ranks_to_start(LaunchConfig()) == 1
+    assert ranks_to_start(LaunchConfig(ranks=4)) == 4
     with pytest.raises(BadInput, match=r"launch\.device=cpu"):
         resolve_device(LaunchConfig(device="cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(BadInput, match=r"launch\.ranks=2"):
-        local_ranks(LaunchConfig(ranks=4))
+        ranks_to_start(LaunchConfig(ranks=4))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ __all__ = [
     "first_host",
     "is_rank",
     "launch_ranks",
-    "local_ranks",
+    "ranks_to_start",
     "resolve_device",
     "set_threads",
 ]
@@ -52,7 +52,7 @@ def resolve_device(config: LaunchConfig) -> str:
     return config.device
 
 
-def local_ranks(config: LaunchConfig) -> int:
+def ranks_to_start(config: LaunchConfig) -> int:
     """How many ranks this command starts; raises `BadInput` for more CUDA ranks than devices."""
     device = resolve_device(config)
     count = devices.count() if device == "cuda" else 1
