@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ def clip_grad_norm(
     """
     axes, split = recipe.axes, recipe.plan.optim.axes
     gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
-    local = [_norm(gradient, norm_type).to(axes.device) for gradient in gradients]
-    norms = torch.stack(local) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
+    norms = _stacked([_norm(gradient, norm_type) for gradient in gradients], axes.device)
     if norm_type == float("inf"):
         total = axes.total(norms.max(), split, reduce=torch.amax)
     else:
@@ -41,6 +40,13 @@ def clip_grad_norm(
         for gradient in gradients:
             gradient.scale(coefficient)
     return total.float()
+
+
+def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """All of them on `device`; those of gradients on the host get there together."""
+    kinds = {norm.device: None for norm in norms}
+    stacks = [torch.stack([norm for norm in norms if norm.device == kind]).to(device) for kind in kinds]
+    return torch.cat(stacks) if stacks else torch.zeros(1, dtype=torch.float64, device=device)
 
 
 def _norm(gradient: Gradient, norm_type: float) -> Tensor:
