@@ -38,7 +38,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/lint_structure.py src/terrazzo benchmarks tools
+	$(BIN)/python tools/lint_structure.py src/terrazzo benchmarks tools hostcuda
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -29,7 +29,7 @@ from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState,
 from terrazzo.config import Config, Section
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.precision import DTYPE_FIELDS
-from terrazzo.train.launch import failure, stop
+from terrazzo.train.launch import failure
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
@@ -214,7 +214,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_exit_code_is_in_the_reference() -> None:
     reference = text("reference/exit-codes.md")
-    for code in (0, failure.FAILED, failure.BAD_INPUT, failure.PREEMPTED, stop.INTERRUPTED):
+    for code in (0, failure.FAILED, failure.BAD_INPUT, failure.PREEMPTED, failure.INTERRUPTED):
         assert f"| {code} |" in reference
 
 

@@ -21,6 +21,7 @@ from torch import nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint import step_path
+from terrazzo.checkpoint.local import LocalStore
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Call, sampled, tapped_for_all
@@ -236,7 +237,7 @@ def test_files_in_each_others_places(root: Path) -> None:
     all_refused(root, damages)
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOTCONN, errno.ESTALE])
 @pytest.mark.parametrize("name", ["open", "preadv", "fstat"])
 def test_files_that_cannot_be_read(root: Path, code: int, name: str) -> None:
     def body(rank: int) -> None:
@@ -247,6 +248,71 @@ def test_files_that_cannot_be_read(root: Path, code: int, name: str) -> None:
                 patient.cannot_read(root, f"{step_path(root, 2)}/{file}", code)
 
     run_in_threads(2, body)
+
+
+@pytest.mark.parametrize("name", ["open", "preadv", "fstat"])
+def test_a_medium_that_has_failed_is_damage(root: Path, name: str) -> None:
+    def body(rank: int) -> None:
+        patient = Patient()
+        for file in FILES:
+            path = f"{step_path(root, 2)}/{file}"
+            with tapped_for_all(root, failing(name, path, errno.EIO)):
+                patient.refuses(step_path(root, 2), (path, os.strerror(errno.EIO)), name)
+                resumed = checkpoint.load_newest(root, patient.model, patient.optimizer)
+            assert resumed is not None and resumed.path == step_path(root, 1)
+            assert path in resumed.refused[step_path(root, 2)]
+            put(patient.model, patient.optimizer, 5)
+
+    run_in_threads(2, body)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(errno.EIO, Damaged), (errno.ESTALE, BadInput)])
+def test_a_block_that_cannot_be_read_is_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[BadInput]
+) -> None:
+    manifest = json.loads((Path(step_path(root, 2)) / "manifest.json").read_text())
+    first = manifest["files"][1]["header_bytes"]
+
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset >= first:
+            raise OSError(code, os.strerror(code))
+        return real(descriptor, buffers, offset)
+
+    def body(rank: int) -> None:
+        patient = Patient()
+        with pytest.raises(kind, match=rf"{os.strerror(code)}.* This concerns bytes {first} to \d+, .*, ") as told:
+            checkpoint.load(step_path(root, 2), patient.model, patient.optimizer)
+        assert told.type is kind
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    run_in_threads(2, body)
+
+
+def test_a_server_that_sends_more_than_was_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(root), "/terrazzo-whole", recursive=True)
+    real = type(memory).cat_file
+    monkeypatch.setattr(type(memory), "cat_file", lambda self, path, **_: real(self, path))
+
+    def body(rank: int) -> None:
+        Patient().refuses("memory://terrazzo-whole/step-00000002", ("/rank-0000", "the server sent"), "ranges")
+
+    try:
+        run_in_threads(2, body)
+    finally:
+        memory.rm("/terrazzo-whole", recursive=True)
+
+
+def test_what_may_be_there_is_not_known_where_nothing_can_be_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    for look in (LocalStore(root).candidates, LocalStore(root).unfinished):
+        with pytest.raises(BadInput, match=rf"'{root}' cannot be read: {os.strerror(errno.EACCES)}"):
+            look()
 
 
 @pytest.mark.parametrize("name", ["info", "cat_file"])

@@ -259,6 +259,52 @@ def test_missing_and_cut_files_hide_nothing_else(saved: Path, tmp_path: Path) ->
     assert "no manifest.sha256" in run("verify", path).stdout
 
 
+@pytest.mark.parametrize(("code", "state"), [(errno.EIO, "damaged"), (errno.ESTALE, "not verified")])
+def test_blocks_that_cannot_be_read_hide_nothing_else(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, state: str
+) -> None:
+    path = copied(saved / "step-00000002", tmp_path / "a")
+    file = path / "rank-00001.safetensors"
+    places = {key: place_of(file, key) for key in load_file(file)}
+    bad = [*places][1:3]
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if os.fstat(descriptor).st_ino == file.stat().st_ino and offset in [places[key][0] for key in bad]:
+            raise OSError(code, os.strerror(code))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    found = json.loads(run("verify", path, "--json").stdout)["checkpoints"][0]
+    assert found["state"] == state
+    assert len(found["problems"]) == 2
+    for key in bad:
+        (first, last), (name, kind, _) = places[key], key.split("|")
+        concerned = f"This concerns bytes {first} to {last}, {name}, {kind}."
+        assert any(concerned in each and os.strerror(code) in each for each in found["problems"])
+
+
+def test_a_file_that_cannot_be_opened_hides_nothing_else(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copied(saved / "step-00000002", tmp_path / "a")
+    file = path / "rank-00001.safetensors"
+    flip(file, place_of(file, next(iter(load_file(file))))[0])
+    real = os.open
+
+    def refused(path: Any, *rest: Any, **named: Any) -> int:
+        if str(path).endswith("rank-00000.safetensors"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refused)
+    found = json.loads(run("verify", path, "--json").stdout)["checkpoints"][0]
+    unread, changed = found["problems"]
+    assert found["state"] == "damaged"
+    assert os.strerror(errno.EACCES) in unread and "Not read with it: the header; " in unread
+    assert "not what was written" in changed
+
+
 def test_a_checkpoint_in_one_file_is_looked_at_as_one(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"w": torch.arange(3.0)}, path)

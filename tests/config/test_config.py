@@ -11,8 +11,9 @@ import pytest
 from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, config_from_dict, flatten, load_config
 from terrazzo.config.files import load
 from terrazzo.errors import BadInput
-from terrazzo.train.build import batch_arithmetic, build_plan, check_settings, mesh_shape, optimizer_class
 from terrazzo.train.checkpoints.resume import resume_from
+from terrazzo.train.optimizer import check_settings, optimizer_class
+from terrazzo.train.plan import build_plan, mesh_shape, micro_batches_per_rank
 from terrazzo.train.preflight import check
 
 JARGON = ("pydantic", "validation error", "extra_forbidden", "input_value", "type=", "Extra inputs")
@@ -228,9 +229,9 @@ def test_flatten_lists_every_key_and_tells_settings_apart() -> None:
 
 
 def test_batch_arithmetic_is_shown_when_it_does_not_come_out_whole() -> None:
-    assert batch_arithmetic(BatchConfig(global_batch=32, micro_batch=4), 2) == 4
+    assert micro_batches_per_rank(BatchConfig(global_batch=32, micro_batch=4), 2) == 4
     with pytest.raises(BadInput, match=r"100 / 32 = 3\.125.*Use global_batch 96 or 128"):
-        batch_arithmetic(BatchConfig(global_batch=100, micro_batch=8), 4)
+        micro_batches_per_rank(BatchConfig(global_batch=100, micro_batch=8), 4)
 
 
 def test_mesh_must_make_up_the_world() -> None:

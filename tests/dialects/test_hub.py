@@ -18,7 +18,7 @@ from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.understand import read_document
 from terrazzo.engine import LossScaling, Plan, place
 from terrazzo.errors import BadInput
-from terrazzo.train.build import build_plan, build_precision
+from terrazzo.train.plan import build_plan, build_precision
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 HUB = Terrazzo()

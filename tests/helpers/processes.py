@@ -35,6 +35,8 @@ class Pool:
     pool, because ranks that lost a peer cannot be trusted; the next `run` starts a new set.
     """
 
+    starting = staticmethod(spawning_by_fork)
+
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._processes: list[Any] = []
@@ -79,14 +81,19 @@ class Pool:
             self._folder.cleanup()
             self._folder = None
 
+    @property
+    def body(self) -> Callable[..., None]:
+        """What each process runs."""
+        return serve
+
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="terrazzo-test-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self._folder.name, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            with spawning_by_fork():
+            process = context.Process(target=self.body, args=arguments, daemon=True)
+            with self.starting():
                 process.start()
             theirs.close()
             self._processes.append(process)
@@ -119,13 +126,13 @@ def run_in_processes(
         return pool.run(function, *arguments, timeout_s=timeout_s)
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: str = "gloo") -> None:
     """Body of one process: join the group, then run functions until the pipe closes."""
     gc.freeze()  # what the server has imported
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     while True:
         try:
             function, arguments = pipe.recv()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import terrazzo as tz
@@ -19,15 +21,15 @@ from tests.helpers.threads import exclusive, run_in_threads
 NONCE = "00c0ffee"
 
 
-def save(path: Path, step: int) -> None:
-    def body(rank: int) -> None:
-        with exclusive():
-            torch.manual_seed(0)
-            model = nn.Linear(5, 3)
-        model, optimizer = tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
-        saving.save_over(path, model, optimizer, {"step": step})
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with exclusive():
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+    return tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
 
-    run_in_threads(2, body)
+
+def save(path: Path | str, step: int) -> None:
+    run_in_threads(2, lambda rank: saving.save_over(path, *built(), {"step": step}))
 
 
 def step_of(path: Path) -> int:
@@ -72,6 +74,82 @@ def test_a_kill_at_any_point_leaves_one_under_the_name(tmp_path: Path) -> None:
     assert found[0] == 1, "killed before anything was renamed"
     assert found == sorted(found)
     assert found[-1] == 2
+
+
+def test_a_reader_may_settle_at_any_point_of_a_save(tmp_path: Path) -> None:
+    for point in range(points(tmp_path / "counted")):
+        folder = tmp_path / str(point)
+        work = replaced_by(folder)
+
+        def fault(call: faults.Call, real: faults.Real, folder: Path = folder, point: int = point) -> Any:
+            if call.number == point:
+                saving._settle(str(folder / "tag"))
+            return real()
+
+        with faults.Tap(folder, fault):
+            work()
+        assert step_of(folder / "tag") == 2
+        assert not faults.hidden(folder)
+
+
+def test_a_reader_needs_neither_list_nor_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    save(tmp_path / "tag", 1)
+    (tmp_path / f".tag.replaced-{NONCE}").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.os, "remove", refused)
+        assert settled(tmp_path / "tag")
+        patch.setattr(saving.os, "listdir", refused)
+        assert settled(tmp_path / "tag")
+    (tmp_path / "tag").rename(tmp_path / f"tag.new-{NONCE}")
+    monkeypatch.setattr(saving.os, "rename", refused)
+    with pytest.raises(tz.BadInput, match="rank 0: PermissionError"):
+        settled(tmp_path / "tag")
+
+
+def test_a_slash_at_the_end_is_no_part_of_the_name(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(f"{tmp_path}/tag/", step)
+        assert step_of(tmp_path / "tag") == step
+    assert [each.name for each in tmp_path.iterdir()] == ["tag"]
+
+
+def test_rank_0_says_what_a_trainers_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may see a rename late."""
+    trainer = pytest.importorskip("terrazzo.integrations.transformers.trainer")
+    save(tmp_path / "terrazzo", 1)
+    real = os.path.isdir
+    monkeypatch.setattr(os.path, "isdir", lambda path: dist.get_rank() == 0 and real(path))
+    found = run_in_threads(2, lambda rank: trainer.state_of(str(tmp_path)))
+    assert found == [str(tmp_path / "terrazzo")] * 2
+
+
+def test_a_trainers_checkpoint_that_one_rank_cannot_open(tmp_path: Path) -> None:
+    trainer = pytest.importorskip("terrazzo.integrations.transformers.trainer")
+    save(tmp_path / "tag", 1)
+
+    def body(rank: int) -> str:
+        with pytest.raises(tz.BadInput) as told:
+            trainer.opened(str(tmp_path / ("tag" if rank == 0 else "unseen")))
+        return str(told.value)
+
+    assert run_in_threads(2, body) == [f"There is no checkpoint '{tmp_path}/unseen'."] * 2
+
+
+def test_rank_0_says_whose_checkpoint_lightning_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("terrazzo.integrations.lightning.checkpoint")
+    real = lightning.own_folder
+    monkeypatch.setattr(lightning, "own_folder", lambda path: real(path) if dist.get_rank() == 0 else None)
+
+    def body(rank: int) -> int:
+        model, optimizer = built()
+        lightning.save_checkpoint(str(tmp_path / "tag"), model, optimizer, {"global_step": 3})
+        step: int = lightning.load_checkpoint(str(tmp_path / "tag"), model, optimizer)["global_step"]
+        return step
+
+    assert run_in_threads(2, body) == [3, 3]
 
 
 def test_nothing_but_its_own_is_removed(tmp_path: Path) -> None:

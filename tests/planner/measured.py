@@ -15,10 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 import terrazzo as tz
 from terrazzo.config import config_from_dict
 from terrazzo.engine import LossScaling, Precision, data_mesh
-from terrazzo.train.build import batch_arithmetic, build_optimizer, build_plan, build_precision, mesh_shape
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.optimizer import build_optimizer
+from terrazzo.train.plan import build_plan, build_precision, mesh_shape, micro_batches_per_rank
 
 MARKER_BYTES = 77_777
 """An allocation of a size that nothing else has: the measured step begins with it."""
@@ -56,7 +57,7 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
         mesh=data_mesh(device.type, *mesh_shape(config.plan.mesh, world_size)),
         prefetch=config.plan.prefetch,
     )
-    count = batch_arithmetic(config.batch, world_size)
+    count = micro_batches_per_rank(config.batch, world_size)
     size = (config.batch.micro_batch, config.batch.sequence_length)
     for step in range(steps):
         if step == steps - 1:

@@ -20,11 +20,13 @@ from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
-from terrazzo.train.build import build_plan, build_precision, check_settings
+from terrazzo.train.folders import swap_folders
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.optimizer import check_settings
+from terrazzo.train.plan import build_plan, build_precision
+from terrazzo.train.preflight.swap import check_folders
 from terrazzo.train.promise.as_setup import optimizer_recipe
-from terrazzo.train.promise.swap import check_folders, swap_folders
 
 TINY = {
     "model_type": "llama",

@@ -73,6 +73,14 @@ def test_the_built_in_template_learns_what_the_assistant_wrote_and_its_end(tmp_p
     assert data.train.bytes_per_token == pytest.approx(6 / 9)
 
 
+def test_the_text_of_all_that_is_learnt_counts(tmp_path: Path) -> None:
+    """Of the byte tokenizer every token but an end is a byte, the roles' among them."""
+    records = [turns("hi", "yes", "und? ü", "", system="be brief"), turns("one", "two")]
+    data = load(tmp_path, records, loss_on="all")
+    targets = [token for _, row in rows_of(data) for token in row if token != IGNORED]
+    assert data.train.bytes_per_token == sum(token < 256 for token in targets) / len(targets)
+
+
 @pytest.mark.parametrize("template", ["marked", "chatml"])
 def test_templates_give_the_tokens_and_the_mask_of_transformers(
     tmp_path: Path, tokenizers: dict[str, str], template: str

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
+from terrazzo.exchange import together
 from terrazzo.train.data import IGNORED, ByteTokenizer, SequenceDataset, TokenData, load_data
 from terrazzo.train.data import load as load_module
 from terrazzo.train.data.cache import TokenCache, open_cache, write_cache
@@ -22,6 +24,9 @@ from terrazzo.train.data.records import Document
 from terrazzo.train.data.sequences import NO_SEQUENCE, split_documents
 from terrazzo.train.data.sources import Skipped
 from tests.helpers.data import data_config
+from tests.helpers.threads import run_in_threads
+
+T = TypeVar("T")
 
 END = ByteTokenizer.end_of_document
 
@@ -228,31 +233,54 @@ def test_a_damaged_cache_is_rebuilt(texts: Path, damage: str, monkeypatch: pytes
 def test_one_rank_builds_and_the_others_open(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = counted_builds(monkeypatch)
 
-    def builder_comes_first(message: str | None) -> None:
-        assert not built
-        load_data(config_of(texts))
-        assert message is None
+    def builder_comes_first(work: Callable[[], T]) -> T:
+        if not built:
+            load_data(config_of(texts))
+        return work()
 
-    data = load_data(config_of(texts), builds=False, agree=builder_comes_first)
+    data = load_data(config_of(texts), builds=False, together=builder_comes_first)
     assert len(built) == 1
     assert data.train.fingerprint == load_data(config_of(texts)).train.fingerprint
     with pytest.raises(BadInput, match="not visible to this rank"):
         load_data(config_of(texts, max_bytes=100), builds=False)
 
 
+def failures_of(config: Config) -> list[str]:
+    """What `load_data` raises on each of two ranks, of which the first builds."""
+
+    def body(rank: int) -> str:
+        with pytest.raises(BadInput) as caught:
+            load_data(config, builds=rank == 0, together=partial(together, failed=BadInput))
+        return str(caught.value)
+
+    return run_in_threads(2, body)
+
+
 def test_a_failure_on_one_rank_is_raised_on_all(texts: Path) -> None:
     (texts / "bad.jsonl").write_text("not json\n")
-    told: list[str | None] = []
+    one, other = failures_of(config_of(texts))
+    assert one == other
+    assert "bad.jsonl:1" in one
 
-    def telling(message: str | None) -> str | None:
-        told.append(message)
-        return message
 
-    with pytest.raises(BadInput, match=r"bad\.jsonl:1"):
-        load_data(config_of(texts), agree=telling)
-    assert told[0] is not None
-    with pytest.raises(BadInput, match=r"bad\.jsonl:1"):
-        load_data(config_of(texts), builds=False, agree=lambda message: told[0])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_cache_that_one_rank_cannot_open_is_refused_on_all(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
+    """It is opened after it was made, once all ranks have agreed that it was."""
+    real = load_module.open_cache
+
+    def blind(path: Path, key: str, *, verify: bool) -> TokenCache | None:
+        if torch.distributed.get_rank() == 0:
+            return real(path, key, verify=verify)
+        if foreign:
+            raise OverflowError("too many words")
+        return None
+
+    monkeypatch.setattr(load_module, "open_cache", blind)
+    one, other = failures_of(config_of(texts))
+    assert one == other
+    assert one == "rank 1: OverflowError: too many words" if foreign else "not visible to this rank" in one
 
 
 def test_a_validation_source_of_its_own(texts: Path, tmp_path: Path) -> None:

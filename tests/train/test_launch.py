@@ -17,7 +17,15 @@ from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.failure import Failure, first_failure
-from terrazzo.train.launch.starting import _report, adopt_slurm, first_host, local_ranks, resolve_device, set_threads
+from terrazzo.train.launch.starting import (
+    _report,
+    adopt_slurm,
+    environment_of,
+    first_host,
+    ranks_to_start,
+    resolve_device,
+    set_threads,
+)
 
 RANK = """
 import os, sys, torch, torch.distributed as dist
@@ -202,15 +210,26 @@ def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) 
     assert "RANK" not in os.environ
 
 
+def test_ranks_on_gpus_get_segments_that_grow_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert environment_of(2)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
+
+
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert local_ranks(LaunchConfig()) == 1
-    assert local_ranks(LaunchConfig(ranks=4)) == 4
+    assert ranks_to_start(LaunchConfig()) == 1
+    assert ranks_to_start(LaunchConfig(ranks=4)) == 4
     with pytest.raises(BadInput, match=r"launch\.device=cpu"):
         resolve_device(LaunchConfig(device="cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(BadInput, match=r"launch\.ranks=2"):
-        local_ranks(LaunchConfig(ranks=4))
+        ranks_to_start(LaunchConfig(ranks=4))
 
 
 @pytest.mark.parametrize(

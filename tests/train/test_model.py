@@ -221,7 +221,7 @@ def test_impossible_shapes(changes: dict[str, Any], named: str) -> None:
 
 
 def test_too_long_a_sequence() -> None:
-    with pytest.raises(BadInput, match="33 tokens"):
+    with pytest.raises(BadInput, match=r"33 tokens, but batch\.sequence_length"):
         Decoder(config())(tokens_of((1, 33)))
 
 

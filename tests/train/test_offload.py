@@ -21,18 +21,19 @@ from terrazzo.engine.offload.settings import Offload
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes, memory
-from terrazzo.train.build import build_offload, build_plan
+from terrazzo.train.folders import make_swap_folders, swap_folders
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
+from terrazzo.train.plan import build_offload, build_plan
 from terrazzo.train.preflight import check
-from terrazzo.train.promise import room as fit
-from terrazzo.train.promise import swap as offload
+from terrazzo.train.preflight import room as fit
+from terrazzo.train.preflight import swap as offload
+from terrazzo.train.preflight.room import check_plan
+from terrazzo.train.preflight.swap import check_folders, host_lacks_room, offload_notes
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
-from terrazzo.train.promise.room import check_plan
 from terrazzo.train.promise.summary import summary_lines
-from terrazzo.train.promise.swap import check_folders, lacks_room, make_folders, offload_notes, swap_folders
 from terrazzo.train.session import open_session
 from tests.helpers.threads import run_in_threads
 
@@ -157,9 +158,9 @@ def test_a_missing_folder_is_most_often_a_drive_that_is_not_mounted(tmp_path: Pa
     own = on_drives(str(tmp_path / "run" / "swap"), tmp_path)
     check_folders(own)
     assert not (tmp_path / "run").exists()
-    make_folders(own)
+    make_swap_folders(own)
     assert (tmp_path / "run" / "swap").is_dir()
-    make_folders(on_drives(str(tmp_path), tmp_path))
+    make_swap_folders(on_drives(str(tmp_path), tmp_path))
 
 
 def test_what_speaks_against_a_folder_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,13 +177,13 @@ def test_disks_must_hold_the_files_of_all_ranks(tmp_path: Path, monkeypatch: pyt
     bill = memory_of(setup_of(asked, 2))
     needed = 2 * sum(term.value for term in bill.disk)
     monkeypatch.setattr(offload, "free_bytes", lambda path: int(needed))
-    assert lacks_room(asked, bill, 2) is None
+    assert host_lacks_room(asked, bill, 2) is None
     monkeypatch.setattr(offload, "free_bytes", lambda path: int(needed) - 1)
-    assert "further folders on other disks" in str(lacks_room(asked, bill, 2))
+    assert "further folders on other disks" in str(host_lacks_room(asked, bill, 2))
     with pytest.raises(BadInput, match=r"Swap files.*offload\.path.*launch\.ignore_planner=true"):
         check_plan(asked, 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert lacks_room(asked, bill, 2) is None
+    assert host_lacks_room(asked, bill, 2) is None
 
 
 def test_files_of_runs_that_are_gone_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +197,7 @@ def test_files_of_runs_that_are_gone_make_room(tmp_path: Path, monkeypatch: pyte
     bill = memory_of(setup_of(asked, 1))
     monkeypatch.setattr(offload, "free_bytes", lambda path: 0 if list(tmp_path.iterdir()) else GIB)
     assert left
-    assert lacks_room(asked, bill, 1) is None
+    assert host_lacks_room(asked, bill, 1) is None
     assert not list(tmp_path.iterdir())
 
 
@@ -212,10 +213,10 @@ def test_host_memory_must_hold_what_all_ranks_keep_there(monkeypatch: pytest.Mon
     needed = 2 * sum(term.value for term in bill.host)
     for free, refused in ((int(needed), False), (int(needed) - 1, True), (None, False)):
         on_cuda(monkeypatch, free)
-        reason = lacks_room(asked, bill, 2)
+        reason = host_lacks_room(asked, bill, 2)
         assert (reason is not None) is refused
     on_cuda(monkeypatch, 0)
-    assert "moments" in str(lacks_room(asked, bill, 2))
+    assert "moments" in str(host_lacks_room(asked, bill, 2))
 
 
 def test_memory_that_is_to_be_locked_is_held_against_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,13 @@ from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.telemetry import available_host_bytes, resident_bytes
 from terrazzo.train import report
 from terrazzo.train.model.prepare import decoder_config, prepare_model
+from terrazzo.train.preflight import room as fit
+from terrazzo.train.preflight.room import check_plan
 from terrazzo.train.promise import as_setup as planning
 from terrazzo.train.promise import planned as promise
-from terrazzo.train.promise import room as fit
 from terrazzo.train.promise import summary
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned, traced_memory
-from terrazzo.train.promise.room import check_plan
 from terrazzo.train.promise.summary import Pace, summary_lines
 from terrazzo.train.run import train_command
 

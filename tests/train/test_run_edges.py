@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -23,8 +24,10 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
+from terrazzo.train.evaluate import evaluate
+from terrazzo.train.launch.failure import INTERRUPTED
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.launch.stop import INTERRUPTED, StopRequest
+from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.preflight import check
 from terrazzo.train.session import Session, open_session
@@ -127,6 +130,21 @@ def test_slow_data_are_waited_for_and_measured(tmp_path: Path, monkeypatch: pyte
     assert [line["data_wait"] > 0.5 for line in metrics(tmp_path)] == [True] * 3
 
 
+def test_an_evaluation_without_anything_to_learn_is_refused(tmp_path: Path) -> None:
+    """Of a long question and a short answer, packed as a stream, only the last sequence has targets."""
+    long = [{"role": "user", "content": "why? " * 200}, {"role": "assistant", "content": "so."}]
+    (tmp_path / "held.jsonl").write_text(json.dumps({"messages": long}) + "\n")
+    data = {"validation_source": str(tmp_path / "held.jsonl"), "packing": "stream"}
+
+    def validated(eval_batches: int) -> list[bool]:
+        config = config_in(tmp_path, data=data, train={"eval_batches": eval_batches})
+        return on_ranks_of_a_run(1, config, lambda session: evaluate(session).loss > 0)  # type: ignore[union-attr]
+
+    with pytest.raises(BadInput, match=r"in the 2 of their 65 sequences .* Raise train\.eval_batches"):
+        validated(1)
+    assert validated(33) == [True]
+
+
 # -- signals ---------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +222,14 @@ def test_a_queue_starts_again_only_what_was_asked_to_stop() -> None:
     assert "75" in requeue
 
 
+@pytest.mark.parametrize("kind", ["decoder", "huggingface"])
+def test_a_tokenizer_that_is_not_there_is_refused_before_the_ranks_start(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, "hidden_size": 16}))
+    model = {"kind": kind} | ({"path": str(tmp_path), "weights": "random"} if kind == "huggingface" else {})
+    with pytest.raises(BadInput, match=r"data\.tokenizer 'absent' is neither 'bytes' nor an existing path"):
+        check(config_in(tmp_path, model=model, data={"tokenizer": "absent"}), 1)
+
+
 # -- numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +256,15 @@ def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
     assert "loss of step 3 is nan" in one
     saved = [Path(path).name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
     assert saved == ["step-00000001", "step-00000002"]
+
+
+def test_a_save_between_two_log_steps_leaves_the_pace_as_it_is(tmp_path: Path) -> None:
+    """A step has 32 targets whenever it is saved: seconds per step and targets per second are of the same steps."""
+    assert trained(config_in(tmp_path, train={"steps": 8}, checkpoint={"every": 3}, log={"every": 4})) == 0
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [4, 8]
+    for line in lines:
+        assert line["step_s"] * line["tokens_per_s"] == pytest.approx(32)
 
 
 def test_skipped_steps_are_the_same_after_a_resumption(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules against their definitions written out by hand, and as torch runs them."""
+"""Learning-rate schedules against their definitions written out by hand, and as torch runs them; weight decay."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from terrazzo.config import ScheduleConfig
-from terrazzo.train.build import build_schedule, learning_rate_share
+from terrazzo.config import OptimizerConfig, ScheduleConfig
+from terrazzo.errors import BadInput
+from terrazzo.train.optimizer import build_optimizer, build_schedule, learning_rate_share
 
 
 def shares(config: ScheduleConfig, steps: int) -> list[float]:
@@ -55,3 +56,21 @@ def test_torch_gives_every_group_its_share() -> None:
         optimizer.step()
         schedule.step()
     assert seen == [pytest.approx(pair) for pair in ([1.0, 0.1], [0.75, 0.075], [0.5, 0.05])]
+
+
+def test_weight_decay_is_kept_off_what_no_decay_names() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 2))
+
+    def undecayed(*globs: str) -> list[int]:
+        optimizer = build_optimizer(OptimizerConfig(no_decay=list(globs)), model)
+        return [
+            parameter.ndim
+            for group in optimizer.param_groups
+            if not group["weight_decay"]
+            for parameter in group["params"]
+        ]
+
+    assert undecayed() == [1]
+    assert undecayed("0.*", "*.bias") == [2, 1]
+    with pytest.raises(BadInput, match=r"no_decay has '1\.wieght', which no .* Did you mean '1\.weight'\?"):
+        undecayed("*.bias", "1.wieght")

@@ -15,6 +15,7 @@ from terrazzo.errors import BadInput, Damaged
 __all__ = ["open_audit"]
 
 _BLOCKS_AT_ONCE = 16  # a task of a thread: 64 MiB
+_Bad = tuple[DigestBlock, BadInput]
 
 
 def open_audit(path: str) -> Audit:
@@ -41,59 +42,68 @@ class Audit:
         """Of all its files, as they were written."""
         return sum(file.size_bytes for file in self._checkpoint.manifest.files)
 
-    def problems(self, threads: int, advance: Callable[[int], None]) -> list[str]:
-        """Recompute every digest; all that is wrong, naming file, tensor and bytes."""
-        problems, present = [], []
+    def problems(self, threads: int, advance: Callable[[int], None]) -> list[BadInput]:
+        """Recompute every digest; all that is wrong, naming file, tensor and bytes.
+
+        What is `Damaged` is; anything else could not be read, which does not say whether it is whole.
+        """
+        problems: list[BadInput] = []
+        present: list[DigestBlock] = []
         by_file = self._checkpoint.blocks()
         for file in self._checkpoint.manifest.files:
             size_bytes, problem = _size_problem(self._folder, file)
             there = [block for block in by_file[file.name] if block.offset + block.count_bytes <= size_bytes]
             if problem is not None:
-                problems.append(f"{problem}{_gone(by_file[file.name][len(there) :])}")
+                problems.append(_naming(problem, by_file[file.name][len(there) :]))
             present += there
         tasks = [present[first : first + _BLOCKS_AT_ONCE] for first in range(0, len(present), _BLOCKS_AT_ONCE)]
         with ThreadPoolExecutor(threads) as pool:  # hashing and reading release the interpreter's lock
             bad = [found for task in pool.map(lambda blocks: self._check(blocks, advance), tasks) for found in task]
-        return problems + [text for _, text in _joined(self._folder, bad)]
+        return problems + [error for _, error in _joined(self._folder, bad)]
 
-    def _check(self, blocks: Sequence[DigestBlock], advance: Callable[[int], None]) -> list[tuple[DigestBlock, str]]:
+    def _check(self, blocks: Sequence[DigestBlock], advance: Callable[[int], None]) -> list[_Bad]:
         buffer, bad = memoryview(bytearray(max(block.count_bytes for block in blocks))), []
         for block in blocks:
-            if (problem := block.problem(self._folder, buffer)) is not None:
-                bad.append((block, problem))
+            try:
+                block.check(self._folder, buffer)
+            except BadInput as error:
+                bad.append((block, error))
             advance(block.count_bytes)
         return bad
 
 
-def _size_problem(folder: Folder, file: File) -> tuple[int, str | None]:
+def _size_problem(folder: Folder, file: File) -> tuple[int, BadInput | None]:
     """How large a file is, and what is wrong with that."""
     try:
         size_bytes = folder.size_bytes(file.name)
-    except Damaged as error:
-        return 0, str(error)
+    except BadInput as error:
+        return 0, error
     if size_bytes == file.size_bytes:
         return size_bytes, None
     was = file.size_bytes
     what = f"bytes {size_bytes} to {was - 1} are missing" if size_bytes < was else f"byte {was} and on are not its own"
-    return size_bytes, f"'{folder.where}/{file.name}' has {size_bytes} bytes and was written with {was}: {what}."
+    return size_bytes, Damaged(
+        f"'{folder.where}/{file.name}' has {size_bytes} bytes and was written with {was}: {what}."
+    )
 
 
-def _gone(blocks: Sequence[DigestBlock]) -> str:
-    """What went with the end of a file."""
+def _naming(problem: BadInput, blocks: Sequence[DigestBlock]) -> BadInput:
+    """`problem` of a file, and what lies in the `blocks` that it makes unreadable."""
     names = list(dict.fromkeys(block.what for block in blocks))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" Gone with it: {'; '.join(names[:3])}{more}." if names else ""
+    how = "Gone" if isinstance(problem, Damaged) else "Not read"
+    return type(problem)(f"{problem} {how} with it: {'; '.join(names[:3])}{more}.") if names else problem
 
 
-def _joined(folder: Folder, bad: Iterable[tuple[DigestBlock, str]]) -> list[tuple[DigestBlock, str]]:
+def _joined(folder: Folder, bad: Iterable[_Bad]) -> list[_Bad]:
     """Changed blocks that follow each other in one state, as one."""
-    joined: list[tuple[DigestBlock, str]] = []
-    for block, text in bad:
-        last, said = joined[-1] if joined else (block, "")
+    joined: list[_Bad] = []
+    for block, error in bad:
+        last, before = joined[-1] if joined else (block, error)
         follows = (last.file, last.what, last.offset + last.count_bytes) == (block.file, block.what, block.offset)
-        if follows and said == last.changed(folder) and text == block.changed(folder):
+        if follows and str(before) == last.changed(folder) and str(error) == block.changed(folder):
             last = replace(last, count_bytes=last.count_bytes + block.count_bytes)
-            joined[-1] = last, last.changed(folder)
+            joined[-1] = last, Damaged(last.changed(folder))
         else:
-            joined.append((block, text))
+            joined.append((block, error))
     return joined

@@ -25,7 +25,8 @@ __all__ = ["LocalStore"]
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
 _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-_NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)  # a link, a socket, a device, a file above it
+_DAMAGE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EIO)
+"""Of a link, a socket, a device, a file where a folder was; and of a medium that has failed: its bytes are gone."""
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # weights and settings are nobody else's business
 
 
@@ -40,13 +41,15 @@ class LocalStore(Store):
         return sorted(name for name in visible if _looks_complete(self.root / name))
 
     def candidates(self) -> list[str]:
-        if not self.root.is_dir():  # a checkpoint of another format, in one file
-            return []
-        named = {name for name in _listed(self.root) if name.startswith(STEP) and (self.root / name).is_dir()}
+        with reading(self.where):
+            if not self.root.is_dir():  # a checkpoint of another format, in one file
+                return []
+            named = {name for name in _listed(self.root) if name.startswith(STEP) and (self.root / name).is_dir()}
         return sorted(named.union(self.names()))
 
     def unfinished(self) -> list[str]:
-        hidden = [name for name in _listed(self.root) if name.startswith(".")] if self.root.is_dir() else []
+        with reading(self.where):
+            hidden = [name for name in _listed(self.root) if name.startswith(".")] if self.root.is_dir() else []
         return sorted(name for name in hidden if ".partial-" in name and not name.endswith(".lock"))
 
     def folder(self, name: str) -> LocalFolder:
@@ -102,7 +105,7 @@ class LocalFolder(Folder):
                 raise Damaged(f"'{path}' is not a plain file.")
             yield descriptor
         except OSError as error:
-            if error.errno not in _NO_PLAIN_FILE:
+            if error.errno not in _DAMAGE:
                 raise
             raise Damaged(f"'{path}' cannot be read as a plain file: {error.strerror}.") from None
         finally:

@@ -23,7 +23,7 @@ from terrazzo.checkpoint.seal import check_seal
 from terrazzo.checkpoint.shard import bytes_of, checked_block
 from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.checkpoint.store import Folder
-from terrazzo.errors import Damaged
+from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Checkpoint", "DigestBlock"]
 
@@ -38,18 +38,23 @@ class DigestBlock:
     digest: str
     what: str
 
-    def problem(self, folder: Folder, buffer: memoryview) -> str | None:
-        """What is wrong with it, if anything. `buffer` is for its bytes."""
+    @property
+    def span(self) -> str:
+        """Which bytes of the file it is, and of what."""
+        return f"bytes {self.offset} to {self.offset + self.count_bytes - 1}, {self.what}"
+
+    def check(self, folder: Folder, buffer: memoryview) -> None:
+        """Read it into `buffer`. Raises what `Folder.read_into` does, and `Damaged` for another digest, naming it."""
         try:
             good = checked_block(folder, self.file, self.offset, buffer[: self.count_bytes], self.digest)
-        except Damaged as error:
-            return f"{error} This concerns {self.what}."
-        return None if good else self.changed(folder)
+        except BadInput as error:
+            raise type(error)(f"{error} This concerns {self.span}.") from None
+        if not good:
+            raise Damaged(self.changed(folder))
 
     def changed(self, folder: Folder) -> str:
         """The message for bytes that have another digest."""
-        last = self.offset + self.count_bytes - 1
-        return f"'{folder.where}/{self.file}', bytes {self.offset} to {last}, {self.what}: not what was written."
+        return f"'{folder.where}/{self.file}', {self.span}: not what was written."
 
 
 class Checkpoint(Source):
@@ -126,8 +131,7 @@ class Checkpoint(Source):
         blocks = _part([block for blocks in self.blocks(wanted).values() for block in blocks], part, parts)
         buffer = memoryview(bytearray(max((block.count_bytes for block in blocks), default=0)))
         for block in blocks:
-            if (problem := block.problem(self.folder, buffer)) is not None:
-                raise Damaged(problem)
+            block.check(self.folder, buffer)
             self._checked.add(block)
 
     def _blocks(self, extent: Extent, itemsize: int, what: str) -> Iterator[DigestBlock]:
@@ -157,8 +161,8 @@ class Checkpoint(Source):
     def _read_block(self, block: DigestBlock, into: memoryview) -> None:
         if block in self._checked:
             self.folder.read_into(block.file, block.offset, into)
-        elif not checked_block(self.folder, block.file, block.offset, into, block.digest):
-            raise Damaged(block.changed(self.folder))
+        else:
+            block.check(self.folder, into)
 
 
 def _part(blocks: list[DigestBlock], part: int, parts: int) -> list[DigestBlock]:

@@ -15,7 +15,7 @@ from fsspec.core import url_to_fs
 
 from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, reading
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["RemoteStore"]
 
@@ -73,6 +73,9 @@ class RemoteFolder(Folder):
 
     def _read_into(self, file: str, offset: int, buffer: memoryview) -> int:
         data = self._fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + len(buffer))
+        if len(data) > len(buffer):
+            asked = f"{len(buffer)} bytes from byte {offset} on"
+            raise Damaged(f"'{self.where}/{file}': asked for {asked}, the server sent {len(data)}.")
         buffer[: len(data)] = data
         return len(data)
 

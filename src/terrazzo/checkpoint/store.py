@@ -50,8 +50,9 @@ def reading(where: str) -> Iterator[None]:
 class Folder(ABC):
     """One checkpoint.
 
-    Raises `Damaged` naming the file for one that is missing, too short, or not a plain file, and `BadInput` naming it
-    where that is not known, because the system does not let it be read. Stores raise `OSError` of the methods for them.
+    Raises `Damaged` naming the file for one that is missing, too short, not a plain file, or on a medium that has
+    failed, and `BadInput` naming it where that is not known, because the system does not let it be read. Stores raise
+    `OSError` of the methods for them.
     """
 
     where: str

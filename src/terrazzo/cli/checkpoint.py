@@ -207,10 +207,12 @@ def _verify(path: str, threads: int) -> dict[str, Any]:
         audit = open_audit(path)
         with _progress(path.rstrip("/").rpartition("/")[2], audit.size_bytes) as advance:
             problems = audit.problems(threads, advance)
-        state = "damaged" if problems else "whole"
-        return result | {"state": state, "problems": problems, "size_bytes": audit.size_bytes}
+        result["size_bytes"] = audit.size_bytes
     except BadInput as error:
-        return result | {"state": "damaged" if isinstance(error, Damaged) else "not verified", "problems": [str(error)]}
+        problems = [error]
+    if problems:
+        result["state"] = "damaged" if any(isinstance(each, Damaged) for each in problems) else "not verified"
+    return result | {"problems": [str(each) for each in problems]}
 
 
 def _say_verified(result: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from terrazzo.planner import Cluster, Estimate, Request, Setup
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import build_cluster
-from terrazzo.train.launch.starting import local_ranks
+from terrazzo.train.launch.starting import ranks_to_start
 from terrazzo.train.promise.calibrate import calibrate
 from terrazzo.train.promise.planned import planned
 
@@ -63,7 +63,7 @@ def _ranks(asked: Asked, config: Config) -> int:
         return _whole("--gpus", asked["gpus"])
     if asked["gpu"] is not None and config.launch.ranks is None:
         raise BadInput("The configuration does not say how many ranks there are (launch.ranks): give --gpus N.")
-    return local_ranks(config.launch) if asked["gpu"] is None else config.launch.ranks or 1
+    return ranks_to_start(config.launch) if asked["gpu"] is None else config.launch.ranks or 1
 
 
 def _cluster(request: Request) -> Cluster | None:

@@ -24,7 +24,7 @@ __all__ = ["Finished", "Gradient", "view"]
 
 @dataclass
 class Finished:
-    """A finished gradient.
+    """A finished gradient, or a sum of micro-batches on its way to being one.
 
     Attributes:
         data: where it rests.
@@ -77,7 +77,7 @@ class Gradient:
         self.finished: Finished | None = None
         self.changes = 0
         self.pending: Tensor | None = None
-        self._partial: Buffer | None = None
+        self._partial: Finished | None = None
         self._partial_home: Buffer | None = None
         self._empty()
 
@@ -174,23 +174,23 @@ class Gradient:
         """`data` and what earlier micro-batches have left."""
         if self._partial is None:
             return data
-        partial, self._partial = self._partial.data, None
-        if self.tier != "device":
-            return data.add_(partial.to(data.device))
-        self.recipe.axes.ledger.give(partial.nbytes)
-        return partial.add_(data)
+        partial, self._partial = self._partial.wait(), None
+        with partial.opened(partial.range) as sums:
+            if self.tier != "device":
+                return data.add_(sums.to(data.device, non_blocking=True))  # pinned, and written again behind this copy
+            self.recipe.axes.ledger.give(sums.nbytes)
+            return sums.add_(data)
 
     def _keep_partial(self, sums: Buffer) -> None:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
         if self.tier == "device":
-            self._partial = sums
+            self._partial = Finished(sums)
             self.recipe.axes.ledger.take(sums.nbytes)
             return
         if self._partial_home is None:
             home = self._store.further(sums.nbytes).view(sums.dtype)
             self._partial_home = Buffer(self.space, sums.axes, home)
-        self._partial_home.save(sums)
-        self._partial = self._partial_home
+        self._partial = Finished(self._partial_home, self._store.commit(self._partial_home, sums))
 
     def _finish(self, partial: Buffer, denominator: float) -> Moves:
         """From the plan's `grad` place to `optim`'s, summed over every data rank and divided once."""
@@ -239,6 +239,14 @@ class Gradient:
         with resting.opened(resting.range) as data:
             return data if finished.factor is None else data * finished.factor.to(data.device)
 
+    def is_finite(self) -> Tensor | None:
+        """Whether every element is, 0-d bool where it rests, scaled or not; None without a finished gradient."""
+        if self.finished is None:
+            return None
+        resting = self.finished.wait()
+        with resting.opened(resting.range) as data:
+            return torch.isfinite(data).all()
+
     def change(self, index: int, change: Callable[[Tensor], object]) -> None:
         """Change this rank's elements of one parameter's finished gradient in memory."""
         self.changes += 1
@@ -279,7 +287,7 @@ class Gradient:
                 self._filled[index] = False  # what is not filled counts as zero
                 self.filled_numel -= slots[index].numel
             if self._partial is not None:
-                self._partial.part(slots[index].range).zero_()
+                self._partial.change(Tensor.zero_, slots[index].range)
             self.change(index, Tensor.zero_)  # behind the factor, for 0 times NaN is NaN
             if set_to_none:
                 self.seen[index] = False

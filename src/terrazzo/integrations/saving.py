@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo import checkpoint
+from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first
 from terrazzo.files import sync_folder
 
@@ -26,8 +28,8 @@ def save_over(
     Whether it may be replaced is for the caller to say. Between the two renames at the end nothing has the name: the
     old one is `.NAME.replaced-NONCE` and the new one `NAME.new-NONCE`. After a kill just there, `settle` goes on.
     """
-    path = os.fspath(path)
-    if not settle(path):
+    path = _named(path)
+    if not on_first(lambda: _settle(path)):
         checkpoint.save(path, model, optimizer, extra)
         return
     nonce = gather_json(os.urandom(4).hex())[0]  # a fixed name might be a user's own, which would be removed
@@ -36,35 +38,58 @@ def save_over(
 
 
 def settle(path: str | os.PathLike[str]) -> bool:
-    """Finish what a kill has left of `save_over`: before reading, too. Collective.
+    """Finish what a kill has left of `save_over`, before reading. Collective.
 
     Returns:
-        Whether there is anything under the name.
+        Whether there is anything under the name, as rank 0 sees it.
+
+    Errors: `BadInput` where that cannot be done.
     """
-    return on_first(lambda: _settle(os.fspath(path)))
+    return on_first(lambda: _settle(_named(path)), BadInput)
+
+
+def _named(path: str | os.PathLike[str]) -> str:
+    """Without slashes at the end, where `.new-NONCE` would be another name."""
+    return os.fspath(path).rstrip("/")
 
 
 def _take_place(path: str, nonce: str) -> None:
     folder, name = os.path.split(os.path.abspath(path))
-    os.rename(path, os.path.join(folder, f".{name}.replaced-{nonce}"))
-    _settle(path)
+    old = os.path.join(folder, f".{name}.replaced-{nonce}")
+    os.rename(path, old)
+    _finish(path, old)
 
 
 def _settle(path: str) -> bool:
     folder, name = os.path.split(os.path.abspath(path))
     replaced = re.compile(rf"\.{re.escape(name)}\.replaced-([0-9a-f]{{8}})")
-    for old in filter(replaced.fullmatch, os.listdir(folder) if os.path.isdir(folder) else ()):
-        fresh = f"{path}.new-{old[-8:]}"
-        if not os.path.lexists(path) and os.path.lexists(fresh):
-            os.rename(fresh, path)
-            sync_folder(Path(folder))
-        if os.path.lexists(path):  # else somebody has removed the new one since: the old one is not ours to bring back
-            _remove(os.path.join(folder, old))
+    for old in filter(replaced.fullmatch, _listed(folder)):
+        _finish(path, os.path.join(folder, old))
     return os.path.lexists(path)
 
 
+def _finish(path: str, old: str) -> None:
+    """Put the new one in place of `old`, and remove that. Another process may be at it: a reader, or who saves."""
+    fresh = f"{path}.new-{old[-8:]}"
+    if not os.path.lexists(path) and os.path.lexists(fresh):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(fresh, path)
+        sync_folder(Path(os.path.dirname(old)))
+    if os.path.lexists(path):  # else somebody has removed the new one since: the old one is not ours to bring back
+        _remove(old)
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # who may not look may still read what is there
+        return []
+
+
 def _remove(path: str) -> None:
+    """What stays is removed by the next one."""
     if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)  # what stays is removed by the next one
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        os.remove(path)
+        with contextlib.suppress(OSError):
+            os.remove(path)

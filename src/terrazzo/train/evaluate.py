@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from terrazzo.train.data import IGNORED, Batch, evaluation_batches
 from terrazzo.train.model.decoder import generate, logits_of
-from terrazzo.train.session import Session
+from terrazzo.train.session import Session, evaluation_limit
 
 __all__ = ["Validation", "evaluate", "sample_text", "summed_loss"]
+
+TEMPERATURE = 0.8
+"""Of samples: below 1, the likelier tokens are drawn more often than the model would."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def evaluate(session: Session) -> Validation | None:
     dataset, batch, ranks = session.data.validation, session.config.batch, session.ranks
     if dataset is None:
         return None
-    limit = session.config.train.eval_batches * batch.micro_batch * ranks.world_size
+    limit = evaluation_limit(session.config, ranks.world_size)
     total = torch.zeros(2, dtype=torch.float64)
     session.model.eval()
     for part in evaluation_batches(dataset, batch.micro_batch, ranks.rank, ranks.world_size, limit):
@@ -48,7 +51,7 @@ def evaluate(session: Session) -> Validation | None:
     session.model.train()
     dist.all_reduce(total)
     loss_sum, tokens = total.tolist()
-    loss_mean = loss_sum / max(1.0, tokens)
+    loss_mean = loss_sum / tokens  # more than 0: `open_session` has seen to it
     return Validation(loss_mean, loss_mean / math.log(2) / dataset.bytes_per_token)
 
 
@@ -60,5 +63,5 @@ def sample_text(session: Session) -> str:
     ]
     tokens = torch.tensor([prompt], device=session.ranks.device)
     generator = torch.Generator().manual_seed(train.seed + session.step)
-    written = generate(session.model, tokens, train.sample_tokens, temperature=0.8, generator=generator)
+    written = generate(session.model, tokens, train.sample_tokens, temperature=TEMPERATURE, generator=generator)
     return session.data.tokenizer.decode(written[0].tolist())

@@ -18,9 +18,9 @@ from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
+from terrazzo.train.folders import swap_folders
 from terrazzo.train.launch.failure import PREEMPTED
 from terrazzo.train.launch.stop import StopRequest
-from terrazzo.train.promise.swap import swap_folders
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 
@@ -36,10 +36,10 @@ class Trainer:
         self.report = Report(session)
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
-        self.losses: list[Tensor] = []  # of the steps since the last log step, this rank's share of each
-        self.norms: list[Tensor] = []  # of the same steps, the gradients' global norm
+        self.losses: list[Tensor] = []  # of the steps since they were last checked, this rank's share of each
+        self.norms: list[Tensor] = []  # of the same steps, the gradients' global norm before clipping
         self.wait_s = 0.0
-        self.tokens_at_log = session.tokens
+        self.step_at_log, self.tokens_at_log = session.step, session.tokens
 
     def run(self) -> int:
         """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
@@ -58,7 +58,7 @@ class Trainer:
         self.watch.reset()
         stopped = False
         while session.step < train.steps and not stopped:
-            norm = self.train_step()
+            self.train_step()
             lost = session.keeper.lost() or self.report.lost()
             stopped, broken = self.stop.agreed(session.keeper.failed() or lost is not None)
             if broken:
@@ -66,7 +66,7 @@ class Trainer:
                 session.keeper.settle()
             last = stopped or session.step == train.steps
             if last or session.step % session.config.log.every == 0:
-                self.log(norm)
+                self.log()
             with self.watch.pause():
                 self.between_steps(finished=session.step == train.steps, last=last)
         session.keeper.close()
@@ -75,30 +75,28 @@ class Trainer:
         self.report.end(stopped=stopped and session.step < train.steps)
         return PREEMPTED if stopped and session.step < train.steps else 0
 
-    def train_step(self) -> Tensor:
-        """One optimizer step; returns the gradients' global norm before clipping."""
+    def train_step(self) -> None:
+        """One optimizer step."""
         session = self.session
         with self.watch.measure():
             batch = session.loader.next_step()
         total, norm = step_on(session, batch)
         session.schedule.step()
         session.step += 1
-        session.samples += session.config.batch.global_batch
         session.tokens += batch.valid_tokens
         self.losses.append(total / max(1, batch.valid_tokens))
         self.norms.append(norm)
         self.wait_s += self.engine.traffic.wait_s
         self.report.step_done(self.engine.traffic)
-        return norm
 
-    def log(self, norm: Tensor) -> None:
-        """Check the losses since the last log step and report the newest."""
-        losses = self.global_losses()
+    def log(self) -> None:
+        """Check the losses and report the newest, with what was measured since the last log step."""
+        loss, grad_norm = self.checked()
         session = self.session
         measured = Measured(
-            loss=losses[-1],
-            grad_norm=float(norm),
-            steps=len(losses),
+            loss=loss,
+            grad_norm=grad_norm,
+            steps=session.step - self.step_at_log,  # a save in between has emptied the losses
             tokens=session.tokens - self.tokens_at_log,
             total_s=self.watch.total_s,
             data_wait_s=self.watch.measured_s,
@@ -106,14 +104,15 @@ class Trainer:
             peak_memory_bytes=self.memory.peak_bytes,
         )
         self.report.train(measured)
-        self.tokens_at_log, self.wait_s = session.tokens, 0.0
+        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
         self.watch.reset()
 
-    def global_losses(self) -> list[float]:
-        """The mean loss per token of each step since the last call; raises `Diverged` at the first that is not finite.
+    def checked(self) -> tuple[float, float]:
+        """The newest step's mean loss per token and gradients' norm; raises `Diverged` at the first that is not finite.
 
-        The gradients' norms are checked with them: a step on a NaN gradient leaves NaN weights behind a finite loss.
-        Both are brought together once per log step, so that no step waits for the device; nothing is saved before.
+        All steps since the last call are looked at, and both of each: a NaN gradient leaves NaN weights behind a finite
+        loss.
+        Both are brought together once per log step and before a save, so that no other step waits for the device.
         """
         losses = torch.stack(self.losses)
         dist.all_reduce(losses)
@@ -126,7 +125,7 @@ class Trainer:
             self._check_finite(f"loss of step {step}", value)
             if not fp16:
                 self._check_finite(f"gradients' norm of step {step}", norm)
-        return values
+        return values[-1], norms[-1]
 
     def _check_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
@@ -160,7 +159,7 @@ class Trainer:
             self.report.sample(sample_text(session))
         if last or _due(session.step, session.config.checkpoint.every):
             if self.losses:
-                self.global_losses()
+                self.checked()
             self.report.saved(session.save())
 
 

@@ -14,8 +14,8 @@ from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine import device as devices
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
-from terrazzo.train.build import build_precision
 from terrazzo.train.evaluate import Validation
+from terrazzo.train.plan import build_precision
 from terrazzo.train.promise.as_setup import matmul_format
 from terrazzo.train.promise.summary import Pace, summarize, summary_lines
 from terrazzo.train.session import Session
@@ -43,15 +43,16 @@ def peak_flops(config: Config) -> float | None:
 
 
 class Report:
-    """Everything that is said and written. Every rank has one; only rank 0's does anything."""
+    """Everything that is said and written. Every rank has one; only rank 0's has a screen and files."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._engine = engine_of(session.model)
         self._bill = self._engine.memory_bill(session.micro_batches)
-        self._speaks = session.ranks.is_first
+        self._console = Console(session.config.train.steps, session.step) if session.ranks.is_first else None
+        self._sinks: list[Sink] = []
+        self._metrics_file: JsonLines | None = None
         self._start = time.perf_counter()
-        self._first_step = session.step
         self._traffic: dict[str, int] = {}  # bytes of the newest step, by kind of collective
         self._pace, self._peak_bytes = Pace(), 0
         self._usage = self._engine.usage()  # of memory and files beside the device, at the last log step
@@ -60,16 +61,11 @@ class Report:
         self._last_sample = ""
         self._on_cuda = devices.is_cuda(session.ranks.device)
         self._peak_flops = peak_flops(session.config) if self._on_cuda else None
-        if self._speaks:
-            self._open()
+        if session.ranks.is_first and session.step < session.config.train.steps:
+            self._open()  # else nothing is left to be done, and what was written of it stays as it is
 
     def _open(self) -> None:
         session, log = self._session, self._session.config.log
-        self._console = Console(session.config.train.steps, session.step)
-        self._sinks: list[Sink] = []
-        self._metrics_file: JsonLines | None = None
-        if session.step >= session.config.train.steps:
-            return  # nothing is left to be done, and what was written of it stays as it is
         log.folder.mkdir(parents=True, exist_ok=True)
         config = without_passwords(session.config.model_dump(mode="json"))
         text = json.dumps(config, indent=2, ensure_ascii=False)
@@ -81,14 +77,12 @@ class Report:
 
     def lost(self) -> str | None:
         """What has become of the log folder, if its files are no longer where they were begun; rank 0 looks."""
-        if not self._speaks or self._metrics_file is None or self._metrics_file.in_place():
+        if self._metrics_file is None or self._metrics_file.in_place():
             return None
         return f"the log folder '{self._session.config.log.folder}' (log.folder), or metrics.jsonl in it,"
 
     def begin(self) -> None:
         """The header: what is about to run."""
-        if not self._speaks:
-            return
         session, ranks = self._session, self._session.ranks
         numel = sum(parameter.numel() for parameter in session.model.parameters())
         learnt = sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad)
@@ -106,15 +100,13 @@ class Report:
         for note in session.data.notes:
             self._say(f"data: {note}")
         self._say(f"{self._engine.describe()}\n{self._bill.table()}")
-        for note in session.plan_notes:
+        for note in session.notes:
             self._say(note)
         if session.step:
             self._say("\n".join([f"resumed at step {session.step}", *session.resume_notes]))
 
     def train(self, measured: Measured) -> None:
         """A log step."""
-        if not self._speaks:
-            return
         self._pace.add(measured.steps, measured.tokens, measured.total_s)
         self._peak_bytes = measured.peak_memory_bytes
         metrics = self._metrics(measured)
@@ -123,7 +115,7 @@ class Report:
 
     def validation(self, found: Validation | None) -> None:
         """A validation loss."""
-        if found is None or not self._speaks:
+        if found is None:
             return
         self._first_validation = self._first_validation or found
         self._last_validation = found
@@ -134,8 +126,6 @@ class Report:
 
     def sample(self, text: str) -> None:
         """A text sample."""
-        if not self._speaks:
-            return
         self._log("sample", {"text": text})
         indented = "\n".join(f"    {line}" for line in text.strip("\n").split("\n"))
         self._last_sample = f"sample at step {self._session.step}:\n{indented}"
@@ -144,23 +134,21 @@ class Report:
 
     def saved(self, path: str) -> None:
         """A checkpoint was written, or will be in the background."""
-        if self._speaks:
-            self._say(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
+        self._say(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
 
     def exported(self, path: Path) -> None:
         """A Hugging Face folder was written."""
-        if self._speaks:
-            self._say(f"exported {path}")
+        self._say(f"exported {path}")
 
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""
         self._traffic = dict(traffic.bytes)
-        if self._speaks:
+        if self._console is not None:
             self._console.advance()
 
     def end(self, *, stopped: bool) -> None:
         """The summary, and the end of all files."""
-        if not self._speaks:
+        if self._console is None:
             return
         self._console.close()
         if not self._sinks:
@@ -183,10 +171,10 @@ class Report:
 
     def leave(self) -> None:
         """The end of the screen and of all files, with nothing more to say."""
-        if self._speaks:
+        if self._console is not None:
             self._console.close()
-            for sink in self._sinks:
-                sink.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _say_nothing_left(self) -> None:
         """Of a finished run that was started again: there is nothing that was measured."""
@@ -252,4 +240,5 @@ class Report:
             sink.log(kind, self._session.step, values)
 
     def _say(self, text: str) -> None:
-        self._console.say(without_passwords(text))
+        if self._console is not None:
+            self._console.say(without_passwords(text))

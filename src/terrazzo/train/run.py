@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from terrazzo.config import LaunchConfig, load_config
-from terrazzo.errors import BadInput
-from terrazzo.train.launch.failure import register_rank, run_rank
-from terrazzo.train.launch.ranks import agree_on_config, join, refuse_together
-from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, local_ranks
+from terrazzo.errors import BadInput, TerrazzoError
+from terrazzo.exchange import together
+from terrazzo.train.launch.failure import announce_ready, run_rank
+from terrazzo.train.launch.ranks import agree_on_config, join
+from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
 from terrazzo.train.preflight import check
@@ -21,7 +20,6 @@ from terrazzo.train.session import open_session
 
 __all__ = ["train_command"]
 
-T = TypeVar("T")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -34,7 +32,7 @@ def train_command(path: Path, overrides: list[str]) -> int:
     adopt_slurm()
     if not is_rank():
         config = load_config(path, overrides)
-        ranks = local_ranks(config.launch)
+        ranks = ranks_to_start(config.launch)
         check(config, ranks)
         if ranks > 1:
             return launch_ranks(ranks, ["-m", "terrazzo", "train", str(path), *overrides])
@@ -43,26 +41,22 @@ def train_command(path: Path, overrides: list[str]) -> int:
 
 
 def _train_rank(path: Path, overrides: list[str]) -> int:
-    """One rank's whole life; its exit code."""
+    """One rank's whole life; its exit code. What is wrong on one is raised on all: each reads its own file."""
     stop = StopRequest()
-    register_rank()
-    config, problem = _tried(lambda: load_config(path, overrides))
-    ranks = join(LaunchConfig() if config is None else config.launch)
-    refuse_together(problem)
-    assert config is not None
+    announce_ready()
+    ranks = join(_launch_of(path, overrides))
+    config = together(lambda: load_config(path, overrides), TerrazzoError)
     agree_on_config(config)
-    notes, problem = _tried(lambda: check(config, ranks.world_size))
-    refuse_together(problem)
-    assert notes is not None
+    notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
     with open_session(config, ranks, notes) as session:
         code = Trainer(session, stop).run()
     dist.destroy_process_group()
     return code
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What it returns, or what is wrong on this rank: others may have read another file."""
+def _launch_of(path: Path, overrides: list[str]) -> LaunchConfig:
+    """What to join with; where this rank cannot read it, all hear of it once they have met."""
     try:
-        return work(), None
-    except BadInput as error:
-        return None, str(error)
+        return load_config(path, overrides).launch
+    except BadInput:
+        return LaunchConfig()

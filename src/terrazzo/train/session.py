@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -15,38 +16,36 @@ from terrazzo import checkpoint
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import data_mesh, engine_of
 from terrazzo.errors import BadInput
-from terrazzo.exchange import agree, gather_json, on_first, together
+from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.telemetry import resident_bytes
-from terrazzo.train.build import (
-    batch_arithmetic,
-    build_offload,
-    build_optimizer,
-    build_plan,
-    build_precision,
-    build_schedule,
-    mesh_shape,
-)
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
-from terrazzo.train.data import Loader, TokenData, load_data
+from terrazzo.train.data import Loader, TokenData, evaluated, load_data
+from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.model.decoder import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.lora import load_base
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.preflight.folders import make_log_folder
-from terrazzo.train.promise.swap import make_folders
+from terrazzo.train.optimizer import build_optimizer, build_schedule
+from terrazzo.train.plan import (
+    build_offload,
+    build_plan,
+    build_precision,
+    mesh_shape,
+    micro_batches_per_rank,
+)
 
-__all__ = ["Session", "open_session"]
+__all__ = ["Session", "evaluation_limit", "open_session"]
 
 
 @dataclass
 class Session:
     """The objects of a run. `step` counts finished optimizer steps, `tokens` the targets trained on.
 
-    `samples` counts sequences over all ranks, `metrics` has the newest validation loss by its step, `best` the lowest.
+    `newest` and `best` are the newest and the lowest validation `loss`, each with its `step`.
     `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
-    what was resident before the model took memory, `plan_notes` what the planner had to say before the start.
+    what was resident before the model took memory, `notes` what was said of it before the start.
     """
 
     config: Config
@@ -58,19 +57,18 @@ class Session:
     schedule: LambdaLR
     flops_per_token: int
     keeper: Keeper
-    plan_notes: Sequence[str]
+    notes: Sequence[str]
     base_bytes: int
     step: int = 0
-    samples: int = 0
     tokens: int = 0
-    metrics: dict[int, float] = field(default_factory=dict)
+    newest: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step on each rank."""
-        return batch_arithmetic(self.config.batch, self.ranks.world_size)
+        return micro_batches_per_rank(self.config.batch, self.ranks.world_size)
 
     @property
     def places_per_step(self) -> int:
@@ -79,9 +77,9 @@ class Session:
 
     def validated(self, loss: float) -> None:
         """Note a validation loss of the current step: its checkpoint is kept by it."""
-        self.metrics = {self.step: loss}
+        self.newest = {"loss": loss, "step": self.step}
         if self.best is None or loss < self.best["loss"]:
-            self.best = {"loss": loss, "step": self.step}
+            self.best = self.newest
 
     def save(self) -> str:
         """Save a checkpoint of the current step; returns its path. Collective."""
@@ -111,9 +109,8 @@ class Session:
     def _extra(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "samples": self.samples,
             "tokens": self.tokens,
-            "metric": self.metrics.get(self.step),
+            "metric": None if self.newest is None or self.newest["step"] != self.step else self.newest["loss"],
             "best": self.best,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
@@ -128,7 +125,7 @@ class Session:
         if resumed is None:
             return
         extra, ranks = resumed.extra, self.ranks
-        self.step, self.samples, self.tokens = extra["step"], extra["samples"], extra["tokens"]
+        self.step, self.tokens = extra["step"], extra["tokens"]
         self.best = extra["best"]
         self.schedule.load_state_dict(extra["schedule"])
         self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
@@ -144,23 +141,29 @@ class Session:
             )
 
 
-def open_session(config: Config, ranks: Ranks, plan_notes: Sequence[str] = ()) -> Session:
+def evaluation_limit(config: Config, world_size: int) -> int:
+    """Sequences over all ranks that an evaluation reads at most."""
+    return config.train.eval_batches * config.batch.micro_batch * world_size
+
+
+def open_session(config: Config, ranks: Ranks, notes: Sequence[str] = ()) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
     on_first(lambda: make_log_folder(config), BadInput)
     keeper = Keeper(config, ranks)
     try:
-        return _open(config, ranks, keeper, plan_notes)
+        return _open(config, ranks, keeper, notes)
     except BaseException:
         keeper.release()
         raise
 
 
-def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str]) -> Session:
+def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) -> Session:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
-    data = load_data(config, builds=ranks.builds_shared_files, agree=agree)
+    data = load_data(config, builds=ranks.builds_shared_files, together=partial(together, failed=BadInput))
+    _check_validation(config, data, ranks.world_size)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
-    make_folders(config)
+    make_swap_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     model, flops_per_token = _model(config, data)
     optimizer = build_optimizer(config.optimizer, model)
@@ -181,7 +184,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str
         torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
         schedule = build_schedule(config.schedule, config.train.steps, sharded)
         session = Session(
-            config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, plan_notes, base_bytes
+            config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
         )
         if newest:
             session.resume()
@@ -191,6 +194,17 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, plan_notes: Sequence[str
         engine_of(model).close()  # its files would stay: ranks end without the interpreter's help
         raise
     return session
+
+
+def _check_validation(config: Config, data: TokenData, world_size: int) -> None:
+    """Raise `BadInput` where an evaluation would have no token to measure."""
+    dataset, limit = data.validation, evaluation_limit(config, world_size)
+    if dataset is not None and not dataset.valid_tokens(evaluated(dataset, limit)):
+        raise BadInput(
+            f"The validation data have no token to learn in the {min(limit, len(dataset))} of their {len(dataset)}"
+            " sequences that an evaluation reads, so there is no validation loss. Raise train.eval_batches or"
+            " batch.sequence_length, or set data.packing to 'whole' or 'single'."
+        )
 
 
 def _load_pretrained(config: Config, model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.device import stacked
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import Diverged
@@ -25,8 +26,8 @@ def clip_grad_norm(
     """
     axes, split = recipe.axes, recipe.plan.optim.axes
     gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
-    local = [_norm(gradient, norm_type).to(axes.device) for gradient in gradients]
-    norms = torch.stack(local) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
+    local = [_norm(gradient, norm_type) for gradient in gradients]
+    norms = stacked(local, axes.device) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
     if norm_type == float("inf"):
         total = axes.total(norms.max(), split, reduce=torch.amax)
     else:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from terrazzo import checkpoint as checkpoints
 from terrazzo.checkpoint.read import own_folder
 from terrazzo.errors import BadInput
-from terrazzo.exchange import together
+from terrazzo.exchange import on_first, together
 from terrazzo.integrations.lightning.state import from_json, to_json
 from terrazzo.integrations.saving import save_over, settle
 
@@ -47,9 +47,9 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) ->
     """
     settle(path)
     together(lambda: _check_there(path), BadInput)
-    if own_folder(path) is None:
+    if not on_first(lambda: own_folder(path) is not None, BadInput):
         return _load_file(path, model, optimizer)
-    source = checkpoints.open_source(path)
+    source = together(lambda: checkpoints.open_source(path), BadInput)
     if _KEY not in source.extra:
         raise BadInput(f"'{path}' is a checkpoint without a Trainer's state: load it with tz.checkpoint.load_weights.")
     found: dict[str, Any] = from_json(source.extra[_KEY])

@@ -20,7 +20,7 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
-from terrazzo.exchange import on_first
+from terrazzo.exchange import on_first, together
 from terrazzo.integrations.accelerate import Accelerator
 from terrazzo.integrations.saving import save_over, settle
 from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for
@@ -131,13 +131,13 @@ class TerrazzoTrainerMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing yet: weights are loaded with the optimizer, once both are sharded."""
-        checkpoint.open_source(state_of(resume_from_checkpoint))
+        opened(state_of(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, resume_from_checkpoint: str | None) -> None:
         if resume_from_checkpoint is None:
             return
         path, optimizer = state_of(resume_from_checkpoint), self.optimizer.optimizer
-        if checkpoint.open_source(path, self.model).optimizer is None:
+        if opened(path, self.model).optimizer is None:
             warnings.warn(f"'{path}' has no optimizer state: it starts anew.", stacklevel=2)
             optimizer = None
         with same_random():  # the Trainer restores generators itself, once it has passed over seen batches
@@ -148,10 +148,11 @@ class TerrazzoTrainerMixin(_Base):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if state_of(best) == best:  # save_only_model
+        if (path := state_of(best)) == best:  # save_only_model
             super()._load_best_model()
         else:
-            checkpoint.load_weights(self.model, state_of(best))
+            opened(path)
+            checkpoint.load_weights(self.model, path)
 
 
 class Trainer(TerrazzoTrainerMixin, transformers.Trainer):
@@ -170,8 +171,12 @@ def _name_dtype(config: Any, dtype: torch.dtype, folder: str) -> None:
 def state_of(folder: str) -> str:
     """The sharded state in `checkpoint-N`, or the folder itself where another stack wrote it. Collective."""
     own = os.path.join(folder, _FOLDER)
-    settle(own)
-    return own if os.path.isdir(own) else folder
+    return own if settle(own) else folder
+
+
+def opened(path: str, model: nn.Module | None = None) -> checkpoint.Source:
+    """`checkpoint.open_source`, once no rank has failed at it. Collective."""
+    return together(lambda: checkpoint.open_source(path, model), BadInput)
 
 
 def newest_complete(output_dir: str) -> str | None:

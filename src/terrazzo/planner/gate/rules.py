@@ -323,7 +323,7 @@ ENGINE = (
         lambda setup, _: setup.optimizer.torch_class is None,
         "`terrazzo train` takes optimizers of torch.optim, which has no {optimizer}.",
         "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
-        "terrazzo.train.build.optimizer_class",
+        "terrazzo.train.optimizer.optimizer_class",
     ),
     Rule(
         "loss without all logits",

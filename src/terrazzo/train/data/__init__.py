@@ -1,7 +1,8 @@
 """From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's share.
 
-Read `sources` (with `stored` and `hub`), `tokenizer`, `cache`, `sequences`, `loader`, in that order. Nothing here talks
-to other ranks: what must be agreed on goes through the `agree` function that `load_data` is given.
+Read `load` first, which goes through the others in this order: `sources` (with `stored`, `records` and `hub`),
+`tokenizer`, `chat` (with `rendering`), `cache`, `sequences` (with `packing`), `loader`. Nothing here talks to other
+ranks: what they must agree on goes through the function `together` that `load_data` is given.
 
 Example:
     config = load_config("examples/quickstart.yaml")
@@ -16,6 +17,7 @@ from terrazzo.train.data.loader import (
     GlobalBatch,
     GlobalOrder,
     Loader,
+    evaluated,
     evaluation_batches,
 )
 from terrazzo.train.data.sequences import IGNORED, Batch, SequenceDataset
@@ -33,6 +35,7 @@ __all__ = [
     "Loader",
     "SequenceDataset",
     "TokenData",
+    "evaluated",
     "evaluation_batches",
     "load_data",
     "load_tokenizer",

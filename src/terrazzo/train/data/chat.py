@@ -83,6 +83,8 @@ def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) ->
         BadInput: one of them is no plain file, or is too large; `template` is given for the built-in tokenizer.
     """
     digest = hashlib.sha256(loss_on.encode())
+    if name == BYTES and loss_on == "all":
+        digest.update(b"text of the whole spans")  # caches were made that count the content's alone
     if template is not None:
         if name == BYTES:
             raise BadInput(
@@ -148,7 +150,7 @@ class _PlainChat:
             )
         tokens: list[TokenArray] = []
         spans: list[tuple[int, int]] = []
-        length = span_bytes = 0
+        length = 0
         end = np.array([self.tokenizer.end_of_document])
         for message in messages:
             head, content = self.tokenizer.encode([f"<|{message['role']}|>\n", message["content"]])
@@ -156,9 +158,10 @@ class _PlainChat:
             if self.loss_on == "all" or message["role"] == ASSISTANT:
                 learnt = (start + len(head), length) if self.loss_on == ASSISTANT else (max(start, 1), length)
                 spans.append(learnt)
-                span_bytes += len(message["content"].encode())
             tokens += [head.astype(np.int64), content.astype(np.int64), end]
-        return Rendered(np.concatenate(tokens or [np.zeros(0, np.int64)]), spans, span_bytes)
+        joined = np.concatenate(tokens or [np.zeros(0, np.int64)])
+        texts = [self.tokenizer.decode(joined[slice(*span)].tolist()) for span in spans]
+        return Rendered(joined, spans, sum(len(text.encode()) for text in texts))
 
 
 @dataclass(frozen=True)

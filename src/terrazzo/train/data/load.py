@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,17 @@ from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["TokenData", "load_data"]
 
-Agree = Callable[[str | None], str | None]
-"""Called once by every rank with its error message or None; returns to all of them one rank's message, or
-None when none has any. It must not return before every rank has called it."""
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """Does this rank's `work`, and returns once every rank has done its own; what fails on one is raised on all."""
+
+    def __call__(self, work: Callable[[], T]) -> T: ...
+
+
+def _alone(work: Callable[[], T]) -> T:
+    return work()
 
 
 @dataclass(frozen=True)
@@ -56,32 +64,28 @@ class TokenData:
                 )
 
 
-def load_data(config: Config, *, builds: bool = True, agree: Agree = lambda message: message) -> TokenData:
+def load_data(config: Config, *, builds: bool = True, together: Together = _alone) -> TokenData:
     """Tokenizes what section `data` names, unless the cache has it, and opens it.
 
     Args:
         builds: True on exactly one rank of each group of ranks that share a file system. More do no harm: they
-            repeat the work and write the same file. The others wait in `agree`.
-        agree: how this rank's failure reaches all; the default is that of a single process.
+            repeat the work and write the same file. The others wait in `together`.
+        together: how this rank's failure reaches all; the default is that of a single process.
 
     Raises:
         BadInput: on every rank, when any rank cannot use its input.
     """
-    failure: Exception | None = None
-    try:
+
+    def made() -> tuple[Tokenizer, list[_WantedCache]]:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
         wanted = [_wanted_cache(config.data, source, tokenizer) for source in _sources_of(config.data)]
         if builds:
             for one in wanted:
                 _build_if_needed(config.data, one, tokenizer)
-    except Exception as error:  # whatever it is, the other ranks must hear of it before this one leaves
-        failure = error
-    message = agree(None if failure is None else f"{failure}")
-    if failure is not None:
-        raise failure
-    if message is not None:
-        raise BadInput(message)
-    return _assemble(config, tokenizer, [_opened(one.path) for one in wanted])
+        return tokenizer, wanted
+
+    tokenizer, wanted = together(made)
+    return together(lambda: _assemble(config, tokenizer, [_opened(one.path) for one in wanted]))
 
 
 def _sources_of(data: DataConfig) -> list[str | Sequence[str]]:

@@ -21,7 +21,7 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, SequenceDataset
 
-__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluation_batches"]
+__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluated", "evaluation_batches"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class GlobalBatch:
 class Loader:
     """Endless steps over a dataset, from a cursor that counts only what `next_step` has returned.
 
-    Sizes are those of section `batch`, of which `batch_arithmetic` holds for `world_size` ranks; `rank` says whose
-    share is read, and `train.seed` draws the order.
+    Sizes are those of section `batch`, of which `micro_batches_per_rank` is whole with `world_size` ranks; `rank` says
+    whose share is read, and `train.seed` draws the order.
 
     Raises:
         BadInput: the dataset holds fewer sequences than one global batch.
@@ -153,6 +153,12 @@ class Loader:
         self.thread, self.ahead = None, None
 
 
+def evaluated(dataset: SequenceDataset, max_sequences: int | None = None) -> npt.NDArray[np.int64]:
+    """The sequences of a pass over `dataset`: all, or at most `max_sequences`, evenly spaced."""
+    count = min(len(dataset), max_sequences or len(dataset))
+    return np.arange(count, dtype=np.int64) * len(dataset) // count
+
+
 def evaluation_batches(
     dataset: SequenceDataset,
     micro_batch: int,
@@ -166,10 +172,9 @@ def evaluation_batches(
     collectives; what is left over is filled with rows in which every target is ignored. Summed over ranks,
     each sequence comes once.
     """
-    count = min(len(dataset), max_sequences or len(dataset))
-    chosen = np.arange(count, dtype=np.int64) * len(dataset) // count
+    chosen = evaluated(dataset, max_sequences)
     per_round = micro_batch * world_size
-    padded = np.full(-(-count // per_round) * per_round, NO_SEQUENCE, dtype=np.int64)
-    padded[:count] = chosen
+    padded = np.full(-(-len(chosen) // per_round) * per_round, NO_SEQUENCE, dtype=np.int64)
+    padded[: len(chosen)] = chosen
     for indices in padded.reshape(-1, world_size, micro_batch)[:, rank]:
         yield dataset.batch(indices)

@@ -1,1 +1,10 @@
-"""Processes: how ranks are started, meet, stop, and fail, and what they leave behind."""
+"""Processes: how ranks are started, meet, stop, and fail, and what they leave behind.
+
+starting     which ranks this command starts, or joins because torchrun or Slurm has started them
+local_ranks  the processes that it starts, and the pipes on which they report
+joining      where ranks meet, and who has not come in time
+ranks        a rank's place in the run, and the same configuration on all
+stop         a signal as a request that all ranks hear of
+failure      who failed first is said once, with the exit code
+scratch      temporary folders that do not stay behind
+"""

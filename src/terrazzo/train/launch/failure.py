@@ -29,22 +29,22 @@ from terrazzo.train.launch.scratch import Scratch
 __all__ = [
     "BAD_INPUT",
     "FAILED",
+    "INTERRUPTED",
     "PREEMPTED",
     "REPORT",
     "SIBLING_GRACE_S",
     "Failure",
+    "announce_ready",
     "first_failure",
-    "register_rank",
     "run_rank",
 ]
 
 FAILED = 1
 BAD_INPUT = 2
 PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 _MENDABLE = BadInput | SaveFailed | SwapFailed  # one paragraph says it all
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 REPORT = "TERRAZZO_REPORT"  # the descriptor on which a rank reports to `launch_ranks`, which has started it
 SIBLING_GRACE_S = 8.0  # time for a rank to fail by itself before it is ended because another one failed
@@ -169,7 +169,7 @@ def _tell(failure: Failure, error: BaseException) -> None:
         print(failure.text, file=sys.stderr)
 
 
-def register_rank() -> None:
+def announce_ready() -> None:
     """Tell the process that started this rank that it heeds signals now."""
     _reporter.begun()
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from terrazzo.config import Config, LaunchConfig, flatten
 from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.exchange import agree, gather_json
+from terrazzo.exchange import gather_json
 from terrazzo.train.launch.joining import meet
 from terrazzo.train.launch.starting import resolve_device, set_threads
 
-__all__ = ["Ranks", "agree_on_config", "join", "refuse_together"]
+__all__ = ["Ranks", "agree_on_config", "join"]
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,6 @@ def join(launch: LaunchConfig) -> Ranks:
     backend = devices.backend_for(device.type)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, device)
-
-
-def refuse_together(problem: str | None) -> None:
-    """Raise the first rank's problem as `BadInput` on every rank; nothing happens when no rank has one. Collective."""
-    if (first := agree(problem)) is not None:
-        raise BadInput(first)
 
 
 def agree_on_config(config: Config) -> None:

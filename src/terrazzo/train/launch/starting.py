@@ -26,7 +26,7 @@ __all__ = [
     "first_host",
     "is_rank",
     "launch_ranks",
-    "local_ranks",
+    "ranks_to_start",
     "resolve_device",
     "set_threads",
 ]
@@ -52,7 +52,7 @@ def resolve_device(config: LaunchConfig) -> str:
     return config.device
 
 
-def local_ranks(config: LaunchConfig) -> int:
+def ranks_to_start(config: LaunchConfig) -> int:
     """How many ranks this command starts; raises `BadInput` for more CUDA ranks than devices."""
     device = resolve_device(config)
     count = devices.count() if device == "cuda" else 1
@@ -92,12 +92,24 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
+def environment_of(ranks: int) -> dict[str, str]:
+    """What ranks are started with where the user has not said otherwise.
+
+    Gathered weights of units of several sizes come and go: segments that grow leave no gaps between them (PyTorch,
+    "Memory management" in the notes on CUDA).
+    """
+    threads = {"OMP_NUM_THREADS": str(max(1, cpus_of_a_rank(1) // ranks))}
+    chosen = not devices.count() or "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # the older name of the same
+    return threads if chosen else threads | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     """Run `python ARGUMENTS` as `ranks` local ranks; returns the exit code for this process.
 
     Prints the first failing rank's message or traceback as the last thing on screen.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus_of_a_rank(1) // ranks)))
+    for name, value in environment_of(ranks).items():
+        os.environ.setdefault(name, value)
     signals = Signals()
     try:
         with LocalRanks(ranks, arguments) as started:

@@ -13,9 +13,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-__all__ = ["StopRequest"]
+from terrazzo.train.launch.failure import INTERRUPTED
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+__all__ = ["StopRequest"]
 
 
 class StopRequest:

@@ -224,8 +224,8 @@ class Decoder(nn.Module):
         """Next-token logits `[B, T, vocab_size]` of int64 `tokens` `[B, T]`, T ≤ `max_sequence_length`."""
         if tokens.shape[1] > self.config.max_sequence_length:
             raise BadInput(
-                f"The model was given sequences of {tokens.shape[1]} tokens, but model.max_sequence_length "
-                f"is {self.config.max_sequence_length}. Raise it, or shorten sequence_length."
+                f"The model was given sequences of {tokens.shape[1]} tokens, but batch.sequence_length, for which it "
+                f"was built, is {self.config.max_sequence_length}. Raise it, or shorten the sequences."
             )
         cos, sin = self.rotary(tokens.shape[1])
         x = self.embedding(tokens)

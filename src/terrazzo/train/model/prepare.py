@@ -15,7 +15,7 @@ __all__ = ["decoder_config", "prepare_model", "vocab_size_of"]
 
 def vocab_size_of(config: Config) -> int:
     """Of a decoder: as given, or the tokenizer's."""
-    return config.model.vocab_size or load_tokenizer(config.data.tokenizer).vocab_size
+    return config.model.vocab_size or load_tokenizer(config.data.tokenizer, config.data.end_of_document).vocab_size
 
 
 def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:

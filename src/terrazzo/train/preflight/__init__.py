@@ -1,4 +1,11 @@
-"""Everything that can be refused before a process is started or a byte is written."""
+"""Everything that can be refused before a process is started or a byte is written.
+
+checks   all of it, in order
+folders  those that the run writes to
+room     memory of devices, and what the planner knows to fail
+swap     host memory, and disks for swap files
+idle     settings that do nothing, which are noted
+"""
 
 from terrazzo.train.preflight.checks import check
 

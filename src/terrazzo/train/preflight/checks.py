@@ -1,26 +1,27 @@
-"""Everything that can be refused before a process is started or a byte is written."""
+"""All checks of a configuration, in order."""
 
 from __future__ import annotations
 
 from terrazzo.config import Config
 from terrazzo.planner.model.transformers import harmless
-from terrazzo.train.build import (
-    batch_arithmetic,
+from terrazzo.train.data.chat import chat_fingerprint
+from terrazzo.train.data.sources import find_files
+from terrazzo.train.data.tokenizer import load_tokenizer
+from terrazzo.train.model.huggingface import read_config, weight_files
+from terrazzo.train.model.lora import check_lora
+from terrazzo.train.model.prepare import decoder_config
+from terrazzo.train.optimizer import check_settings
+from terrazzo.train.plan import (
     build_offload,
     build_plan,
     build_precision,
-    check_settings,
     mesh_shape,
+    micro_batches_per_rank,
 )
-from terrazzo.train.data.chat import chat_fingerprint
-from terrazzo.train.data.sources import find_files
-from terrazzo.train.model.huggingface import read_config, weight_files
-from terrazzo.train.model.lora import check_lora
-from terrazzo.train.model.prepare import decoder_config, vocab_size_of
 from terrazzo.train.preflight.folders import check_written
 from terrazzo.train.preflight.idle import idle_notes
-from terrazzo.train.promise.room import check_plan
-from terrazzo.train.promise.swap import check_folders
+from terrazzo.train.preflight.room import check_plan
+from terrazzo.train.preflight.swap import check_folders
 
 __all__ = ["check"]
 
@@ -34,18 +35,18 @@ def check(config: Config, world_size: int) -> list[str]:
     build_precision(config)
     build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
-    batch_arithmetic(config.batch, world_size)
+    micro_batches_per_rank(config.batch, world_size)
     check_settings(config.optimizer)
-    _check_model(config)
+    _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document).vocab_size)
     _check_data(config)
     check_written(config)
     notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config))]
     return [*notes, *check_plan(config, world_size)]
 
 
-def _check_model(config: Config) -> None:
+def _check_model(config: Config, vocab_size: int) -> None:
     if config.model.kind == "decoder":
-        decoder_config(config, vocab_size_of(config))
+        decoder_config(config, vocab_size)
         return
     assert config.model.path is not None
     harmless(read_config(config.model.path), f"'{config.model.path}'")

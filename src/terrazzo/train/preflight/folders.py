@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from glob import has_magic
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from terrazzo.train.data.hub import folder_of_source
 from terrazzo.train.data.sources import PYTHON_STDLIB
 from terrazzo.train.data.stored import is_url, is_visible
 
-__all__ = ["check_written", "make_log_folder"]
+__all__ = ["check_written"]
 
 
 def check_written(config: Config) -> None:
@@ -89,17 +88,3 @@ def _check_writable(key: str, folder: Path) -> None:
         raise BadInput(f"{key} is '{folder}', and '{there}' is a file: use a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise BadInput(f"{key} is '{folder}', but '{there}' cannot be written to: make it writable, or use another.")
-
-
-def make_log_folder(config: Config) -> None:
-    """Make it, and write to it once. Called by one rank, before anything else is done."""
-    folder = config.log.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b" ")
-            file.flush()
-    except OSError as error:
-        raise BadInput(
-            f"log.folder is '{folder}', which cannot be written to: {error.strerror}. Make it writable, or use another."
-        ) from None

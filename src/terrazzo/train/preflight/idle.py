@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from terrazzo.config import Config, flatten
-from terrazzo.train.build import build_plan, optimizer_class
 from terrazzo.train.data import PYTHON_STDLIB
 from terrazzo.train.data.tokenizer import BYTES
+from terrazzo.train.optimizer import optimizer_class
+from terrazzo.train.plan import build_plan
 
 __all__ = ["idle_notes"]
 

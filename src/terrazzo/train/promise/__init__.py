@@ -1,1 +1,8 @@
-"""What the planner promises of a run, before it starts and beside what was measured."""
+"""What the planner promises of a run, before it starts and beside what was measured.
+
+as_setup   what a configuration means to the planner
+planned    its estimate of a run
+trial      a few timed steps, in processes of their own
+calibrate  a record of them, on which later estimates stand
+summary    promised beside measured, at the end of a run
+"""

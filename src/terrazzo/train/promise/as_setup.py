@@ -14,18 +14,18 @@ from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_sha
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
-from terrazzo.train.build import (
-    batch_arithmetic,
-    build_offload,
-    build_plan,
-    build_precision,
-    mesh_shape,
-    optimizer_class,
-)
 from terrazzo.train.launch.starting import resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.prepare import decoder_config, vocab_size_of
+from terrazzo.train.optimizer import optimizer_class
+from terrazzo.train.plan import (
+    build_offload,
+    build_plan,
+    build_precision,
+    mesh_shape,
+    micro_batches_per_rank,
+)
 
 __all__ = ["matmul_format", "ranks_here", "setup_of"]
 
@@ -39,7 +39,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
 
     Errors: `BadInput` for settings that do not fit together, and for a model that the planner cannot describe.
     """
-    micro_batches = batch_arithmetic(config.batch, world_size)
+    micro_batches = micro_batches_per_rank(config.batch, world_size)
     precision = build_precision(config)
     mode, every = config.train.checkpointing
     found = machine_of(config) if cluster is None else cluster

@@ -16,13 +16,13 @@ from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
+from terrazzo.train.folders import make_swap_folders
 from terrazzo.train.launch.failure import BAD_INPUT
 from terrazzo.train.launch.scratch import Scratch
-from terrazzo.train.launch.starting import local_ranks
+from terrazzo.train.launch.starting import ranks_to_start
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
-from terrazzo.train.promise.swap import make_folders
 from terrazzo.train.promise.trial import Trial
 
 __all__ = ["calibrate", "record_of"]
@@ -39,12 +39,12 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
         out = Path(folder, "trials.json")
         apart = [f"log.folder={folder}/run", f"checkpoint.folder={folder}/checkpoints", "checkpoint.resume=never"]
         given = [*overrides, *apart, "checkpoint.save_format=terrazzo"]
-        make_folders(load_config(path, overrides))  # those inside the log folder that the run itself would have
+        make_swap_folders(load_config(path, overrides))  # those inside the log folder that the run itself would have
         config = load_config(path, given)
-        check(config, local_ranks(config.launch))
+        check(config, ranks_to_start(config.launch))
         _run([str(path), str(out), *given])
         trials = [Trial(**values) for values in json.loads(out.read_text(encoding="utf-8"))]
-    record = record_of(config, local_ranks(config.launch), trials)
+    record = record_of(config, ranks_to_start(config.launch), trials)
     return record, record.save()
 
 

@@ -19,10 +19,10 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
-from terrazzo.train.build import construct
 from terrazzo.train.data import Batch
 from terrazzo.train.evaluate import summed_loss
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.optimizer import construct
 from terrazzo.train.promise.as_setup import setup_of
 
 __all__ = ["planned", "traced_memory"]

@@ -22,9 +22,9 @@ from terrazzo.engine import device as devices
 from terrazzo.engine import engine_of
 from terrazzo.exchange import gather_json
 from terrazzo.telemetry import PeakMemory
-from terrazzo.train.launch.failure import register_rank, run_rank
+from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.ranks import join
-from terrazzo.train.launch.starting import is_rank, launch_ranks, local_ranks
+from terrazzo.train.launch.starting import is_rank, launch_ranks, ranks_to_start
 from terrazzo.train.loop import step_on
 from terrazzo.train.session import Session, open_session
 
@@ -109,11 +109,11 @@ def main() -> int:
     config = load_config(path, overrides)
     if is_rank():
         run_rank(int(os.environ["RANK"]), lambda: _rank(config, Path(out)))
-    return launch_ranks(local_ranks(config.launch), ["-m", "terrazzo.train.promise.trial", *sys.argv[1:]])
+    return launch_ranks(ranks_to_start(config.launch), ["-m", "terrazzo.train.promise.trial", *sys.argv[1:]])
 
 
 def _rank(config: Config, out: Path) -> int:
-    register_rank()
+    announce_ready()
     trials = _run_trials(config)
     if os.environ["RANK"] == "0":
         out.write_text(json.dumps([asdict(trial) for trial in trials]), encoding="utf-8")

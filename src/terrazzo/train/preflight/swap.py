@@ -1,4 +1,4 @@
-"""What a run needs beside its devices: host memory, and disks for swap files. Both are looked at before it starts."""
+"""What a run needs beside its devices: host memory, and disks for swap files."""
 
 from __future__ import annotations
 
@@ -9,41 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terrazzo.config import Config
-from terrazzo.engine import Plan
 from terrazzo.engine.offload.disk import free_bytes, inspect_folder, mount_of, sweep
-from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
-from terrazzo.train.build import build_offload, build_plan
+from terrazzo.train.folders import is_own, swap_folders
 from terrazzo.train.launch.starting import resolve_device
 from terrazzo.train.promise.as_setup import ranks_here
 
-__all__ = ["check_folders", "lacks_room", "make_folders", "offload_notes", "swap_folders"]
+__all__ = ["check_folders", "host_lacks_room", "offload_notes"]
 
 RATED_BYTES = 600e12
 """What a consumer's drive of 1 TB may be written in all, by its maker's warranty."""
-
-
-def swap_folders(config: Config) -> tuple[Path, ...]:
-    """Where swap files go; none where no state is on nvme. Errors: `BadInput` where one is and no folder is named."""
-    if not _on_drives(build_plan(config)):
-        return ()
-    folders = build_offload(config).folders
-    if not folders:
-        raise BadInput(
-            "The plan places states on nvme, but offload.path names no folder for their swap files: set"
-            " offload.path=FOLDER, on a local NVMe drive, or use the tier cpu."
-        )
-    return folders
-
-
-def make_folders(config: Config) -> None:
-    """Make those that belong to the run itself, inside log.folder; all others have to be there."""
-    for folder in swap_folders(config):
-        if _own(config, folder):
-            folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_folders(config: Config) -> list[str]:
@@ -55,7 +33,7 @@ def check_folders(config: Config) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def lacks_room(config: Config, memory: Memory, world_size: int) -> str | None:
+def host_lacks_room(config: Config, memory: Memory, world_size: int) -> str | None:
     """Why the host or its disks cannot hold what is offloaded; None where they can, or nothing is known against it.
 
     On a CPU the host's memory is the device's, and what is kept there is counted with it elsewhere.
@@ -91,17 +69,9 @@ def offload_notes(config: Config, memory: Memory, world_size: int) -> list[str]:
     return notes
 
 
-def _on_drives(plan: Plan) -> bool:
-    return any("nvme" in place.shares for place in plan.places().values())
-
-
-def _own(config: Config, folder: Path) -> bool:
-    return folder.resolve().is_relative_to(config.log.folder.resolve())
-
-
 def _existing(config: Config, folder: Path) -> Path:
     """The folder; where the run makes it itself, the folder that is there already and that it will be made in."""
-    if not _own(config, folder):
+    if not is_own(config, folder):
         return folder
     return next(place for place in (folder, *folder.resolve().parents) if place.exists())
 

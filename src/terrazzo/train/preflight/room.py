@@ -21,8 +21,8 @@ from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.launch.starting import resolve_device
 from terrazzo.train.model.huggingface import read_config
+from terrazzo.train.preflight.swap import host_lacks_room, offload_notes
 from terrazzo.train.promise.as_setup import ranks_here, setup_of
-from terrazzo.train.promise.swap import lacks_room, offload_notes
 
 __all__ = ["Available", "available", "check_plan"]
 
@@ -76,7 +76,7 @@ def _lacks_room(config: Config, setup: Setup, memory: Memory, there: Available |
         certain = sum(term.value for term in memory.near_terms if term.name in CERTAIN)
         if certain > there.bytes or memory.near_bytes > there.bytes * DOUBT:
             return _too_large(config, setup, memory, there)
-    return lacks_room(config, memory, setup.mesh.world_size)
+    return host_lacks_room(config, memory, setup.mesh.world_size)
 
 
 class Available(NamedTuple):

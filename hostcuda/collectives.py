@@ -1,0 +1,291 @@
+"""NCCL over gloo: groups of the backend `nccl` as torch makes them, whose collectives run on streams.
+
+Values go through the hosts' memory at once, summed in rank order; they arrive in the device's memory when somebody
+waits for them. What is asynchronous runs on the communicator's own stream, after all that the caller's stream has
+queued; what is not, on the caller's. Collectives of one communicator come one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from hostcuda.library import native
+
+__all__ = ["LINKS", "Links", "install"]
+
+
+@dataclass
+class Links:
+    """What collectives take in virtual time: bytes per second of a rank among neighbours and among others, and seconds
+    of latency. Ranks of a group are neighbours if their numbers follow one another.
+    """
+
+    near: float = 3e11
+    far: float = 5e10
+    latency_s: float = 0.0
+
+
+LINKS = Links()
+
+_DTYPES = {
+    torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+}  # fmt: skip
+"""What NCCL can send; see `ncclDataType` in torch's NCCLUtils."""
+
+
+class _Options:
+    """In place of `ProcessGroupNCCL.Options`."""
+
+    is_high_priority_stream = False
+    global_ranks_in_group: Sequence[int] = ()
+    group_name = ""
+    _timeout = timedelta(minutes=10)
+
+
+_alive: list[_Nccl] = []
+"""Groups hold what torch made of a communicator, and not the object that it is here."""
+
+
+class _Nccl(c10d.ProcessGroupGloo):
+    """In place of `ProcessGroupNCCL`: carries the values, as bytes, and is one communicator of the device."""
+
+    Options = _Options  # type: ignore[assignment]
+
+    def __init__(self, store: Any, rank: int, size: int, options: _Options) -> None:
+        super().__init__(store, rank, size, timeout=options._timeout)
+        ranks = list(options.global_ranks_in_group) or list(range(size))
+        self._near = ranks[-1] - ranks[0] == len(ranks) - 1
+        self._name = options.group_name
+        self._stream: torch.cuda.Stream | None = None
+        self._last: torch.cuda.Event | None = None
+        self.under_way: set[_Work] = set()
+        _alive.append(self)
+
+    def run(self, call: _Call) -> _Work:
+        """Begin a collective."""
+        for tensor in (*call.reads, *call.writes):
+            if tensor.dtype not in _DTYPES:
+                raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+        values = call.values(self)
+        stream = current = torch.cuda.current_stream()
+        if call.asynchronous:
+            stream = self._own_stream()
+            stream.wait_stream(current)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        where = stream.device_index, stream.stream_id
+        native.launch(*where, self._seconds(call))
+        for writes, tensors in enumerate((call.reads, call.writes)):
+            for tensor in tensors:
+                native.use(*where, tensor.data_ptr(), tensor.nbytes, writes, call.name.encode())
+        self._last = stream.record_event()
+        work = _Work(self, call, self._last, values)
+        self.under_way.add(work)
+        return work
+
+    def everyones(self, tensor: Tensor) -> list[Tensor]:
+        """Each rank's values of a contiguous tensor, on the host, flat."""
+        own = _alias(tensor).clone().view(-1)
+        rows = torch.empty(self.size() * own.nbytes, dtype=torch.uint8)
+        _quietly(self, "_allgather_base", rows, own.view(torch.uint8))
+        return list(rows.view(own.dtype).view(self.size(), -1).unbind())
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+            native.name_stream(self._stream.device_index, self._stream.stream_id, f"NCCL of {self._name}".encode())
+        return self._stream
+
+    def _seconds(self, call: _Call) -> float:
+        moved = max(tensor.nbytes for tensor in (*call.reads, *call.writes)) * (self.size() - 1) / self.size()
+        return call.trips * moved / (LINKS.near if self._near else LINKS.far) + LINKS.latency_s
+
+
+def _quietly(group: Any, name: str, *arguments: Any) -> None:
+    getattr(c10d.ProcessGroupGloo, name)(group, *arguments).wait()
+
+
+@dataclass
+class _Call:
+    """A collective: what it reads and writes on the device, and what it finds, given a communicator.
+
+    Attributes:
+        trips: how often its largest tensor goes over the links.
+    """
+
+    name: str
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    values: Callable[[_Nccl], Sequence[Tensor]]
+    asynchronous: bool
+    trips: int = 1
+
+
+class _Work(dist.Work):
+    """A collective under way. Its tensors are kept until somebody waits for it, as NCCL's are."""
+
+    def __init__(self, nccl: _Nccl, call: _Call, done: torch.cuda.Event, values: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._nccl, self._call, self._done, self._values = nccl, call, done, values
+
+    def wait(self, timeout: Any = None) -> bool:
+        """The current stream waits. Only now are the values there: who reads before finds what was in the memory."""
+        torch.cuda.current_stream().wait_event(self._done)
+        self.deliver()
+        return True
+
+    def deliver(self) -> None:
+        if self in self._nccl.under_way:
+            self._nccl.under_way.remove(self)
+            for tensor, values in zip(self._call.writes, self._values, strict=True):
+                _alias(tensor).view(-1).copy_(values)
+            del self._call, self._values
+
+    def is_completed(self) -> bool:
+        self._done.query()
+        self.deliver()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    made: Tensor = torch.ops.hostcuda.alias(tensor.detach())
+    return made
+
+
+def _reduced(rows: Sequence[Tensor], op: Any) -> Tensor:
+    ops: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "SUM": torch.add, "AVG": torch.add, "MAX": torch.maximum, "MIN": torch.minimum,
+    }  # fmt: skip
+    name = next((name for name in ops if op == getattr(dist.ReduceOp, name)), None)
+    if name is None:
+        raise NotImplementedError(f"hostcuda does not simulate reductions by {op}")
+    total = functools.reduce(ops[name], rows[1:], rows[0].clone())
+    return total / len(rows) if name == "AVG" else total
+
+
+def _all_reduce(tensors: Sequence[Tensor], options: Any) -> _Call:
+    def values(nccl: _Nccl) -> list[Tensor]:
+        return [_reduced(nccl.everyones(tensor), options.reduceOp) for tensor in tensors]
+
+    return _Call("all_reduce", tensors, tensors, values, options.asyncOp, trips=2)
+
+
+def _broadcast(tensors: Sequence[Tensor], options: Any) -> _Call:
+    def values(nccl: _Nccl) -> list[Tensor]:
+        return [nccl.everyones(tensor)[options.rootRank] for tensor in tensors]
+
+    return _Call("broadcast", tensors, tensors, values, options.asyncOp)
+
+
+def _all_gather(output: Tensor, own: Tensor, options: Any) -> _Call:
+    return _Call("all_gather", [own], [output], lambda nccl: [torch.cat(nccl.everyones(own))], options.asyncOp)
+
+
+def _all_gather_lists(outputs: Sequence[Sequence[Tensor]], owns: Sequence[Tensor], options: Any) -> _Call:
+    def values(nccl: _Nccl) -> list[Tensor]:
+        return nccl.everyones(owns[0])
+
+    return _Call("all_gather", owns, outputs[0], values, options.asyncOp)
+
+
+def _reduce_scatter(output: Tensor, full: Tensor, options: Any) -> _Call:
+    def values(nccl: _Nccl) -> list[Tensor]:
+        rows = [row.view(nccl.size(), -1)[nccl.rank()] for row in nccl.everyones(full)]
+        return [_reduced(rows, options.reduceOp)]
+
+    return _Call("reduce_scatter", [full], [output], values, options.asyncOp)
+
+
+_CALLS: dict[str, Callable[..., _Call]] = {
+    "allreduce": _all_reduce,
+    "broadcast": _broadcast,
+    "allgather": _all_gather_lists,
+    "all_gather_single": _all_gather,
+    "_allgather_base": _all_gather,
+    "reduce_scatter_single": _reduce_scatter,
+    "_reduce_scatter_base": _reduce_scatter,
+}
+
+
+def _method(name: str, call: Callable[..., _Call]) -> Callable[..., Any]:
+    """A method of `ProcessGroup`: on the device, collectives go to the communicator; all else is torch's."""
+    original = getattr(dist.ProcessGroup, name)
+
+    @functools.wraps(original)
+    def method(self: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+        nccl = _communicator(self, arguments)
+        if nccl is None:
+            return original(self, *arguments, **keywords)
+        planned = call(*arguments, **keywords)
+        work = nccl.run(planned)
+        if not planned.asynchronous:
+            work.wait()
+        return work
+
+    return method
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*arguments: Any) -> NoReturn:
+        raise NotImplementedError(f"hostcuda does not simulate {name}")
+
+    return refuse
+
+
+def _communicator(group: dist.ProcessGroup, arguments: Sequence[Any]) -> _Nccl | None:
+    first = arguments[0]
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if not (isinstance(first, Tensor) and first.is_cuda):
+        return None
+    backend = group._get_backend(torch.device("cuda"))
+    return backend if isinstance(backend, _Nccl) else None
+
+
+def _barrier_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """There it is an all-reduce of one element, which the host waits for."""
+
+    @functools.wraps(original)
+    def barrier(self: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+        options = arguments[0] if arguments else keywords.get("opts")
+        if options is None or options.device is None or options.device.type != "cuda":
+            return original(self, *arguments, **keywords)
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=self)
+        torch.cuda.current_stream().synchronize()
+        return None
+
+    return barrier
+
+
+def install() -> None:
+    """From now on torch makes such communicators wherever `nccl` is asked for."""
+    group = dist.ProcessGroup
+    for name, call in _CALLS.items():
+        if hasattr(group, name):
+            setattr(group, name, _method(name, call))
+    group.barrier = _barrier_on_device(group.barrier)  # type: ignore[method-assign]
+    c10d.ProcessGroupNCCL = _Nccl  # type: ignore[misc, assignment]
+    c10d._NCCL_AVAILABLE = True
+    c10d.is_nccl_available = dist.is_nccl_available = lambda: True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that these are registered already is the point
+        for name in torch._C._dispatch_get_all_op_names():  # where whatever else there is would find gloo
+            if name.startswith("c10d::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+                _LIBRARY.impl(name.removeprefix("c10d::"), _refusal(name), "CUDA", allow_override=True)
+
+
+_LIBRARY = torch.library.Library("c10d", "IMPL")

@@ -1,0 +1,121 @@
+// The C interface that hostcuda/library.py binds.
+#include <c10/core/Allocator.h>
+
+#include <unordered_map>
+
+#include "allocator.h"
+
+using namespace hostcuda;
+
+namespace {
+
+std::unordered_map<int64_t, Clock>& tokens() {
+  static auto* instance = new std::unordered_map<int64_t, Clock>();
+  return *instance;
+}
+
+}  // namespace
+
+extern "C" {
+
+void hc_start(Callback callback, int home, int devices) {
+  Locked locked;
+  tell(callback);
+  live_on(home, devices);
+  c10::SetAllocator(c10::kCUDA, &device_allocator(), 255);
+}
+
+int hc_get_device() { return current_device(); }
+
+void hc_set_device(int device) {
+  Locked locked;
+  if (device != current_device()) check_home(device, "torch.cuda.set_device");
+  set_current_device(device);
+}
+
+// Back to where a block of code began: torch makes no context of its own for that.
+void hc_go_back_to_device(int device) { set_current_device(device); }
+
+int64_t hc_get_stream(int device) { return current_stream(device); }
+void hc_set_stream(int device, int64_t stream) { set_current_stream(device, stream); }
+
+void hc_name_stream(int device, int64_t stream, const char* name) {
+  Locked locked;
+  name_of(stream_entity(device, stream)) = name;
+}
+
+void hc_synchronize(int device) {
+  Locked locked;
+  synchronize_device(device, "torch.cuda.synchronize");
+}
+
+// Work of a collective: `seconds` on a stream, and what it reads and writes.
+void hc_launch(int device, int64_t stream, double seconds) {
+  Locked locked;
+  check_home(device, "a collective");
+  launch(stream_entity(device, stream), seconds);
+}
+
+void hc_use(int device, int64_t stream, void* data, int64_t bytes, int write, const char* by) {
+  Locked locked;
+  use(data, bytes, stream_entity(device, stream), write, by);
+}
+
+void hc_use_on_host(void* data, int64_t bytes, int write, const char* by) {
+  Locked locked;
+  if (is_pinned(data)) use_on_host(data, bytes, write, by);
+}
+
+// What one thread has done and knows by now, for others to hear.
+int64_t hc_tell() {
+  Locked locked;
+  static int64_t next = 1;
+  tokens()[next] = clock_of(thread_entity());
+  return next++;
+}
+
+void hc_hear(int64_t token) {
+  Locked locked;
+  clock_of(thread_entity()).join(tokens().at(token));
+}
+
+void hc_forget(int64_t token) {
+  Locked locked;
+  tokens().erase(token);
+}
+
+void hc_name_thread(const char* name) {
+  Locked locked;
+  name_of(thread_entity()) = name;
+}
+
+void hc_pin(void* data, int64_t bytes) {
+  Locked locked;
+  add_block(data, bytes, kHost, thread_entity());
+}
+
+void hc_unpin(void* data) {
+  Locked locked;
+  Block* block = block_at(data);
+  if (block && block->base == data) unpin_block(block);
+}
+
+void hc_set_speeds(double flops, double memory, double pcie, double launch_s) {
+  Locked locked;
+  speeds() = {flops, memory, pcie, launch_s};
+}
+
+double hc_host_time_s() {
+  Locked locked;
+  return clock_of(thread_entity()).time_s;
+}
+
+double hc_busy_s(int device, int64_t stream) {
+  Locked locked;
+  return busy_s(stream_entity(device, stream));
+}
+
+int64_t hc_allocated(int device) { return allocated_bytes(device); }
+int64_t hc_peak(int device) { return peak_bytes(device); }
+void hc_reset_peak(int device) { reset_peak(device); }
+}

@@ -1,0 +1,136 @@
+"""From a configuration to its optimizer, a class of `torch.optim` by name, and to its learning rate.
+
+That is torch's `LambdaLR`, so that any optimizer and any checkpoint understands it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from terrazzo.config import OptimizerConfig, ScheduleConfig
+from terrazzo.engine import ELEMENTWISE, check_optimizer
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = [
+    "build_optimizer",
+    "build_schedule",
+    "check_settings",
+    "construct",
+    "learning_rate_share",
+    "optimizer_class",
+]
+
+
+def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    """The torch.optim class of that name, its options checked; raises `BadInput` for unknown names."""
+    known = {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if config.name not in known:
+        same = next((name for name in known if name.lower() == config.name.lower()), config.name)
+        if same in known:
+            check_optimizer(object.__new__(known[same]))  # else its name would be suggested, and then refused
+        shardable = sorted(name for name, value in known.items() if value in ELEMENTWISE)
+        raise BadInput(
+            f"optimizer.name is '{config.name}', which torch.optim does not have.{did_you_mean(same, shardable)} Those"
+            f" that can be sharded: {', '.join(shardable)}."
+        )
+    chosen: type[torch.optim.Optimizer] = known[config.name]
+    options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}
+    for option in config.options:
+        if option not in options:
+            raise BadInput(
+                f"optimizer.options.{option} is not an argument of torch.optim.{config.name}."
+                f"{did_you_mean(option, options)} Known: {', '.join(sorted(options))}."
+            )
+    return chosen
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over `model`'s trainable parameters, in a group with and a group without weight decay.
+
+    Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed.
+
+    Raises:
+        BadInput: a glob of `no_decay` that no parameter's name matches, or settings that the optimizer refuses.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for glob in config.no_decay:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise BadInput(
+                f"optimizer.no_decay has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"
+                f" are such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
+            )
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def decays(name: str, parameter: nn.Parameter) -> bool:
+        return parameter.ndim >= 2 and not any(fnmatchcase(name, glob) for glob in config.no_decay)
+
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+    ]
+    if "weight_decay" not in inspect.signature(optimizer_class(config)).parameters:
+        groups = [{"params": [p for _, p in named]}]
+    return construct(config, [group for group in groups if group["params"]])
+
+
+def check_settings(config: OptimizerConfig) -> None:
+    """Raise `BadInput` for an optimizer that cannot be sharded or does not accept its settings."""
+    chosen = optimizer_class(config)
+    check_optimizer(object.__new__(chosen))
+    # torch's own add_param_group imports its compiler, which takes a second that only the ranks need to wait.
+    keep = {"add_param_group": lambda optimizer, group: optimizer.param_groups.append(optimizer.defaults | group)}
+    _construct(type(chosen.__name__, (chosen,), keep), config, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+
+
+def construct(config: OptimizerConfig, params: Sequence[Any]) -> torch.optim.Optimizer:
+    """The optimizer of that name over parameters or param groups; raises `BadInput` for settings it refuses."""
+    return _construct(optimizer_class(config), config, params)
+
+
+def _construct(
+    chosen: type[torch.optim.Optimizer], config: OptimizerConfig, params: Sequence[Any]
+) -> torch.optim.Optimizer:
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in config.options.items()}
+    arguments: dict[str, Any] = {"lr": config.lr, **options}
+    try:
+        return chosen(params, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(f"torch.optim.{config.name} does not accept these settings: {error}.") from error
+
+
+def learning_rate_share(config: ScheduleConfig, steps: int, step: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of a run of `steps`, as a share of the peak.
+
+    Warm-up is linear and its first step already learns: share 1/warmup_steps at step 0. Cosine decay is Loshchilov &
+    Hutter 2017 (arXiv:1608.03983) without restarts; warm-up-stable-decay is Hu et al. 2024 (arXiv:2404.06395).
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    start = config.warmup_steps
+    if config.name == "wsd":
+        start = max(start, steps - (config.decay_steps or max(1, steps // 5)))
+    if config.name == "constant" or step < start:
+        return 1.0
+    # The last step (steps - 1) gets exactly the final share; later ones, if any, keep it.
+    progress = min(1.0, (step - start) / max(1, steps - 1 - start))
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if config.name == "cosine" else 1 - progress
+    return config.final_fraction + (1 - config.final_fraction) * remaining
+
+
+def build_schedule(config: ScheduleConfig, steps: int, optimizer: Optimizer) -> LambdaLR:
+    """A torch scheduler over every parameter group of `optimizer`; call its `step()` after each optimizer step."""
+    return LambdaLR(optimizer, partial(learning_rate_share, config, steps))

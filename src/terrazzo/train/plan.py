@@ -1,0 +1,103 @@
+"""From a configuration to what `tz.shard` takes beside model and optimizer: plan, offload, precision, mesh, batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
+from terrazzo.engine import DTYPE_FIELDS, OFFLOADS, PLANS, Offload, Plan, Precision
+from terrazzo.errors import BadInput
+
+__all__ = ["build_offload", "build_plan", "build_precision", "mesh_shape", "micro_batches_per_rank"]
+
+OFFLOADED_STATES = ("weight", "grad", "optim")
+
+
+def build_plan(config: Config) -> Plan:
+    """The plan by its name or from its four places; raises `BadInput` when it breaks the prefix rule."""
+    plan = config.plan
+    if plan.weight is not None and plan.between is not None and plan.grad is not None and plan.optim is not None:
+        built = Plan(plan.weight, plan.between, plan.grad, plan.optim)
+    else:
+        built = Plan.named(plan.name or "zero3")
+    built = _with_tiers(built, config.offload)
+    if built.needs_replicas and plan.mesh.dp_replicate == 1:
+        raise BadInput(
+            f"plan {built.name} splits states inside of groups of ranks, and the groups hold copies of each other, but"
+            " this run has one group: set plan.mesh.dp_replicate to the number of groups, such as"
+            " plan.mesh.dp_replicate=2, or take a plan that needs none, such as plan=zero3."
+        )
+    built.resolve(("dp_replicate", "dp_shard") if plan.mesh.dp_replicate > 1 else ("dp_shard",))
+    return built
+
+
+def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
+    """The plan with the tiers of the offload section in place of its own, under the name of a preset if it is one."""
+    given = {state: getattr(offload, state) for state in OFFLOADED_STATES}
+    if not any(given.values()):
+        return plan
+    base = plan.base
+    moved = plan.on(**given, name=f"{base}@custom")
+    names = [base, *(f"{base}@{tiers}" for tiers in OFFLOADS)] if base in PLANS else []
+    return next((Plan.named(name) for name in names if Plan.named(name).places() == moved.places()), moved)
+
+
+def build_offload(config: Config) -> Offload:
+    """How offloaded states are kept and updated; raises `BadInput` for an update that clipping or scaling rules out."""
+    section = config.offload
+    scaled = build_precision(config).loss_scaling is not None
+    obstacle = "clips gradients (train.clip)" if config.train.clip else "scales the loss (precision)" if scaled else ""
+    if section.step == "backward" and obstacle:
+        raise BadInput(
+            f"offload.step is 'backward', which updates each unit before the others' gradients exist, but this run"
+            f" {obstacle}, which needs all of them first: use offload.step=overlapped, which is exact too, or"
+            f" {'train.clip=null' if config.train.clip else 'another precision'}."
+        )
+    step = ("overlapped" if obstacle else "backward") if section.step == "auto" else section.step
+    return Offload(
+        path=section.path,
+        step=step,
+        threads=section.threads,
+        pin=section.pin,
+        direct=section.direct,
+        block_mib=section.block_mib,
+        depth=section.depth,
+        digest=section.digest,
+    )
+
+
+def build_precision(config: Config) -> Precision:
+    """The named precision with the given dtypes in place of its own."""
+    base = Precision.named(config.precision.name)
+    given = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
+    dtypes: dict[str, Any] = {key: given[key] or getattr(base, key) for key in DTYPE_FIELDS}
+    return Precision(**dtypes, loss_scaling=base.loss_scaling)
+
+
+def mesh_shape(mesh: MeshConfig, world_size: int) -> tuple[int, ...]:
+    """(replicas, shards), or (ranks,); raises `BadInput` when they do not multiply to the number of ranks."""
+    shard = mesh.dp_shard or world_size // mesh.dp_replicate
+    if mesh.dp_replicate * shard != world_size:
+        given = f" × plan.mesh.dp_shard {mesh.dp_shard}" if mesh.dp_shard else ""
+        fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise BadInput(
+            f"plan.mesh.dp_replicate {mesh.dp_replicate}{given} does not make up the {world_size} ranks of this run:"
+            f" their product must be {world_size}. dp_replicate can be any of {', '.join(map(str, fits))}, with"
+            f" dp_shard left out or {world_size} divided by it."
+        )
+    return (mesh.dp_replicate, shard) if mesh.dp_replicate > 1 else (shard,)
+
+
+def micro_batches_per_rank(batch: BatchConfig, world_size: int) -> int:
+    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out whole."""
+    at_once = batch.micro_batch * world_size
+    if batch.global_batch % at_once:
+        below = batch.global_batch // at_once * at_once
+        options = [str(size) for size in (below, below + at_once) if size]
+        raise BadInput(
+            f"batch.global_batch {batch.global_batch} does not divide: batch.micro_batch {batch.micro_batch} ×"
+            f" {world_size} ranks = {at_once} sequences at once, and {batch.global_batch} / {at_once} ="
+            f" {batch.global_batch / at_once:.4g} micro-batches. Use global_batch {' or '.join(options)}, or another"
+            " micro_batch or number of ranks."
+        )
+    return batch.global_batch // at_once

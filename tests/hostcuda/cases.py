@@ -1,0 +1,267 @@
+"""Training of a small model on the simulated device and on the host, in the same ranks, and what both say."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import terrazzo as tz
+from hostcuda.device import FAULTS, Finding, Watching, report
+from terrazzo.engine import checkpoint_activations, compile_units, engine_of
+from terrazzo.engine.links.transfer import Handle, Transfer
+from terrazzo.engine.offload.lane import Lane
+from terrazzo.engine.process.worker import Worker
+from tests.helpers.cover import cover
+
+TOLERANCES = {"fp32": (2.0**-20, 2.0**-20), "fp16": (2.0**-6, 2.0**-10), "bf16": (2.0**-5, 2.0**-6)}
+"""For weights and for losses, of the largest of them. The host sums gradients in fp32. NCCL sums them in the dtype
+that they are sent in, which rounds each once more, by up to half of 2^-10 (fp16) or 2^-7 (bf16); the first steps of
+AdamW make of a small gradient a large step. In fp32 there is only the order of sums within a kernel."""
+
+__all__ = ["AXES", "TOLERANCES", "Case", "Outcome", "chosen", "compare", "grid", "train"]
+
+WIDTH, ROWS, STEPS = 64, 64, 2  # a block's input is as large as what `checkpoint_activations` takes to the host
+LR, EPS = 1e-1, 1e-1  # with a small eps, where a gradient rounds otherwise a step goes the other way
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "stage": ("zero0", "zero1", "zero2", "zero3", "shard_grad_op"),
+    "tier": ("", "@cpu", "@cpu-all", "@nvme", "@nvme-all", "@cpu:0.5"),
+    "precision": ("fp32", "bf16", "bf16-pure", "fp16"),
+    "step": ("overlapped", "synchronous", "backward"),
+    "checkpointing": ("", "full", "offload"),
+    "micro": (1, 2),
+    "prefetch": (1, 0, 2),
+    "compiled": (False, True),
+    "side": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+        micro: micro-batches of a step.
+        side: train on a stream of the user's own.
+        resumed: save, load into a model and an optimizer of their own, and train on.
+        delays: seed of random pauses before collectives and copies; None for no pauses.
+    """
+
+    stage: str = "zero3"
+    tier: str = ""
+    precision: str = "fp32"
+    step: str = "overlapped"
+    checkpointing: str = ""
+    micro: int = 1
+    prefetch: int = 1
+    compiled: bool = False
+    side: bool = False
+    mesh: tuple[int, ...] = ()
+    optimizer: str = "foreach"
+    meta: bool = False
+    resumed: bool = False
+    delays: int | None = None
+
+    @property
+    def allowed(self) -> bool:
+        """Whether it makes sense: steps have modes only where something is offloaded, and no scaling within one."""
+        if not self.tier:
+            return self.step == "overlapped"
+        return self.step != "backward" or self.precision != "fp16"
+
+    @property
+    def name(self) -> str:
+        standard = Case()
+        values = {key: value for key, value in vars(self).items() if value != getattr(standard, key)}
+        stage, tier = values.pop("stage", standard.stage), values.pop("tier", "")
+        return "-".join([stage + tier, *(key if value is True else f"{key}={value}" for key, value in values.items())])
+
+
+def grid() -> list[Case]:
+    """The whole of it."""
+    cases = [Case(**dict(zip(AXES, values, strict=True))) for values in product(*AXES.values())]
+    return [case for case in cases if case.allowed]
+
+
+def chosen(cases: list[Case], count: int = 700) -> list[Case]:
+    """Cases in which any two values of two axes meet, out of a sample: to choose among all would take minutes."""
+    drawn = random.Random(0).sample(cases, min(count, len(cases)))
+    return [drawn[index] for index in cover([{axis: getattr(case, axis) for axis in AXES} for case in drawn])]
+
+
+@dataclass
+class Outcome:
+    """What a training came to on one device.
+
+    Attributes:
+        promised, held: most transient bytes, as the bill says and as counted.
+    """
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    promised: int = 0
+    held: int = 0
+
+
+@dataclass
+class Comparison:
+    """Both devices, seen by one rank.
+
+    Attributes:
+        weights, losses: the largest differences, of the largest value.
+        promised, held: most transient bytes on the device, as the bill says and as counted.
+    """
+
+    weights: float
+    losses: float
+    promised: int
+    held: int
+    findings: Counter[Finding] = field(default_factory=Counter)
+
+    def faults(self, *kinds: str) -> list[str]:
+        """Of these kinds, or of all."""
+        return [str(finding) for finding in self.findings if finding.kind in (kinds or FAULTS)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def built(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device("meta" if case.meta else "cpu"):
+        model = nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, 8))
+    if case.checkpointing:
+        checkpoint_activations(model, "full", units=[Block], offload=case.checkpointing == "offload")
+    if case.compiled:
+        compile_units(model, units=[Block], backend="aot_eager")
+    return model
+
+
+def mesh_of(case: Case, device: str) -> DeviceMesh:
+    shape = case.mesh or (dist.get_world_size(),)
+    return init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+
+
+def sharded(case: Case, device: str, folder: str) -> tuple[nn.Module, Any]:
+    """Of the case's plan. A fused optimizer on the host's CPU takes the same steps as on its CUDA."""
+    options = {"fused": True} if case.optimizer == "fused" else {"foreach": device == "cuda"}
+    return tz.shard(
+        built(case),
+        lambda parameters: torch.optim.AdamW(parameters, lr=LR, eps=EPS, **options),
+        case.stage + case.tier,
+        units=[Block],
+        precision=case.precision,
+        mesh=mesh_of(case, device),
+        prefetch=case.prefetch,
+        offload=tz.Offload(threads=1, step=case.step, path=folder, block_mib=0.0625),
+    )
+
+
+def train(case: Case, device: str, folder: str) -> Outcome:
+    """A few steps on one device; losses and norms come with the losses."""
+    with report.phase("setup"):
+        model, optimizer = sharded(case, device, folder)
+    data, losses = torch.Generator().manual_seed(100 + dist.get_rank()), list[Tensor]()
+    with on_a_side_stream() if case.side and device == "cuda" else contextlib.nullcontext():
+        for _ in range(STEPS):
+            losses += step(case, model, optimizer, data, device)
+    with report.phase("after"):
+        bill = engine_of(model).memory_bill(case.micro, None).transient_bytes
+        outcome = Outcome({}, [], bill, engine_of(model).peak_transient_bytes)
+    if case.resumed:
+        tz.checkpoint.save(f"{folder}/{device}", model, optimizer, {"step": STEPS})
+        model, optimizer = sharded(case, device, folder)
+        tz.checkpoint.load(f"{folder}/{device}", model, optimizer)
+        losses += step(case, model, optimizer, data, device)
+    with report.phase("after"), tz.gathered(model) as parameters:
+        outcome.weights = {key: parameter.detach().cpu().clone() for key, parameter in parameters.items()}
+    outcome.losses = [float(loss) for loss in losses]
+    return outcome
+
+
+def step(case: Case, model: nn.Module, optimizer: Any, data: torch.Generator, device: str) -> list[Tensor]:
+    losses = []
+    for micro in range(case.micro):
+        last = micro == case.micro - 1
+        with report.phase("input"):
+            x = torch.randn(ROWS, WIDTH, generator=data).to(device)
+        with contextlib.nullcontext() if last else tz.accumulate(model):
+            with report.phase("forward"):
+                loss = model(x).square().mean()
+            with report.phase("backward"):
+                loss.backward()
+        losses.append(loss.detach())
+    if case.step != "backward":  # which has stepped already
+        with report.phase("clip"):
+            losses.append(tz.clip_grad_norm_(model, 1.0))
+    with report.phase("step"):
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@contextlib.contextmanager
+def on_a_side_stream() -> Iterator[None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def compare(case: Case, folder: str) -> Comparison:
+    """The case on both devices."""
+    report.take()
+    with Watching(), delayed(case.delays):
+        cuda = train(case, "cuda", folder)
+    findings = report.take()
+    cpu = train(case, "cpu", folder)
+    weights = max(_apart(cuda.weights[key], cpu.weights[key]) for key in cpu.weights)
+    losses = _apart(torch.tensor(cuda.losses), torch.tensor(cpu.losses))
+    report.take()
+    return Comparison(weights, losses, cuda.promised, cuda.held, findings)
+
+
+@contextlib.contextmanager
+def delayed(seed: int | None) -> Iterator[None]:
+    """Ranks and threads are late by chance, and another time each."""
+    if seed is None:
+        yield
+        return
+    chance = random.Random(seed + dist.get_rank())
+
+    def late(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *arguments: Any) -> Any:
+            time.sleep(chance.random() * 0.01)
+            return original(self, *arguments)
+
+        return method
+
+    with contextlib.ExitStack() as patches:
+        for owner, name in ((Handle, "wait"), (Lane, "after"), (Transfer, "_start_next"), (Worker, "submit")):
+            patches.enter_context(mock.patch.object(owner, name, late(getattr(owner, name))))
+        yield
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """The largest difference, of the largest value; infinite where one is a number and the other is not."""
+    apart = (one.float() - other.float()).abs().nan_to_num(nan=float("inf")).max()
+    return float(apart / other.float().abs().max())

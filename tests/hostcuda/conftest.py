@@ -1,0 +1,36 @@
+"""Ranks for the tests of this folder, which are skipped where their device cannot be built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hostcuda
+from tests.hostcuda.ranks import Ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    why = hostcuda.obstacle()
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here if why is not None else ():
+        item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks

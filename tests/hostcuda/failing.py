@@ -1,0 +1,92 @@
+"""A model that fails on purpose, in its forward or in its backward, and trains on."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import terrazzo as tz
+from hostcuda.device import FAULTS, Watching, report
+from tests.hostcuda.cases import WIDTH, Block, Case, mesh_of
+
+__all__ = ["Failed", "fails_and_goes_on"]
+
+
+class Failed(RuntimeError):
+    """It was meant to."""
+
+
+class _Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise Failed("in backward")
+
+
+class Faulty(nn.Module):
+    """Raises in the part of a step that `fails` names, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fails = Block(), ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fails, self.fails = self.fails, ""
+        if fails == "forward":
+            raise Failed("in forward")
+        x = self.inner(x)
+        return _Fuse.apply(x) if fails == "backward" else x  # type: ignore[no-any-return, no-untyped-call]
+
+
+def held(model: nn.Module) -> int:
+    """Bytes on the device, once nothing is on its way to the host."""
+    with tz.gathered(model):
+        pass
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def fails_and_goes_on(plan: str, where: str) -> tuple[list[str], int, list[float]]:
+    """Faults that the device finds; bytes on it that the failure has left; losses of the steps after it, on both."""
+    losses, left = [], 0
+    report.take()
+    with Watching():
+        for device in ("cuda", "cpu"):
+            torch.manual_seed(0)
+            faulty = Faulty()
+            model, optimizer = tz.shard(
+                nn.Sequential(Block(), faulty, Block(), nn.Linear(WIDTH, 8)),
+                lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False),
+                plan,
+                units=[Block],
+                mesh=mesh_of(Case(), device),
+                offload=tz.Offload(threads=1),
+            )
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+
+            def step(model: nn.Module = model, optimizer: Any = optimizer, x: Tensor = x) -> float:
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return float(loss.detach())
+
+            step()
+            before = held(model)
+            faulty.fails = where
+            try:
+                step()
+            except Failed:
+                optimizer.zero_grad()
+            else:
+                raise AssertionError("it did not fail")
+            losses.append(step())
+            left += held(model) - before
+            losses.append(step())
+    return [str(finding) for finding in report.take() if finding.kind in FAULTS], left, losses

@@ -1,0 +1,97 @@
+"""Programs for what is known to be wrong or slow in the engine on CUDA: see test_known.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import terrazzo as tz
+from hostcuda.device import report
+from terrazzo.engine import compile_units, engine_of
+from tests.hostcuda.cases import STEPS, Case, mesh_of, sharded, step, train
+
+__all__ = [
+    "integers_are_gathered", "pinned_on_the_host", "refuses_graphs", "refuses_reductions_in_fp16", "saved", "syncs",
+    "syncs_of_a_background_save", "syncs_of_torch_s_clipping",
+]  # fmt: skip
+
+
+def saved(folder: str) -> None:
+    model, optimizer = sharded(Case(), "cuda", folder)
+    tz.checkpoint.save(f"{folder}/saved", model, optimizer, {"step": 0})
+
+
+def pinned_on_the_host(folder: str) -> int:
+    """Bytes that training on the CPU pins on a machine with CUDA."""
+    model, _ = sharded(Case(tier="@cpu"), "cpu", folder)
+    return int(engine_of(model).usage()["pinned_bytes"])
+
+
+class Table(nn.Module):
+    """Looks values up by integers of 16 bits, as quantised weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(64, dtype=torch.int16), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.codes.to(x.dtype) * self.scale
+
+
+def integers_are_gathered() -> float:
+    model, _ = tz.shard(Table(), torch.optim.AdamW, "zero3", mesh=mesh_of(Case(), "cuda"))
+    return float(model(torch.ones(2, 64, device="cuda")).sum())
+
+
+def refuses_reductions_in_fp16() -> bool:
+    model, precision = nn.Linear(8, 1, bias=False), tz.Precision(reduce="fp16")
+    try:
+        tz.shard(model, torch.optim.AdamW, "zero3", precision=precision, mesh=mesh_of(Case(), "cuda"))
+    except tz.BadInput:
+        return True
+    return False
+
+
+def refuses_graphs() -> bool:
+    """Whether units that are compiled to CUDA graphs are refused where their weights come and go."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    try:
+        compile_units(model, units=[nn.Linear], mode="reduce-overhead")
+        tz.shard(model, torch.optim.AdamW, "zero3", units=[nn.Linear], mesh=mesh_of(Case(), "cuda"))
+    except tz.BadInput:
+        return True
+    return False
+
+
+def syncs(case: Case, folder: str) -> dict[str, float]:
+    """How often a step waits for the device, by phase; the engine's own threads may."""
+    report.take()
+    train(case, "cuda", folder)
+    counts: dict[str, float] = {}
+    for finding, count in report.of("sync", "pageable").items():
+        if not finding.thread.startswith("terrazzo-"):
+            counts[finding.phase] = counts.get(finding.phase, 0) + count / STEPS
+    report.take()
+    return counts
+
+
+def syncs_of_torch_s_clipping(folder: str) -> int:
+    case = Case()
+    model, _ = sharded(case, "cuda", folder)
+    model(torch.ones(64, 64, device="cuda")).sum().backward()
+    report.take()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return report.of("sync").total()
+
+
+def syncs_of_a_background_save(folder: str) -> int:
+    """How often a background save waits for copies to memory that is not pinned."""
+    case = Case()
+    model, optimizer = sharded(case, "cuda", folder)
+    step(case, model, optimizer, torch.Generator().manual_seed(dist.get_rank()), "cuda")
+    report.take()
+    with tz.checkpoint.Saver(model, optimizer) as saver:
+        saver.save(f"{folder}/saved", {"step": 1})
+        return sum(n for finding, n in report.of("sync").items() if "pageable" in finding.text)

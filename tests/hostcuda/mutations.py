@@ -1,0 +1,201 @@
+"""Faults put into the engine on purpose, each of which the device must find while a model trains."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from hostcuda.device import FAULTS, Watching, report
+from terrazzo.engine.buffer import Buffer
+from terrazzo.engine.gradient import Gradient
+from terrazzo.engine.links.collectives import NativeCollectives
+from terrazzo.engine.links.transfer import Handle
+from terrazzo.engine.offload.activations import Copy, Route
+from terrazzo.engine.offload.lane import Lane
+from terrazzo.engine.offload.store import Store
+from terrazzo.engine.optim.segment import Segment
+from tests.hostcuda.cases import Case, train
+
+__all__ = ["MUTATIONS", "findings_with"]
+
+Patch = tuple[object, str, Callable[..., Any]]
+MUTATIONS: dict[str, tuple[Patch, Case]] = {}
+
+
+def mutation(owner: object, name: str, case: Case) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorated function takes the place of `owner.name`; `case` is what it must be found in."""
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        MUTATIONS[function.__name__] = (owner, name, function), case
+        return function
+
+    return enter
+
+
+def findings_with(name: str, folder: str) -> list[str]:
+    """Kinds of faults that the device finds, and the error that ends the training, if one does."""
+    patch, case = MUTATIONS[name]
+    report.take()
+    ended = []
+    with Watching(), mock.patch.object(*patch):
+        try:
+            train(case, "cuda", folder)
+        except Exception as error:
+            ended = [f"{type(error).__name__}: {error}"]
+        torch.cuda.synchronize()
+    return sorted({finding.kind for finding in report.take() if finding.kind in FAULTS}) + ended
+
+
+ZERO3, ON_CPU = Case(), Case(tier="@cpu")
+
+
+@mutation(Handle, "wait", ZERO3)
+def nobody_waits_for_collectives(self: Any) -> None:
+    for work in self._works:
+        work.deliver()
+    self._works = self._keep = ()
+
+
+@mutation(NativeCollectives, "_reduce_scatter", ZERO3)
+def a_reduction_s_input_is_released_in_flight(self: Any, full: Tensor, dtype: torch.dtype) -> Any:
+    moves = _reduce_scatter(self, full, dtype)
+    handle = next(moves)
+    full.untyped_storage().resize_(0)
+    yield handle
+    try:
+        next(moves)
+    except StopIteration as stop:
+        return stop.value
+
+
+_reduce_scatter = NativeCollectives._reduce_scatter
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """On a stream that nobody waits for, and that waits for nobody."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+@mutation(NativeCollectives, "_all_gather", ZERO3)
+def a_gather_does_not_wait_for_the_shard(self: Any, full: Tensor) -> Any:
+    with aside():
+        handle = next(moves := _all_gather(self, full))
+    yield handle
+    try:
+        next(moves)
+    except StopIteration as stop:
+        return stop.value
+
+
+_all_gather = NativeCollectives._all_gather
+
+
+@mutation(Gradient, "take", ZERO3)
+def gradients_are_written_after_their_reduction_starts(self: Any, *arguments: Any) -> None:
+    with aside():
+        _take(self, *arguments)
+
+
+_take = Gradient.take
+
+
+@mutation(Handle, "wait", ZERO3)
+def another_stream_waits_for_collectives(self: Any) -> None:
+    with aside():
+        _wait(self)
+
+
+_wait = Handle.wait
+
+
+@functools.cache
+def another() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+@mutation(torch.UntypedStorage, "resize_", ZERO3)
+def gathered_weights_get_memory_of_another_stream(self: Any, size: int) -> Any:
+    with torch.cuda.stream(another()):
+        return _resize(self, size)
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+@mutation(torch.optim.AdamW, "step", ZERO3)
+def weights_are_stepped_on_beside_the_computation(self: Any, *arguments: Any) -> Any:
+    with aside():
+        return _step(self, *arguments)
+
+
+_step = torch.optim.AdamW.step
+
+
+@mutation(Buffer, "load", Case(tier="@cpu-all"))
+def weights_come_from_the_host_beside_the_computation(self: Any, into: Tensor) -> Any:
+    with aside():
+        return (yield from _load(self, into))
+
+
+_load = Buffer.load
+
+
+def after(wait: bool, end: bool) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def method(self: Any, mark: Any) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            if wait and mark is not None:
+                self._stream.wait_event(mark)
+            yield
+            if end:
+                self._stream.synchronize()
+
+    return method
+
+
+MUTATIONS["a_lane_does_not_wait_for_the_computation"] = (Lane, "after", after(wait=False, end=True)), ON_CPU
+MUTATIONS["a_lane_does_not_say_when_its_copies_have_ended"] = (Lane, "after", after(wait=True, end=False)), ON_CPU
+
+
+@mutation(Segment, "gradient", Case(tier="@cpu", step="backward"))
+def an_update_does_not_wait_for_its_gradient(self: Any, finished: Any) -> Tensor:
+    with finished.data.opened(self.range) as part:
+        return part.to(device=self.device, dtype=self.parameter.dtype)
+
+
+@mutation(Store, "commit", ON_CPU)
+def a_gradient_s_buffer_is_given_back_before_its_copy_has_ended(self: Any, state: Any, source: Any) -> Any:
+    mark = self.lane.mark()
+
+    def save() -> None:
+        with torch.cuda.stream(self.lane._stream):
+            self.lane._stream.wait_event(mark)
+            for part in state.cuts(state.range):
+                with state.opened(part, "replace") as data:
+                    data.copy_(source.part(part), non_blocking=True)
+
+    return self._writer.submit(save)
+
+
+OFFLOADED = Case(checkpointing="offload")
+
+
+@mutation(Copy, "settle", OFFLOADED)
+def activations_are_used_before_they_are_back(self: Any) -> None:
+    pass
+
+
+@mutation(Route, "copy", OFFLOADED)
+def activations_leave_before_they_are_computed(self: Any, source: Tensor, target: Tensor) -> Copy:
+    user = torch.cuda.current_stream(self.device)
+    with torch.cuda.stream(self.stream):
+        target.copy_(source, non_blocking=True)
+        return Copy(user, self.stream.record_event())

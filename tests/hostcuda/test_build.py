@@ -1,0 +1,63 @@
+"""The device's library: built once, or refused with a reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import hostcuda
+from hostcuda import build
+
+pytestmark = pytest.mark.xdist_group("hostcuda")
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "g++" in str(hostcuda.obstacle())
+    with pytest.raises(hostcuda.Unbuildable, match=r"g\+\+"):
+        build.library(tmp_path)
+
+
+def test_after_torch_it_is_too_late() -> None:
+    with pytest.raises(RuntimeError, match="too late"):
+        hostcuda.load()
+
+
+def test_what_torch_cuda_has_is_simulated_or_refused() -> None:
+    program = """
+import inspect, hostcuda
+hostcuda.load()
+import torch
+from hostcuda import surface
+for name in torch.cuda.__all__:
+    value = getattr(torch.cuda, name)
+    if name in surface._functions() or name in surface._AS_IN_TORCH or name.endswith(("Storage", "Tensor")):
+        continue
+    try:
+        value()
+    except NotImplementedError as error:
+        assert f"torch.cuda.{name}" in str(error)
+    else:
+        raise AssertionError(name)
+print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.long
+def test_processes_that_build_at_once_build_it_once(tmp_path: Path) -> None:
+    command = f"from pathlib import Path; from hostcuda import build; print(build.library(Path({str(tmp_path)!r})))"
+    with ThreadPoolExecutor() as threads:
+        runs = [
+            threads.submit(subprocess.run, [sys.executable, "-c", command], capture_output=True, text=True, check=True)
+            for _ in range(3)
+        ]
+    (path,) = {run.result().stdout.strip() for run in runs}
+    assert [file.name for file in Path(path).parent.iterdir() if file.is_dir()] == []

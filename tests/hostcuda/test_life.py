@@ -1,0 +1,65 @@
+"""What else happens to a run: it fails, ranks and threads are late, and `terrazzo train` starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hostcuda.cases import Case
+from tests.hostcuda.failing import fails_and_goes_on
+from tests.hostcuda.ranks import Ranks
+from tests.hostcuda.test_engine import check
+
+pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("plan", ["zero3", "zero2", "zero3@cpu"])
+def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_ranks: Ranks) -> None:
+    for faults, left, (first, second, *on_host) in two_ranks.run(fails_and_goes_on, plan, where):
+        assert faults == []
+        assert left <= 0
+        assert [first, second] == pytest.approx(on_host, rel=1e-6)
+
+
+LATE = [Case(delays=1), Case(tier="@cpu", micro=2, delays=2), Case(checkpointing="offload", side=True, delays=3)]
+
+
+@pytest.mark.parametrize("case", LATE, ids=lambda case: case.name)
+def test_whoever_is_late_nothing_changes(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
+    check(case, two_ranks, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("case", [Case(tier="@nvme-all", step="backward"), Case("zero2", "@cpu-all", micro=2)])
+def test_however_late(case: Case, seed: int, two_ranks: Ranks, tmp_path: Path) -> None:
+    check(Case(**{**vars(case), "delays": seed}), two_ranks, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["zero3", "zero3@cpu"])
+def test_terrazzo_train(plan: str, tmp_path: Path) -> None:
+    """Each process loads the device before its first import of torch: `site/` has a sitecustomize."""
+    paths = [str(ROOT / "tests/hostcuda/site"), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "terrazzo", "train", str(ROOT / "examples/quickstart.yaml"), f"plan={plan}"]
+    command += [
+        "launch.device=cuda",
+        "train.steps=4",
+        "schedule.warmup_steps=1",
+        "train.eval_every=2",
+        "train.eval_batches=1",
+        "model.dim=64",
+    ]
+    command += ["model.layers=2", "train.sample_tokens=8", "checkpoint.every=2", f"checkpoint.folder={tmp_path}/saved"]
+    command += [f"log.folder={tmp_path}/log", "data.max_bytes=100000", "precision=bf16", "log.every=1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HOSTCUDA_FAULTS": str(tmp_path)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = {path.name: path.read_text() for path in tmp_path.glob("faults.*")}
+    assert told == {"faults.0": "", "faults.1": ""}

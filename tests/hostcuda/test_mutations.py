@@ -1,0 +1,19 @@
+"""Faults of the engine: each is found by the device while a model trains, and none is without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hostcuda.mutations import MUTATIONS, findings_with
+from tests.hostcuda.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_of_the_engine_is_found(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    for found in two_ranks.run(findings_with, name, str(tmp_path)):
+        print(name, found)
+        assert {"race", "early free"} & set(found), found
