@@ -124,6 +124,14 @@ def test_loss_scaling() -> None:
     assert values(fixed, "precision", "loss_scaling", "static_loss_scale") == [None, 128]
 
 
+def test_a_smallest_loss_scale_between_powers_of_two_becomes_the_next() -> None:
+    """Another scale would round gradients; the file keeps its own number."""
+    document = {"fp16": {"enabled": True, "min_loss_scale": 1000}}
+    found = read(document)
+    assert found.value("precision.loss_scaling").minimum == 1024.0
+    assert DIALECT.write(found).document["fp16"]["min_loss_scale"] == 1000
+
+
 # -- offload -------------------------------------------------------------------------------------------------------
 
 

@@ -151,6 +151,53 @@ def test_arguments_that_differ_between_ranks(what: str) -> None:
         assert f"Rank {rank} has {word}" in text
 
 
+def of_one(model: nn.Module, rank: int) -> Any:
+    """An optimizer of the model's parameters, or on rank 1 of another's."""
+    return adamw((Net() if rank == 1 else model).parameters())
+
+
+def failing(parameters: Any) -> Any:
+    raise ZeroDivisionError("of the user's own")
+
+
+ALONE: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
+    "model": (lambda m, rank: tz.shard(nn.ReLU() if rank == 1 else m), "no parameters"),
+    "plan": (lambda m, rank: tz.shard(m, None, "zero33" if rank == 1 else "zero3"), "zero33"),
+    "precision": (lambda m, rank: tz.shard(m, None, precision="fp23" if rank == 1 else "fp32"), "fp23"),
+    "prefetch": (lambda m, rank: tz.shard(m, None, prefetch=-1 if rank == 1 else 1), "0 or more"),
+    "units": (lambda m, rank: tz.shard(m, None, units=["Blick" if rank == 1 else "Block"]), "Blick"),
+    "optimizer": (lambda m, rank: tz.shard(m, of_one(m, rank)), "model.parameters()"),
+    "folder": (
+        lambda m, rank: tz.shard(m, adamw, "zero3@nvme", offload=tz.Offload(path=None if rank == 1 else ".")),
+        "tz.Offload(path=",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_rank_refuses_all_refuse(what: str) -> None:
+    attempt, words = ALONE[what]
+
+    def body(rank: int) -> str:
+        model = Net()
+        with pytest.raises(tz.BadInput) as caught:
+            attempt(model, rank)
+        assert type(model) is Net
+        return str(caught.value)
+
+    for rank, text in enumerate(on_ranks(3, body)):
+        assert words in text if rank == 1 else "Another rank" in text, text
+
+
+def test_an_error_of_the_users_own_on_one_rank_is_raised_there_as_it_is() -> None:
+    def body(rank: int) -> list[str]:
+        with pytest.raises(ZeroDivisionError if rank == 1 else tz.BadInput) as caught:
+            tz.shard(Net(), failing if rank == 1 else adamw)
+        return [entry.name for entry in caught.traceback]
+
+    assert on_ranks(2, body)[1][-1] == "failing"
+
+
 def _disagree() -> tuple[str, float]:
     start = time.monotonic()
     with pytest.raises(tz.BadInput) as caught:
@@ -285,8 +332,8 @@ def test_a_changed_requires_grad_is_named_on_the_next_forward() -> None:
             model(batch())
 
 
-@pytest.mark.parametrize("value", [0, -3.0])
-def test_a_denominator_that_is_not_positive(value: float) -> None:
+@pytest.mark.parametrize("value", [0, -3.0, float("inf"), float("nan")])
+def test_a_denominator_that_is_not_a_positive_number(value: float) -> None:
     with fake_group(2):
         model, _ = tz.shard(Net(), adamw)
         with pytest.raises(tz.BadInput, match=str(value)):

@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
@@ -57,12 +59,46 @@ def test_checkpointed_units_train_bit_for_bit_as_without(plan: str, options: dic
     assert on_ranks(4, body) == plain
 
 
+class Count(TorchDispatchMode):
+    """How often an operator runs, in any overload."""
+
+    def __init__(self, packet: Any) -> None:
+        super().__init__()
+        self.packet, self.calls = packet, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.overloadpacket is self.packet
+        return func(*args, **(kwargs or {}))
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale + 1.0).exp()
+
+
+@pytest.mark.parametrize(("ops", "calls"), [(["add"], 1), (["mul"], 2)])
+def test_an_operators_result_is_kept_whichever_overload_made_it(ops: list[str], calls: int) -> None:
+    """`+` calls `aten.add.Tensor`, and not `aten.add.default`, which does not exist."""
+    model = nn.Sequential(Shifted())
+    checkpoint_activations(model, "selective", units=[Shifted], ops=ops)
+    with Count(torch.ops.aten.add) as count:
+        model(torch.ones(3)).sum().backward()
+    assert count.calls == calls
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"mode": "ful"}, "Did you mean 'full'"),
         ({"mode": "full", "every": 0}, "1 or more"),
         ({"mode": "selective", "ops": ["mmm"]}, "mmm"),
+        ({"mode": "selective", "ops": ["name"]}, "no operator 'name'"),
+        ({"mode": "full", "ops": ["mm"]}, r"'mm'.*'selective'.*'full'"),
+        ({"mode": "none", "ops": ["mm"]}, r"'mm'.*'selective'.*'none'"),
     ],
 )
 def test_checkpointing_that_cannot_work_is_refused(options: dict[str, Any], words: str) -> None:

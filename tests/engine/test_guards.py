@@ -150,6 +150,24 @@ def test_conversions_and_new_groups_after_sharding_are_refused() -> None:
     on_ranks(2, body)
 
 
+def test_a_conversion_that_parameters_are_in_reaches_buffers_as_in_any_module() -> None:
+    def body(rank: int) -> None:
+        base = Net()
+        for module in (base, base.head):
+            module.register_buffer("table", torch.ones(3))
+        base.head.table = base.table
+        base.register_buffer("count", torch.tensor(3))
+        model, _ = sharded(base, "zero3", precision="bf16")
+        with pytest.raises(tz.Misuse, match=r"before tz\.shard"):
+            model.half()
+        assert model.table.dtype == torch.float32
+        model.bfloat16()
+        assert model.table.dtype == torch.bfloat16 and model.count.dtype == torch.int64
+        assert model.head.table is model.table
+
+    on_ranks(2, body)
+
+
 def test_the_norm_of_16_bit_gradients_is_taken_in_fp32() -> None:
     def body(rank: int) -> tuple[float, float]:
         model, _ = sharded(nn.Linear(64, 64), "zero2", precision=tz.Precision(accumulate="fp16"))  # type: ignore[arg-type]

@@ -201,6 +201,55 @@ def test_the_models_own_init_weights_is_used() -> None:
     assert bool((found["blocks.2.up.weight"] == 0.25).all()) and bool((found["head.bias"] == 0).all())
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3"])
+def test_a_tied_weight_is_initialised_with_its_own_unit_alone(plan: str) -> None:
+    """It is the root's; the head, a unit for its bias, is initialised when the weight is in place on every rank."""
+
+    def body(rank: int) -> dict[str, Tensor]:
+        return full_parameters(tz.shard(on_meta(), None, plan, units=[nn.Linear])[0])
+
+    first, *others = on_ranks(3, body)
+    for found in others:
+        assert_equal(found, first)
+    assert bool(first["head.bias"].any())
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_values_that_are_there_stay(plan: str) -> None:
+    """Beside meta ones in the same module, which is initialised as a whole."""
+
+    def body(rank: int) -> tuple[dict[str, Tensor], MetaNet]:
+        model = on_meta()
+        model.head.bias = nn.Parameter(torch.full((17,), 7.0))
+        model.norm.positions = torch.full((13,), 9)
+        model.other = Norm()  # all real, but for a buffer
+        with torch.no_grad():
+            model.other.gain.fill_(3.0)
+        model.other.table = torch.empty(13, device="meta")
+        tz.shard(model, None, plan, units=[nn.Linear, "other"])
+        return full_parameters(model), model
+
+    for parameters, model in on_ranks(2, body):
+        assert bool((parameters["head.bias"] == 7).all()) and bool((parameters["other.gain"] == 3).all())
+        assert bool((parameters["norm.gain"] == 1.5).all()) and parameters["head.weight"].std() > 0
+        assert bool((model.norm.positions == 9).all())
+        for norm in (model.norm, model.other):
+            assert torch.equal(norm.table, torch.linspace(0, 1, 13))
+
+
+def test_a_module_that_cannot_initialise_its_buffers_is_named_before_anything_is_changed() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.empty(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Bare())
+    with fake_group(2), pytest.raises(tz.BadInput, match=r"Bare.*reset_parameters"):
+        tz.shard(model, None, "zero3")
+    assert model[0].weight.is_meta and model[1].table.is_meta
+
+
 # -- loading into a sharded meta model -------------------------------------------------------------------------
 
 

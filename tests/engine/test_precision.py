@@ -68,7 +68,9 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         Precision.named("bf16_pure")
 
 
-@pytest.mark.parametrize("factor", [{"init": 1000.0}, {"growth": 3.0}, {"backoff": 0.3}, {"init": 0.0}, {"init": -2.0}])
+@pytest.mark.parametrize(
+    "factor", [{"init": 1000.0}, {"growth": 3.0}, {"backoff": 0.3}, {"init": 0.0}, {"init": -2.0}, {"minimum": 3.0}]
+)
 def test_loss_scaling_factors_are_powers_of_two(factor: dict[str, float]) -> None:
     with pytest.raises(BadInput, match="powers of two"):
         LossScaling(**factor)  # type: ignore[arg-type]

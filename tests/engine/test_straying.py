@@ -408,6 +408,23 @@ def test_a_step_that_one_rank_leaves_out_is_named(plan: str) -> None:
         on_ranks(2, body)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero3@cpu"])
+def test_denominators_that_differ_between_ranks_are_named(plan: str) -> None:
+    """Each rank would divide its own part of the sums."""
+
+    def body(rank: int) -> None:
+        model = Routed()
+        model.route = [0, 1]
+        model, _ = tz.shard(model, adamw, plan)
+        model.set_gradient_denominator([2.0, None][rank])  # None is the number of ranks: the same
+        loss_of(model, batch(0, rank)).backward()
+        model.set_gradient_denominator([4.0, 1.0][rank])
+        loss_of(model, batch(1, rank)).backward()
+
+    with pytest.raises(tz.RanksApart, match=r"divided by .* here, and by 1\.0 to 4\.0.*set_gradient_denominator"):
+        on_ranks(2, body)
+
+
 def uneven_without_labels(plan: str) -> str:
     """Run by each process: NCCL's part is played by gloo's own collectives, whose messages say nothing."""
     before = backends._KINDS["gloo"]

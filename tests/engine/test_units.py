@@ -43,7 +43,20 @@ BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
 # -- discovery -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("units", [None, [Block], ["Block"], ["blocks.*"], ["blocks.?"], ["blocks.0", "blocks.[12]"]])
+@pytest.mark.parametrize(
+    "units",
+    [
+        None,
+        Block,
+        "Block",
+        "blocks.*",
+        [Block],
+        ["Block"],
+        ["blocks.*"],
+        ["blocks.?"],
+        ["blocks.0", "blocks.[12]"],
+    ],
+)
 def test_blocks_are_found(units: Any) -> None:
     assert unit_names(Net(), units) == BLOCKS
 

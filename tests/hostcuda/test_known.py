@@ -46,6 +46,7 @@ def test_graphs_of_weights_that_come_and_go_are_refused(two_ranks: Ranks) -> Non
 
 WAITS = [
     (Case(precision="fp16"), "step", 1),
+    (Case(tier="@cpu", precision="fp16"), "step", 2),
     (Case(tier="@cpu"), "clip", 1),
     (Case(tier="@cpu", micro=2), "backward", 1),
     (Case(), "forward", 0),

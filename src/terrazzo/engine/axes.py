@@ -14,6 +14,7 @@ from terrazzo.engine.links.backends import backend_of, collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
+from terrazzo.engine.scaler import Denominator
 
 __all__ = ["Axes", "data_mesh"]
 
@@ -32,6 +33,7 @@ class Axes:
         traffic: what this rank has sent through these axes.
         ledger: transient memory held for this model.
         steps: how often this rank's optimizers have stepped.
+        denominator: of gradients, as this rank was told.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -42,6 +44,7 @@ class Axes:
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger) for axis in self.names
         }
+        self.denominator = Denominator(self.size())
 
     @property
     def control_device(self) -> torch.device:

@@ -11,6 +11,7 @@ nobody has run must not look as if it did.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "properties",
     "set_generator_state",
     "side_stream",
+    "stacked",
     "stand_on",
     "stream_of_thread",
     "synchronize",
@@ -123,6 +125,13 @@ def synchronize(device: torch.device) -> None:
     """Return once everything queued on `device` is done."""
     if is_cuda(device):
         torch.cuda.synchronize(device)
+
+
+def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """0-d tensors as one of [len(values)] on `device`; what lies on the host gets there in one copy, and comes last."""
+    there = [value for value in values if value.device == device]
+    here = [value for value in values if value.device != device]
+    return torch.cat([torch.stack(part).to(device) for part in (there, here) if part])
 
 
 # -- pinned host memory ------------------------------------------------------------------------------------------------

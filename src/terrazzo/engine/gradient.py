@@ -239,6 +239,14 @@ class Gradient:
         with resting.opened(resting.range) as data:
             return data if finished.factor is None else data * finished.factor.to(data.device)
 
+    def is_finite(self) -> Tensor | None:
+        """Whether every element is, 0-d bool where it rests, scaled or not; None without a finished gradient."""
+        if self.finished is None:
+            return None
+        resting = self.finished.wait()
+        with resting.opened(resting.range) as data:
+            return torch.isfinite(data).all()
+
     def change(self, index: int, change: Callable[[Tensor], object]) -> None:
         """Change this rank's elements of one parameter's finished gradient in memory."""
         self.changes += 1

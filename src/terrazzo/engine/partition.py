@@ -15,8 +15,9 @@ from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Member", "UnitSpec", "Units", "find_units", "partition"]
 
-Units = Sequence[type[nn.Module] | str]
-"""Module classes, class names or globs over module names such as `"layers.*"`."""
+Unit = type[nn.Module] | str
+Units = Unit | Sequence[Unit]
+"""Module classes, class names or globs over module names such as `"layers.*"`; one, or several."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """They have no forward of their own, so nothing would tell when they run."""
@@ -91,7 +92,7 @@ def _asked_for(model: nn.Module, units: Units) -> list[str]:
     children = [(name, module) for name, module in _children(model) if not isinstance(module, _CONTAINERS)]
     finds = _finder(children)
     chosen: set[str] = set()
-    for unit in units:
+    for unit in [units] if isinstance(units, type | str) else units:
         matches = finds(unit)
         if not matches:
             label = unit if isinstance(unit, str) else unit.__name__

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import terrazzo as tz
 from terrazzo.engine.axes import Axes
+from terrazzo.engine.links import backends
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Handle, Ledger, Traffic, Transfer
@@ -84,6 +86,13 @@ def test_on_threads(world_size: int) -> None:
 @pytest.mark.processes
 def test_on_gloo(two_processes: Pool) -> None:
     assert all(two_processes.run(check_everything))
+
+
+def test_a_backend_whose_order_of_sums_is_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_group(2):
+        monkeypatch.setattr(backends, "backend_of", lambda group, device: "ucc")
+        with pytest.raises(tz.BadInput, match=r"cpu is 'ucc'.*gloo, nccl.*init_process_group"):
+            along_world()
 
 
 def test_at_128_ranks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.description import EVERY_DTYPE, LOADED, Setting, Settings
 from terrazzo.dialects.reader import derived
@@ -87,7 +89,10 @@ def _scaling(source: Source) -> Settings:
             if found.origin == "file":
                 source.keep_as(found.key, found.value, "a fixed loss scale has no use for it")
         return {"precision.static_loss_scale": fixed, "precision.loss_scaling": Setting(None, "default")}
-    scaling = LossScaling(2.0**power.value, 2.0, 0.5, window.value, hysteresis.value, float(minimum.value))
+    lowest = 2.0 ** math.ceil(math.log2(minimum.value))
+    if lowest != minimum.value:
+        source.keep_as(minimum.key, minimum.value, f"the scale is a power of two: {lowest:g} is the next")
+    scaling = LossScaling(2.0**power.value, 2.0, 0.5, window.value, hysteresis.value, lowest)
     given = [each for each in (fixed, power, window, hysteresis, minimum) if each.origin == "file"]
     return {"precision.loss_scaling": derived(scaling, *given, origin="file" if given else "default")}
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from terrazzo.engine.links.collectives import Collectives, NativeCollectives, ThreadedCollectives
 from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
+from terrazzo.errors import BadInput
 
 __all__ = ["backend_of", "collectives_for"]
 
@@ -20,8 +21,18 @@ _KINDS: dict[str, type[Collectives]] = {
 
 
 def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger) -> Collectives:
-    """The collectives of the backend that serves `device` in `group`."""
-    return _KINDS.get(backend_of(group, device), NativeCollectives)(group, traffic, ledger)
+    """The collectives of the backend that serves `device` in `group`.
+
+    Errors: `BadInput` for a backend whose order of sums this version does not know.
+    """
+    backend = backend_of(group, device)
+    if backend not in _KINDS:
+        raise BadInput(
+            f"The process group's backend for {device.type} is {backend!r}, in whose order of sums nobody has looked; "
+            f"this version knows {', '.join(_KINDS)}. Initialise it with "
+            'init_process_group("cpu:gloo,cuda:nccl").'
+        )
+    return _KINDS[backend](group, traffic, ledger)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

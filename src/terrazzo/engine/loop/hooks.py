@@ -88,22 +88,27 @@ class Hooks:
     # -- events ------------------------------------------------------------------------------------------------
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The model's forward is about to run, for the first time or again in backward; returns its inputs, cast."""
         if not _inside_backward():
-            self.adopt_edits()
-            unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
-            if self.scaler is not None:
-                self.scaler.in_use = False
-            if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
-                forget_gradients(self.units, self.schedule)
-            self.schedule.begin_forward(torch.is_grad_enabled())
-            self._regions.begin()
-            if torch.is_grad_enabled() and (self._surprised or unsettled):
-                self._saved.begin()
+            self._begin_forward()
         if self.units[0].is_root:
             self.before_unit(0)
         if self.precision.compute in _HALF:
             return self._cast(args), self._cast(kwargs)
         return args, kwargs
+
+    def _begin_forward(self) -> None:
+        """Start from what the user and the last pass have left, be it a backward that raised."""
+        self.adopt_edits()
+        unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
+        if self.scaler is not None:
+            self.scaler.in_use = False
+        if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
+            forget_gradients(self.units, self.schedule)
+        self.schedule.begin_forward(torch.is_grad_enabled())
+        self._regions.begin()
+        if torch.is_grad_enabled() and (self._surprised or unsettled):
+            self._saved.begin()
 
     def adopt_edits(self) -> None:
         """Take over what the user has written into weights, or refuse it."""
@@ -114,6 +119,7 @@ class Hooks:
                     bucket.adopt_edits()
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The model's forward has returned `output`; returns what the user gets. Collective until ranks agree."""
         if _inside_backward():
             return output
         if self.units[0].is_root:
@@ -132,6 +138,7 @@ class Hooks:
                 self.schedule.abandon_forward()
 
     def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:
+        """The forward of the unit `index` is about to run, for the first time or again in backward."""
         unit = self.units[index]
         if _inside_backward():  # activation checkpointing runs the forward again
             self.start_backward()
@@ -142,6 +149,7 @@ class Hooks:
         self.schedule.enter_forward(unit)
 
     def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        """It has returned `output`, through whose tensors its backward will be announced."""
         unit = self.units[index]
         if _inside_backward():
             if is_differentiated() and self._watch(unit, output)[0]:
@@ -215,6 +223,7 @@ class Hooks:
         )
 
     def end_backward(self) -> None:
+        """Autograd has come to the end of a backward: finish gradients, and hear of other ranks'. Collective."""
         if self.schedule.in_backward:
             self.schedule.end_backward()
             self._agreement.on_gradients(self._late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
 
@@ -45,23 +46,33 @@ def meet(axes: Axes, label: Label, numbers: Sequence[int]) -> list[int]:
 
 
 def _trail(axes: Axes) -> int:
-    """A digest of what must be equal on all ranks: optimizer steps, and what has been exchanged on transports whose
-    messages carry no labels.
+    """A digest of what must be equal on all ranks: optimizer steps, what gradients are divided by, and what has been
+    exchanged on transports whose messages carry no labels.
     """
-    digest = axes.steps
+    digest = zlib.crc32(struct.pack("<qd", axes.steps, axes.denominator.unscaled))
     for axis in axes.names:
         digest = zlib.crc32(axes.along(axis).digest.to_bytes(4, "little"), digest)
     return digest
 
 
 def _compare_trails(axes: Axes, label: Label) -> None:
-    """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do, or steps."""
+    """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do, or steps, or
+    denominators.
+    """
     steps = axes.rows(torch.tensor([axes.steps], device=axes.control_device)).flatten().tolist()
     if min(steps) != max(steps):
         raise RanksApart(
             f"The ranks have not run the same: before {label}, optimizer.step() has been called {axes.steps} times "
             f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
             "on it, for example with an all_reduce of whether the loss is finite."
+        )
+    own = torch.tensor([axes.denominator.unscaled], dtype=torch.float64, device=axes.control_device)
+    chosen = axes.rows(own).flatten().tolist()
+    if min(chosen) != max(chosen):
+        raise RanksApart(
+            f"The ranks have not run the same: before {label}, gradients are to be divided by "
+            f"{axes.denominator.unscaled} here, and by {min(chosen)} to {max(chosen)} on all ranks. Give "
+            "set_gradient_denominator the same on every rank, such as the tokens of the whole global batch."
         )
     for axis in axes.names:
         trail = [*axes.along(axis).trail][-TRAIL:]

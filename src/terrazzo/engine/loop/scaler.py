@@ -87,9 +87,13 @@ class Denominator:
     chosen: float | None = None
     scaler: LossScaler | None = None
 
+    @property
+    def unscaled(self) -> float:
+        """The part that the user chooses; the same on every rank."""
+        return float(self.ranks if self.chosen is None else self.chosen)
+
     def __call__(self) -> float:
-        chosen = float(self.ranks) if self.chosen is None else self.chosen
-        return chosen * (self.scaler.scale if self.scaler else 1.0)
+        return self.unscaled * (self.scaler.scale if self.scaler else 1.0)
 
 
 class _ScaleBackward(torch.autograd.Function):

@@ -47,10 +47,11 @@ def checkpoint_activations(
         mode: `none`; `full`, which keeps a unit's inputs alone; `selective`, which also keeps the results of `ops`.
         units: as for `tz.shard`.
         every: only the first of every so many units is treated; 1 for all.
-        ops: names of aten operators such as `"mm"`, for `selective`.
+        ops: names of aten operators such as `"mm"`, every overload of which is meant, for `selective`.
         offload: keep the units' inputs in host memory; see `offload.activations`.
 
-    Errors: `BadInput` for an unknown mode, operator or count, or an offload without checkpointing.
+    Errors: `BadInput` for an unknown mode, operator or count, for an offload without checkpointing, and for `ops` in
+    another mode than `selective`.
     """
     if mode not in MODES:
         raise BadInput(
@@ -58,6 +59,11 @@ def checkpoint_activations(
         )
     if every < 1:
         raise BadInput(f"activation checkpointing on every {every}th unit: the count must be 1 or more.")
+    if ops is not None and mode != "selective":
+        raise BadInput(
+            f"activation checkpointing: ops {list(ops)} are kept by the mode 'selective' alone, and the mode is "
+            f"{mode!r}. Choose 'selective', or leave out ops."
+        )
     if mode == "none":
         if offload:
             raise BadInput(
@@ -126,7 +132,7 @@ def _run(forward: Callable[..., Any], count: int, names: Sequence[str], /, *valu
 
 
 def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
-    saved = {_operator(name) for name in ops}
+    saved = {overload for name in ops for overload in _overloads(name)}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -134,8 +140,9 @@ def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
     return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
-def _operator(name: str) -> Any:
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+def _overloads(name: str) -> list[Any]:
+    """Of an operator: `a + b` calls `add.Tensor`, and `mm` has its `default` alone."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    if not hasattr(packet, "overloads"):
         raise BadInput(f"activation checkpointing: torch.ops.aten has no operator {name!r}.")
-    return packet.default
+    return [getattr(packet, overload) for overload in packet.overloads()]

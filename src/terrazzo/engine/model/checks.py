@@ -30,6 +30,7 @@ __all__ = [
     "check_device",
     "check_dtypes",
     "check_graphs",
+    "check_group",
     "check_kind",
     "check_mesh",
     "check_model",
@@ -55,14 +56,18 @@ def _check_module(model: object) -> None:
         raise BadInput(f"tz.shard was given a {type(model).__name__} in place of a model; pass a torch.nn.Module.")
 
 
-def check_model(model: nn.Module) -> None:
-    """Errors: `Misuse` without a process group or for a sharded model, `BadInput` for what cannot be laid out flat."""
-    _check_module(model)
+def check_group() -> None:
+    """Errors: `Misuse` without a process group, through which ranks hear of each other's errors."""
     if not dist.is_initialized():
         raise Misuse(
             "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first; "
             "'torchrun --nproc-per-node=1' is enough for a single rank."
         )
+
+
+def check_model(model: nn.Module) -> None:
+    """Errors: `Misuse` for a sharded model, `BadInput` for what cannot be laid out flat."""
+    _check_module(model)
     if getattr(model, "_terrazzo", None) is not None or any(hasattr(m, "_terrazzo") for m in model.modules()):
         raise Misuse(f"This {type(model).__name__} is already sharded. Build a new model to shard it differently.")
     parameters = dict(model.named_parameters())
@@ -120,7 +125,7 @@ def check_dtypes(model: nn.Module, precision: Precision) -> None:
             f"The trainable parameters are in several dtypes ({kinds}). All of them compute in "
             f"{_short(precision.compute)} from now on: a forward that casts its input for one of them fails there. "
             "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'.",
-            stacklevel=4,
+            stacklevel=6,  # the caller of `shard`
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,47 +21,66 @@ __all__ = [
     "materialize",
     "materialize_buffers",
     "move_buffers",
+    "replace_buffers",
     "synchronize",
 ]
 
-Initializer = Callable[[nn.Module], None]
-"""Sets the parameters and buffers that a module itself owns, not those of its children."""
+Initializer = Callable[[nn.Module, Collection[Tensor]], None]
+"""Sets those of the given parameters, and those meta buffers, that a module itself owns, not those of its children."""
 
 
 def initializer_of(model: nn.Module) -> Initializer:
     """How this model initialises one module: `reset_parameters`, then its own `_init_weights` as Hugging Face has.
 
-    Errors: `BadInput` from the call, for a module that has neither.
+    Call it before `materialize_buffers`: buffers that are real now keep their values. See `check_initializable`.
     """
     own = getattr(model, "_init_weights", None)
+    loaded = {buffer for buffer in model.buffers() if not buffer.is_meta}
 
-    def initialize(module: nn.Module) -> None:
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        if callable(own):
-            own(module)
-        elif not callable(reset):
-            raise _no_initializer(module)
+    def initialize(module: nn.Module, fresh: Collection[Tensor]) -> None:
+        with _kept(module, fresh, loaded):
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+            if callable(own):
+                own(module)
 
     return initialize
 
 
-def check_initializable(model: nn.Module, members: Iterable[Member]) -> None:
-    """Errors: `BadInput` for a meta parameter in a module that has no way to initialise it."""
+@contextlib.contextmanager
+def _kept(module: nn.Module, fresh: Collection[Tensor], loaded: Collection[Tensor]) -> Iterator[None]:
+    """What is neither `fresh` nor without a value keeps it: initialising a module sets all that it owns.
+
+    In the place of such parameters are meta ones, since their values may be on other ranks; of buffers, copies.
+    """
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter not in fresh:
+            kept.append((module._parameters, name, parameter))
+            away = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(away, requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer in loaded:
+            kept.append((module._buffers, name, buffer))
+            module._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for tensors, name, tensor in kept:
+            tensors[name] = tensor
+
+
+def check_initializable(model: nn.Module) -> None:
+    """Errors: `BadInput` for meta parameters or buffers in a module that has no way to initialise them."""
     if callable(getattr(model, "_init_weights", None)):
         return
-    for member in members:
-        for module, _ in member.holders if member.parameter.is_meta else ():
-            if not callable(getattr(module, "reset_parameters", None)):
-                raise _no_initializer(module)
-
-
-def _no_initializer(module: nn.Module) -> BadInput:
-    return BadInput(
-        f"{type(module).__name__} was built on the meta device and has no reset_parameters() to give its parameters "
-        "and buffers values. Add that method, or build the model on a real device."
-    )
+    for module in model.modules():
+        meta = _on_meta(module._parameters) or _on_meta(module._buffers)
+        if meta and not callable(getattr(module, "reset_parameters", None)):
+            raise BadInput(
+                f"{type(module).__name__} was built on the meta device and has no reset_parameters() to give its "
+                "parameters and buffers values. Add that method, or build the model on a real device."
+            )
 
 
 def materialize(members: Iterable[Member], initialize: Initializer, device: torch.device) -> None:
@@ -67,7 +88,7 @@ def materialize(members: Iterable[Member], initialize: Initializer, device: torc
 
     Their buffers are real by then: see `materialize_buffers`.
     """
-    touched = {}
+    touched, fresh = {}, set()
     for member in members:
         meta, holders = member.parameter, member.holders
         member.holders = ()  # they may hold the model itself, which holds the members
@@ -75,11 +96,12 @@ def materialize(members: Iterable[Member], initialize: Initializer, device: torc
         if not meta.is_meta:
             continue
         member.parameter = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+        fresh.add(member.parameter)
         for module, attribute in holders:
             module._parameters[attribute] = member.parameter
             touched[id(module)] = module
     for module in touched.values():
-        initialize(module)
+        initialize(module, fresh)
 
 
 def materialize_buffers(model: nn.Module, device: torch.device) -> list[nn.Module]:
@@ -89,13 +111,13 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> list[nn.Modul
         The modules that had any and that no parameter will have initialised.
     """
     bare = [module for module in model.modules() if _on_meta(module._buffers) and not _on_meta(module._parameters)]
-    _replace_buffers(model, lambda buffer: torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer)
+    replace_buffers(model, lambda buffer: torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer)
     return bare
 
 
 def move_buffers(model: nn.Module, axes: Axes) -> None:
     """Bring every buffer to the device, those that modules share together, with the first rank's values."""
-    _replace_buffers(model, lambda buffer: buffer.to(axes.device))
+    replace_buffers(model, lambda buffer: buffer.to(axes.device))
     synchronize(list(model.buffers()), axes)
 
 
@@ -103,7 +125,7 @@ def _on_meta(tensors: Mapping[str, Tensor | None]) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in tensors.values())
 
 
-def _replace_buffers(model: nn.Module, replaced: Callable[[Tensor], Tensor]) -> None:
+def replace_buffers(model: nn.Module, replaced: Callable[[Tensor], Tensor]) -> None:
     """Put `replaced(buffer)` in the place of each buffer, one for all modules that hold it."""
     made: dict[Tensor, Tensor] = {}  # by identity
     for module in model.modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.model.materialize import replace_buffers
 from terrazzo.engine.model.names import persistent_buffers
 from terrazzo.errors import BadInput, Misuse
 
@@ -39,10 +41,11 @@ class ShardedModule(nn.Module):
 
         Args:
             denominator: such as the number of valid tokens in the global batch when losses are sums over tokens; None
-                for the number of data ranks, DDP's mean.
+                for the number of data ranks, DDP's mean. The same on every rank: a backward pass raises `RanksApart`
+                where it is not.
         """
-        if denominator is not None and not denominator > 0:
-            raise BadInput(f"The gradient denominator is {denominator}; it must be positive.")
+        if denominator is not None and not 0 < denominator < math.inf:
+            raise BadInput(f"The gradient denominator is {denominator}; it must be positive and finite.")
         self._terrazzo.denominator.chosen = denominator
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -65,7 +68,9 @@ class ShardedModule(nn.Module):
         return _Loaded(missing, unexpected)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What `.to`, `.half` and their like do to parameters: nothing, or an error if it would be something."""
+        """What `.to`, `.half` and their like do: nothing to parameters, or an error if it would be something; to
+        buffers what they do to those of any module.
+        """
         for bucket in self._terrazzo.buckets():
             probe = torch.empty(0, dtype=bucket.compute_dtype, device=self._terrazzo.axes.device)
             changed = fn(probe)
@@ -75,6 +80,7 @@ class ShardedModule(nn.Module):
                     f"{changed.device}, but the weights of a sharded model are views of the engine's memory. Convert "
                     "the model before tz.shard, or choose its 'precision'."
                 )
+        replace_buffers(self, fn)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from terrazzo.engine.model.checks import (
     check_device,
     check_dtypes,
     check_graphs,
+    check_group,
     check_kind,
     check_mesh,
     check_model,
@@ -113,7 +115,7 @@ def shard(  # structure: signature fixed by the design
     _build_units(model, planned, store)
 
     meeting = (lambda label, number: meet(recipe.axes, label, [number])[0]) if meets(recipe) else None
-    denominator = Denominator(recipe.axes.size())
+    denominator = recipe.axes.denominator
     schedule = Schedule(planned, prefetch, meeting, denominator)
     hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, denominator)
     engine = Engine(
@@ -170,6 +172,17 @@ class _Options:
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """What this rank was told, checked as far as it can be alone."""
+
+    plan: Plan
+    precision: Precision
+    specs: list[UnitSpec]
+    why: str
+    optimizers: list[Optimizer]
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """What `shard` is about to do; nothing has been allocated or changed yet."""
 
@@ -182,14 +195,25 @@ class _Prepared:
 
 
 def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: _Options) -> _Prepared:
-    check_model(model)
-    if options.prefetch < 0:
-        raise BadInput(f"prefetch is {options.prefetch}; it counts units gathered ahead, so it must be 0 or more.")
+    """Collective: what one rank refuses all refuse."""
+    check_group()
     mesh = _default_mesh() if options.mesh is None else options.mesh
     check_kind(mesh.device_type)
     axes = Axes(mesh)
     check_mesh(mesh, axes)
     check_versions(axes)
+    asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
+    facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
+    facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
+    facts |= {"parameters": model_facts(asked.specs)}
+    check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
+    return together(axes, lambda: _plan(asked, options, axes))
+
+
+def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: _Options, axes: Axes) -> _Asked:
+    check_model(model)
+    if options.prefetch < 0:
+        raise BadInput(f"prefetch is {options.prefetch}; it counts units gathered ahead, so it must be 0 or more.")
     check_device(model, axes.device)
     plan = _one_of(Plan, plan, "plan").resolve(axes.names)
     precision = _one_of(Precision, options.precision, "precision")
@@ -197,20 +221,18 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     check_dtypes(model, precision)
     names, why = find_units(model, options.units)
     specs = partition(model, names)
-    check_initializable(model, [member for spec in specs for member in spec.members])
-    built = _build_optimizers(model, optimizer, specs)
-    facts = {"plan": str(plan), "precision": repr(precision), "prefetch": options.prefetch}
-    facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
-    check_agreement(
-        axes, {**facts, "parameters": model_facts(specs), "optimizer": [optimizer_facts(each) for each in built]}
-    )
-    recipe = Recipe(axes, plan.over(axes.live(axes.names)), precision)
-    planned = _plan_units(specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
+    check_initializable(model)
+    return _Asked(plan, precision, specs, why, _build_optimizers(model, optimizer, specs))
+
+
+def _plan(asked: _Asked, options: _Options, axes: Axes) -> _Prepared:
+    recipe, built = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision), asked.optimizers
+    planned = _plan_units(asked.specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
     check_graphs(planned, axes.device)
-    check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, precision, options.offload)
-    check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], precision)
+    check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
+    check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
     templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
-    return _Prepared(plan, recipe, planned, why, built, templates)
+    return _Prepared(asked.plan, recipe, planned, asked.why, built, templates)
 
 
 def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
@@ -359,7 +381,7 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
         for bucket in unit.buckets:
             bucket.build(store)
     for module in bare:
-        initialize(module)
+        initialize(module, ())
     move_buffers(model, axes)
     axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
     axes.traffic.reset()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.device import stacked
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import Diverged
@@ -25,7 +26,8 @@ def clip_grad_norm(
     """
     axes, split = recipe.axes, recipe.plan.optim.axes
     gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
-    norms = _stacked([_norm(gradient, norm_type) for gradient in gradients], axes.device)
+    local = [_norm(gradient, norm_type) for gradient in gradients]
+    norms = stacked(local, axes.device) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
     if norm_type == float("inf"):
         total = axes.total(norms.max(), split, reduce=torch.amax)
     else:
@@ -40,13 +42,6 @@ def clip_grad_norm(
         for gradient in gradients:
             gradient.scale(coefficient)
     return total.float()
-
-
-def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """All of them on `device`; those of gradients on the host get there together."""
-    kinds = {norm.device: None for norm in norms}
-    stacks = [torch.stack([norm for norm in norms if norm.device == kind]).to(device) for kind in kinds]
-    return torch.cat(stacks) if stacks else torch.zeros(1, dtype=torch.float64, device=device)
 
 
 def _norm(gradient: Gradient, norm_type: float) -> Tensor:

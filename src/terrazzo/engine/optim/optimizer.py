@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.device import stacked
 from terrazzo.engine.gradient import Finished
 from terrazzo.engine.loop.hooks import forget_gradients
 from terrazzo.engine.loop.listeners import weakly
@@ -179,9 +180,9 @@ class OptimizerDriver:
 
     def _overflowed(self) -> bool:
         """Whether any rank holds a non-finite gradient."""
-        axes, wholes = self.recipe.axes, (bucket.gradient.whole() for bucket in self.buckets)
-        finite = [torch.isfinite(grad).all().to(axes.device) for grad in wholes if grad is not None]
-        every = torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
+        axes, known = self.recipe.axes, (bucket.gradient.is_finite() for bucket in self.buckets)
+        finite = [each for each in known if each is not None]
+        every = stacked(finite, axes.device).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
         flag = every.logical_not().long().view(1)
         return bool(axes.maximum(flag).item())  # the one number of an fp16 step that the host waits for
 
