@@ -11,7 +11,7 @@ from torch import Tensor
 
 import terrazzo as tz
 from terrazzo.engine import LossScaling, Precision, engine_of
-from terrazzo.engine.loop.scaler import LossScaler
+from terrazzo.engine.scaler import LossScaler
 from tests.engine.toys import (
     EVERY_PLAN,
     Net,

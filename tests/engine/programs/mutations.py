@@ -18,8 +18,8 @@ from terrazzo.engine import gradient
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.loop import hooks
-from terrazzo.engine.loop.scaler import Denominator
 from terrazzo.engine.optim import optimizer
+from terrazzo.engine.scaler import Denominator
 
 STRUCK = "tree.parts.0"
 """Defects of one unit are in whatever holds parameters of this name."""

@@ -16,8 +16,8 @@ from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.listeners import before_gradient, eager, on_backward, take_last, weakly
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
-from terrazzo.engine.loop.scaler import Denominator, LossScaler, scale_backward
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.scaler import Denominator, LossScaler, scale_backward
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse

@@ -18,7 +18,6 @@ from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.transfer import Traffic, Transfer
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
-from terrazzo.engine.loop.scaler import Denominator
 from terrazzo.engine.model.checks import together
 from terrazzo.engine.model.state import (
     ParameterInfo,
@@ -41,6 +40,7 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.ending import require_own
 from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit

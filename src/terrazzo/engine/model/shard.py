@@ -19,7 +19,6 @@ from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, meets
-from terrazzo.engine.loop.scaler import Denominator
 from terrazzo.engine.model.attach import check_several, put_on
 from terrazzo.engine.model.checks import (
     check_agreement,

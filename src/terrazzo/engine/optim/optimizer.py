@@ -23,11 +23,11 @@ from terrazzo.engine.device import stacked
 from terrazzo.engine.gradient import Finished
 from terrazzo.engine.loop.hooks import forget_gradients
 from terrazzo.engine.loop.listeners import weakly
-from terrazzo.engine.loop.scaler import LossScaler
 from terrazzo.engine.optim.apart import Apart
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.stock import unhooked_step
 from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
