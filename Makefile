@@ -1,7 +1,6 @@
 # make install | demo | test | test-long | mutations | lint | bench | gpu | clean. Needs only Python 3.11+, pip and make.
 PYTHON ?= python3
-# One more than two cores: tests that wait for other processes leave a core idle.
-JOBS ?= 3
+JOBS ?= 2
 BENCH_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,7 @@ pytest_plugins = ["tests.helpers.stuck"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what is long, skip GPU tests where there is none, and keep tests with real processes on one xdist worker."""
+    """Say what is long, skip GPU tests where there is none, and keep tests with real processes on two xdist workers."""
     mark_what_is_long(items)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
@@ -26,8 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if alone.runs_elsewhere(item):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-        elif "processes" in item.keywords:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        elif "processes" in item.keywords:  # a pool of ranks lives in each of two workers
+            item.add_marker(pytest.mark.xdist_group(f"processes {zlib.crc32(item.path.name.encode()) % 2}"))
 
 
 def pytest_collection_finish() -> None:
