@@ -97,3 +97,18 @@ def test_what_cannot_be_attached_is_refused(tmp_path: Path) -> None:
         tz.shard(drives, None, "zero3@nvme", offload=tz.Offload(path=tmp_path, direct=False))
         with pytest.raises(tz.Misuse, match="drives"):
             tz.attach(drives, adamw(drives.parameters()))
+
+
+def test_what_one_rank_cannot_attach_all_refuse() -> None:
+    def body(rank: int) -> str:
+        with exclusive():
+            model: nn.Module = Net()
+        tz.shard(model, None, "zero1")
+        given = Net() if rank == 1 else model
+        with pytest.raises(tz.BadInput) as caught:
+            tz.attach(model, adamw(given.parameters()))
+        tz.attach(model, adamw(model.parameters()))
+        return str(caught.value)
+
+    first, second = on_ranks(2, body)
+    assert "Another rank" in first and "not parameters of this model" in second

@@ -164,6 +164,20 @@ def test_a_submodules_zero_grad_forgets_its_part_alone() -> None:
     follows_one_process(Net(), loop, "zero2")
 
 
+@pytest.mark.parametrize("change", ["mul_", "div_", "clamp_"])
+def test_what_has_a_number_for_each_element_is_refused_on_all_ranks(change: str) -> None:
+    """Ranks hold different elements: a mask would land on the wrong ones, or on none."""
+
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero3")
+        loss_of(model, batch(0, rank)).backward()
+        weight = model.head.weight
+        with pytest.raises(tz.Misuse, match=f"{weight.numel()} elements"):
+            getattr(weight.grad, change)(torch.ones(weight.shape))
+
+    on_ranks(2, body)
+
+
 def test_clipping_between_micro_batches_is_refused() -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(Net(), "zero1")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
@@ -105,6 +106,34 @@ def test_under_fp16_such_a_step_is_skipped(tmp_path: Path, monkeypatch: pytest.M
     spoil_the_third_gradient(monkeypatch)
     assert trained(config_in(tmp_path, precision={"name": "fp16"})) == 0
     assert latest(tmp_path / "run" / "checkpoints") == str(tmp_path / "run" / "checkpoints" / "step-00000004")
+
+
+def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+
+    def body(rank: int) -> None:
+        with open_session(config, ALONE) as session:
+            checkpoint.save(
+                checkpoint.step_path(session.keeper.folder, 1), session.model, session.optimizer, {"step": 1}
+            )
+        with pytest.raises(BadInput, match=r"not of 'terrazzo train'.*no best, config, data.*tz\.checkpoint\.load"):
+            open_session(config, ALONE)
+
+    run_in_threads(1, body)
+
+
+def test_a_checkpoint_that_goes_while_a_run_begins_is_not_started_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path)
+    assert trained(config) == 0
+    monkeypatch.setattr(checkpoint, "load_newest", lambda *_, **__: None)
+
+    def body(rank: int) -> None:
+        with pytest.raises(BadInput, match=r"had a checkpoint when this run began.*checkpoint\.resume=never"):
+            open_session(config, ALONE)
+
+    run_in_threads(1, body)
 
 
 def test_a_resumed_run_names_what_differs_and_which_value_is_used(

@@ -120,11 +120,20 @@ class Session:
         }
 
     def resume(self) -> None:
-        """Continue from the newest whole checkpoint, if there is any. Collective."""
+        """Continue from the newest whole checkpoint. Collective."""
         resumed = self.keeper.resume(self.model, self.optimizer)
-        if resumed is None:
-            return
+        if resumed is None:  # it was there when this run began, and so nothing else has given the model its weights
+            raise BadInput(
+                f"{self.keeper.folder} had a checkpoint when this run began, and has none that can be read now: put it"
+                " back, or start anew with checkpoint.resume=never."
+            )
         extra, ranks = resumed.extra, self.ranks
+        if missing := sorted({"step", "tokens", "best", "schedule", "data", "config"} - extra.keys()):
+            raise BadInput(
+                f"The newest checkpoint in {self.keeper.folder} is not of 'terrazzo train': its extra has no"
+                f" {', '.join(missing)}. Go on with it by tz.checkpoint.load in a loop of your own, or use another"
+                " checkpoint.folder."
+            )
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.best = extra["best"]
         self.schedule.load_state_dict(extra["schedule"])

@@ -17,7 +17,7 @@ from terrazzo.engine.model.checks import check_agreement, optimizer_facts, toget
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.state import reading, restore_optimizer
 from terrazzo.engine.offload.background import Background
-from terrazzo.engine.offload.needs import further_moment_bytes, moment_names
+from terrazzo.engine.offload.needs import Templates, further_moment_bytes, moment_names
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.optimizer import OptimizerDriver, make_sharded_optimizer
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_kernel, state_of
@@ -39,18 +39,22 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     on drives.
     """
     engine = engine_of(model)
-    if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
-        raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
-    check_optimizer(optimizer)
     engine.forget_gone()
-    check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
-    first = len(engine.templates)
-    device = engine.axes.device
-    templates = [*engine.templates, *(state_of(optimizer, group, device) for group in optimizer.param_groups)]
-    assign_groups([optimizer], [member for bucket in engine.buckets() for member in bucket.members], first)
+    axes, first = engine.axes, len(engine.templates)
+
+    def check() -> Templates:
+        if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
+            raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
+        check_optimizer(optimizer)
+        check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
+        templates = [*engine.templates, *(state_of(optimizer, group, axes.device) for group in optimizer.param_groups)]
+        assign_groups([optimizer], [member for bucket in engine.buckets() for member in bucket.members], first)
+        return templates
+
     try:
-        check_agreement(engine.axes, {"optimizer": optimizer_facts(optimizer)})
-        together(engine.axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), templates)))
+        templates = together(axes, check)
+        check_agreement(axes, {"optimizer": optimizer_facts(optimizer)})
+        together(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), templates)))
     except BaseException:
         engine.forget_gone()
         raise

@@ -318,11 +318,23 @@ def _changed(grad: _StandIn, change: Callable[[Tensor], Any]) -> _StandIn:
 
 
 def _scale(grad: _StandIn, factor: Any) -> _StandIn:
+    _check_numbers(factor)
     return _changed(grad, lambda data: data.mul_(_beside(data, factor)))
 
 
 def _divide(grad: _StandIn, divisor: Any) -> _StandIn:
+    _check_numbers(divisor)
     return _changed(grad, lambda data: data.div_(_beside(data, divisor)))
+
+
+def _check_numbers(*numbers: Any) -> None:
+    """Errors: `Misuse` for one per element, which ranks that hold other elements would take from the wrong places."""
+    for number in numbers:
+        if torch.is_tensor(number) and number.numel() != 1:
+            raise Misuse(
+                f"A sharded gradient was multiplied, divided or clamped by a tensor of {number.numel()} elements: it "
+                "takes one number. To mask elements, multiply the weight by the mask in the module's forward."
+            )
 
 
 def _beside(data: Tensor, number: Any) -> Any:
@@ -330,6 +342,7 @@ def _beside(data: Tensor, number: Any) -> Any:
 
 
 def _clamp(grad: _StandIn, *bounds: Any, **named: Any) -> _StandIn:
+    _check_numbers(*bounds, *named.values())
     return _changed(grad, lambda data: data.clamp_(*bounds, **named))
 
 

@@ -55,7 +55,7 @@ class Keeper:
         resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast)
         if resumed is not None:
             self.run, self._refused = resumed.run, set(resumed.refused)
-            self.saved_step = resumed.extra["step"]
+            self.saved_step = resumed.extra.get("step", 0)
         return resumed
 
     def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
