@@ -33,7 +33,7 @@ class Axes:
         traffic: what this rank has sent through these axes.
         ledger: transient memory held for this model.
         steps: how often this rank's optimizers have stepped.
-        denominator: of gradients, as this rank was told.
+        denominator: of finished gradient sums, as this rank was told; knows the loss scaler, if there is one.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ nobody has run must not look as if it did.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -111,9 +111,9 @@ def stream_of_thread(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device)
 
 
-def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
     """Work inside is queued in `stream`."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    return torch.cuda.stream(stream)
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
@@ -129,9 +129,8 @@ def synchronize(device: torch.device) -> None:
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """0-d tensors as one of [len(values)] on `device`; what lies on the host gets there in one copy, and comes last."""
-    there = [value for value in values if value.device == device]
-    here = [value for value in values if value.device != device]
-    return torch.cat([torch.stack(part).to(device) for part in (there, here) if part])
+    parts = ([value for value in values if (value.device == device) is there] for there in (True, False))
+    return torch.cat([torch.stack(part).to(device) for part in parts if part])
 
 
 # -- pinned host memory ------------------------------------------------------------------------------------------------

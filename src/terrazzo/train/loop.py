@@ -111,8 +111,7 @@ class Trainer:
         """The newest step's mean loss per token and gradients' norm; raises `Diverged` at the first that is not finite.
 
         All steps since the last call are looked at, and both of each: a NaN gradient leaves NaN weights behind a finite
-        loss.
-        Both are brought together once per log step and before a save, so that no other step waits for the device.
+        loss. They are brought together once per log step and before a save, so that no other step waits for the device.
         """
         losses = torch.stack(self.losses)
         dist.all_reduce(losses)

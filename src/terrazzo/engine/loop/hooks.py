@@ -17,7 +17,7 @@ from terrazzo.engine.loop.listeners import before_gradient, eager, on_backward, 
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
 from terrazzo.engine.precision import Precision
-from terrazzo.engine.scaler import Denominator, LossScaler, scale_backward
+from terrazzo.engine.scaler import LossScaler, scale_backward
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
@@ -32,17 +32,14 @@ class Hooks:
 
     Args:
         units: in registration order, root first.
-        denominator: knows the scaler, where gradients inside the model are scaled.
 
     Attributes:
         wanted: to be called before gradients are clipped, or taken by the optimizer.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision, denominator: Denominator
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision) -> None:
         self.units, self.schedule, self.precision = units, schedule, precision
-        self._denominator, self._agreement = denominator, Agreement(units, schedule, axes)
+        self._denominator, self._agreement = axes.denominator, Agreement(units, schedule, axes)
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
         self.tell(_ignore, _ignore, _ignore)

@@ -40,7 +40,6 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.ending import require_own
 from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
@@ -61,7 +60,6 @@ class Engine:
         store: memory and files of what does not rest on the device.
         templates: what is kept for a parameter of each param group, those of all optimizers one after the other.
         drivers: one for each optimizer.
-        denominator: of finished gradient sums; knows the loss scale.
         process: that sharded the model.
     """
 
@@ -71,7 +69,6 @@ class Engine:
     why_units: str
     schedule: Schedule
     hooks: Hooks
-    denominator: Denominator
     store: Store
     templates: Templates = ()
     drivers: list[OptimizerDriver] = field(default_factory=list)
@@ -114,7 +111,7 @@ class Engine:
         for driver in self.drivers:
             driver.retire()
         self.drivers.clear()
-        self.denominator.scaler = None
+        self.axes.denominator.scaler = None
         self.forget_gone()
 
     def forget_gone(self) -> None:

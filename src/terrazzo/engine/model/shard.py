@@ -114,9 +114,8 @@ def shard(  # structure: signature fixed by the design
     _build_units(model, planned, store)
 
     meeting = (lambda label, number: meet(recipe.axes, label, [number])[0]) if meets(recipe) else None
-    denominator = recipe.axes.denominator
-    schedule = Schedule(planned, prefetch, meeting, denominator)
-    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision, denominator)
+    schedule = Schedule(planned, prefetch, meeting, recipe.axes.denominator)
+    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision)
     engine = Engine(
         plan=prepared.plan,
         recipe=recipe,
@@ -124,7 +123,6 @@ def shard(  # structure: signature fixed by the design
         why_units=prepared.why,
         schedule=schedule,
         hooks=hooks,
-        denominator=denominator,
         store=store,
         templates=prepared.templates,
     )
