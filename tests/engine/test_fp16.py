@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -238,3 +239,160 @@ def test_without_loss_scaling_there_is_nothing_to_report() -> None:
         return optimizer.skipped_steps, optimizer.loss_scale, optimizer.scaler_state()
 
     assert on_ranks(2, body) == [(0, 1.0, {})] * 2
+
+
+# -- every way to a loss -------------------------------------------------------------------------------------------
+
+
+class Mapped(dict[str, Tensor]):
+    """A class of dicts that torch's pytrees do not know."""
+
+
+@dataclass
+class Mutable:
+    logits: Tensor
+    aux: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+    aux: Tensor
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    aux: Tensor
+
+
+class Together(Net):
+    """Returns what `form` makes of logits and an auxiliary loss."""
+
+    form: Any = None
+
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.blocks[0](self.embed(tokens))
+        aux = hidden.float().square().mean()
+        logits = self.head(self.blocks[2](self.blocks[1](hidden)))
+        return type(self).form(logits, aux) if self.form else (logits, aux)
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "dict": (lambda logits, aux: {"logits": logits, "aux": [aux]}, lambda out: (out["logits"], out["aux"][0])),
+    "class of dicts": (lambda logits, aux: Mapped(logits=logits, aux=aux), lambda out: (out["logits"], out["aux"])),
+    "dataclass": (lambda logits, aux: Mutable(logits, [aux]), lambda out: (out.logits, out.aux[0])),
+    "frozen dataclass": (Frozen, lambda out: (out.logits, out.aux)),
+    "half in a dataclass": (lambda logits, aux: (logits, Frozen(aux, aux)), lambda out: (out[0], out[1].aux)),
+    "named tuple": (Pair, lambda out: (out.logits, out.aux)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_part_of_an_output_trains_at_the_same_scale(form: str) -> None:
+    """The gradients of a mixed loss are those that a plain tuple's parts give."""
+    made, parts = FORMS[form]
+    base = Together()
+
+    def body(rank: int, form: Any, parts: Any) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, "zero3", precision=fp16(init=2.0**10))
+        type(model).form = staticmethod(form) if form else None
+        for step in range(2):
+            out = model(batch(step, rank))
+            logits, aux = parts(out)
+            assert logits.dtype == aux.dtype == torch.float32
+            (logits.square().mean() + 3 * aux).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    plain = on_ranks(2, lambda rank: body(rank, None, lambda out: out))
+    for found, wanted in zip(on_ranks(2, lambda rank: body(rank, made, parts)), plain, strict=True):
+        assert_equal(found, wanted)
+
+
+class Closed:
+    def __init__(self, logits: Tensor, aux: Tensor) -> None:
+        self.aux = aux
+
+
+def test_outputs_that_the_loss_scale_cannot_reach_are_refused() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Together(), precision="fp16")
+        type(model).form = lambda logits, aux: (logits, Closed(logits, aux))
+        with pytest.raises(tz.Misuse, match=r"returned a Closed.*loss scale of fp16 is missing.*'aux'.*dataclasses"):
+            model(batch(0, rank))
+        kept: list[Tensor] = []
+        type(model).form = lambda logits, aux: kept.append(aux) or logits.detach()
+        model(batch(0, rank))
+        with pytest.raises(tz.Misuse, match=r"loss scale of fp16 is missing"):
+            kept[0].backward()
+
+    on_ranks(2, body)
+
+
+class Asides(Net):
+    """Puts an auxiliary loss aside as `way` says, and a state that its next forward goes on from."""
+
+    way = "attribute"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.register_buffer("kept", None)
+        self.hidden: Tensor | None = None
+        self.aux: Any = None
+
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.blocks[0](self.embed(tokens))
+        aux = hidden.float().square().mean()
+        if self.way == "attribute":
+            self.blocks[0].aux = aux
+        elif self.way == "dict":
+            self.aux = {"loss": aux}
+        elif self.way == "buffer":
+            self.kept = aux
+        elif self.way == "list":
+            self.losses.append(aux)
+        hidden = hidden if self.hidden is None else hidden + self.hidden
+        self.hidden = self.blocks[1](hidden)
+        logits = self.head(self.blocks[2](self.hidden))
+        return (logits, aux) if self.way == "output" else logits
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        self.losses.clear()
+        out = self(tokens)
+        aux = {
+            "output": lambda: out[1],
+            "attribute": lambda: self.blocks[0].aux,
+            "dict": lambda: self.aux["loss"],
+            "buffer": lambda: self.kept,
+            "list": lambda: self.losses[0],
+        }[self.way]()
+        return (out[0] if self.way == "output" else out).square().mean() + 3 * aux
+
+
+@pytest.mark.parametrize("way", ["attribute", "dict", "buffer", "list"])
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_what_is_put_aside_trains_at_the_scale_of_an_output(plan: str, way: str) -> None:
+    """A state with a gradient that the next forward goes on from is scaled once, by that forward's output."""
+    base = Asides()
+
+    def body(rank: int, way: str) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, plan, precision=fp16(init=2.0**10))
+        model.way = way
+        for step in range(3):
+            loss = model.loss(batch(step, rank))
+            with torch.no_grad():
+                hidden = model.hidden
+                model.hidden = None
+                model(batch(9, rank))  # an evaluation between leaves a state of its own
+                model.hidden = hidden
+            (loss + model.loss(batch(step + 10, rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.hidden = None
+        return full_parameters(model)
+
+    wanted = on_ranks(2, lambda rank: body(rank, "output"))
+    for found, others in zip(on_ranks(2, lambda rank: body(rank, way)), wanted, strict=True):
+        assert_equal(found, others)

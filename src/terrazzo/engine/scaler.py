@@ -1,8 +1,9 @@
 """Dynamic loss scaling, invisible to the user's loop.
 
-The model's outputs pass through `scale_backward`: forward, it hands them over in fp32; backward, it multiplies what
-comes back by the scale before anything is rounded to fp16. The engine divides the scale out when it divides by the
-`Denominator`. The loss itself is never scaled, so neither are logged losses, gradients seen after backward, or norms.
+The model's outputs, and what its modules put aside, pass through `scale_backward`: forward, it hands them over in fp32;
+backward, it multiplies what comes back by the scale before anything is rounded to fp16. The engine divides the scale
+out when it divides by the `Denominator`. The loss itself is never scaled, so neither are logged losses, gradients seen
+after backward, or norms.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from terrazzo.engine.precision import LossScaling
 from terrazzo.errors import Diverged
@@ -108,13 +108,7 @@ class _ScaleBackward(torch.autograd.Function):
         return (grads[0] * ctx.scaler.scale).to(ctx.dtype), None
 
 
-def scale_backward(output: Any, scaler: LossScaler) -> Any:
-    """The same structure of outputs, in fp32, whose gradients are multiplied by the scale on their way in."""
-
-    def wrap(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        scaled: Tensor = _ScaleBackward.apply(tensor, scaler)  # type: ignore[no-untyped-call]
-        return scaled
-
-    return tree_map_only(Tensor, wrap, output)
+def scale_backward(output: Tensor, scaler: LossScaler) -> Tensor:
+    """`output` in fp32, whose gradient is multiplied by the scale on its way in."""
+    scaled: Tensor = _ScaleBackward.apply(output, scaler)  # type: ignore[no-untyped-call]
+    return scaled

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.listeners import before_gradient, eager, on_backward, take_last, weakly
+from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_asides, scale_asides, scale_output
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
 from terrazzo.engine.precision import Precision
-from terrazzo.engine.scaler import LossScaler, scale_backward
+from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
@@ -87,19 +87,20 @@ class Hooks:
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The model's forward is about to run, for the first time or again in backward; returns its inputs, cast."""
         if not _inside_backward():
-            self._begin_forward()
+            self._begin_forward(module)
         if self.units[0].is_root:
             self.before_unit(0)
         if self.precision.compute in _HALF:
             return self._cast(args), self._cast(kwargs)
         return args, kwargs
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
         self.adopt_edits()
         unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
         if self.scaler is not None:
             self.scaler.in_use = False
+            restore_asides(model)
         if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
             forget_gradients(self.units, self.schedule)
         self.schedule.begin_forward(torch.is_grad_enabled())
@@ -125,12 +126,14 @@ class Hooks:
         self.schedule.end_forward()
         if training and not self.schedule.order.agreed:
             self._agreement.on_order()
-        return scale_backward(output, self.scaler) if self.scaler else output
+        return scale_output(output, self.scaler) if self.scaler else output
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The model's own forward has returned, or raised."""
         if not _inside_backward():
             self._saved.end()
+            if self.scaler is not None:
+                scale_asides(module, self.scaler)
             if self.schedule.in_forward:
                 self.schedule.abandon_forward()
 
@@ -248,11 +251,11 @@ class Hooks:
         Returns whether it will be announced, and whether something else may: an object of unknown kind can hide a
         tensor, and a unit that returns none has put its result where nobody can see it.
         """
-        leaves = _leaves(output)
-        hidden = any(not isinstance(leaf, _PLAIN) for leaf in leaves)
+        leaves = leaves_of(output)
+        hidden = any(not isinstance(leaf, PLAIN) for leaf in leaves)
         hidden = hidden or not any(isinstance(leaf, Tensor) for leaf in leaves)
         differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        differentiable += _put_aside([unit.module, *self._inside[unit.index]])
+        differentiable += put_aside([unit.module, *self._inside[unit.index]])
         hook = on_backward(self, unit.index, unit.generation)
         for leaf in differentiable:
             before_gradient(leaf, hook)
@@ -276,27 +279,6 @@ def forget_gradients(units: Iterable[Unit], schedule: Schedule, set_to_none: boo
 
 def _ignore() -> None:
     """Nobody wants to know."""
-
-
-_PLAIN = (Tensor, bool, int, float, str, type(None))
-
-
-def _leaves(output: Any) -> list[Any]:
-    """The leaves of a nested structure; dataclasses are opened too."""
-    leaves: list[Any] = []
-    for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves += _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        else:
-            leaves.append(leaf)
-    return leaves
-
-
-def _put_aside(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Tensors with a gradient function among the attributes of modules. On torch's own only hooks put any."""
-    own = (module for module in modules if not type(module).__module__.startswith("torch.nn.") or module._forward_hooks)
-    values = (value for module in own for value in vars(module).values())
-    return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 
 def _name_of(unit: Unit) -> str:

@@ -1,0 +1,130 @@
+"""What a forward hands over: the tensors in its output, however nested, and those that its modules have put aside."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from terrazzo.engine.scaler import LossScaler, scale_backward
+from terrazzo.errors import Misuse
+
+__all__ = ["PLAIN", "leaves_of", "put_aside", "restore_asides", "scale_asides", "scale_output"]
+
+PLAIN = (Tensor, bool, int, float, str, type(None))
+"""Leaves that hide no tensor."""
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """The leaves of a nested structure; dataclasses, and classes of mappings, are opened too."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(output):
+        parts = _parts(leaf)
+        leaves += [leaf] if parts is None else leaves_of([*parts.values()])
+    return leaves
+
+
+def _parts(leaf: Any) -> dict[Any, Any] | None:
+    """What a leaf of torch's has by name; None for what cannot be opened and made anew."""
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return {**leaf} if isinstance(leaf, MutableMapping) else None
+
+
+def put_aside(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Tensors with a gradient function among the attributes of modules. On torch's own only hooks put any."""
+    own = (module for module in modules if not type(module).__module__.startswith("torch.nn.") or module._forward_hooks)
+    values = (value for module in own for value in vars(module).values())
+    return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+
+
+# -- under fp16 --------------------------------------------------------------------------------------------------------
+
+
+def scale_output(output: Any, scaler: LossScaler) -> Any:
+    """The same structure, in fp32, whose gradients are multiplied by the scale on their way in.
+
+    Errors: `Misuse` for an object that cannot be opened and has a tensor with a gradient, which would lack the scale.
+    """
+
+    def scaled(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return scale_backward(leaf, scaler) if leaf.is_floating_point() else leaf
+        parts = _parts(leaf)
+        if parts is None:
+            _check_closed(leaf)
+            return leaf
+        made = copy.copy(leaf)
+        for name, part in parts.items():
+            _set(made, name, tree_map(scaled, part))
+        return made
+
+    return tree_map(scaled, output)
+
+
+def _set(made: Any, name: Any, value: Any) -> None:
+    if not dataclasses.is_dataclass(made):
+        made[name] = value
+        return
+    try:
+        setattr(made, name, value)
+    except dataclasses.FrozenInstanceError:
+        object.__setattr__(made, name, value)
+
+
+def _check_closed(leaf: Any) -> None:
+    held = dict(getattr(leaf, "__dict__", {}))
+    if isinstance(leaf, Mapping | list | tuple):
+        held |= leaf if isinstance(leaf, Mapping) else dict(enumerate(leaf))
+    for name, value in held.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise Misuse(
+                f"The model returned a {type(leaf).__name__}, and the loss scale of fp16 is missing from gradients of "
+                f"its {name!r}. Return every tensor that a loss is computed from out of the model's forward, in "
+                "tuples, lists, dicts or dataclasses."
+            )
+
+
+def scale_asides(model: nn.Module, scaler: LossScaler) -> None:
+    """A forward has ended: what modules have put aside in attributes, or in lists and dicts there, is as an output is.
+
+    Inside of a forward it is not: there its gradient comes from the outputs, which have been scaled. So the next one
+    begins with `restore_asides`.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        for holder, key, tensor in _asides(model):
+            if _unscaled(tensor) is None:
+                holder[key] = scale_backward(tensor, scaler)
+                holder[key].grad_fn.unscaled = tensor
+
+
+def restore_asides(model: nn.Module) -> None:
+    """A forward begins: the reverse, except for what has been replaced or changed in place."""
+    for holder, key, tensor in _asides(model):
+        if (unscaled := _unscaled(tensor)) is not None:
+            holder[key] = unscaled
+
+
+def _unscaled(tensor: Tensor) -> Tensor | None:
+    unscaled: Tensor | None = getattr(tensor.grad_fn, "unscaled", None)
+    return unscaled
+
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
+"""Attributes of every module, which hold nothing that a forward computes."""
+
+
+def _asides(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+    """A dict or list, the key or index there, and the differentiable tensor."""
+    for module in model.modules():
+        own = vars(module)
+        further = [own[name] for name in own if name not in _OF_MODULES and isinstance(own[name], list | dict)]
+        for holder in (own, *further):
+            for key, value in [*(holder.items() if isinstance(holder, dict) else enumerate(holder))]:
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    yield holder, key, value
