@@ -46,6 +46,10 @@ def child_converted(model: Any) -> None:
     model.blocks[0].to(torch.float64)
 
 
+def emptied(model: Any) -> None:
+    model.head.weight.data = torch.empty(0)
+
+
 def replaced(model: Any) -> None:
     model.head.weight = nn.Parameter(torch.zeros(17, 13))
 
@@ -148,7 +152,7 @@ def test_as_in_one_process(plan: str) -> None:
 
 
 @pytest.mark.cover(plan=places)
-@pytest.mark.parametrize("edit", [child_converted, replaced, removed])
+@pytest.mark.parametrize("edit", [child_converted, emptied, replaced, removed])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_what_cannot_be_kept_is_refused_by_name(plan: str, edit: Any) -> None:
     world = 2 if mesh_plan(plan) is False else 4

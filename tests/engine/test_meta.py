@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.model import materialize
+from terrazzo.engine.model import digest, materialize
 from tests.engine.census import PeakBytes, census
 from tests.engine.toys import (
     EVERY_PLAN,
@@ -304,13 +304,32 @@ def test_loading_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_digest_sees_every_byte_and_its_place_across_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum of device memory is summed in pieces; a byte changed or moved anywhere changes it."""
+    """The hash of device memory is made in pieces; a byte changed or moved anywhere changes it."""
     raw = torch.arange(100, dtype=torch.uint8)
-    whole = materialize._weighted_sum(raw)
-    monkeypatch.setattr(materialize, "_DIGEST_PIECE", 7)
-    assert torch.equal(materialize._weighted_sum(raw), whole)
-    assert whole == sum((2 * place + 1) * place for place in range(100))
-    for first, second in ((0, 99), (6, 7)):
+    whole = digest._hashed(raw)
+    monkeypatch.setattr(digest, "_WORDS", 2)
+    assert torch.equal(digest._hashed(raw), whole)
+    for first, second in ((0, 99), (6, 7), (0, 8), (15, 16)):
         moved = raw.clone()
         moved[[first, second]] = raw[[second, first]]
-        assert materialize._weighted_sum(moved) != whole
+        assert digest._hashed(moved) != whole
+
+
+def test_no_two_small_tensors_have_one_digest() -> None:
+    """Two bytes in one word, in two, of other lengths: among sums of bytes times places many are equal."""
+    pairs = torch.cartesian_prod(*[torch.arange(0, 256, 5, dtype=torch.uint8)] * 2)
+    padding = torch.zeros(7, dtype=torch.uint8)
+    tensors = [*pairs, *(torch.cat([pair[:1], padding, pair[1:]]) for pair in pairs)]
+    tensors += [torch.zeros(numel, dtype=torch.uint8) for numel in range(10, 40)]
+    digests = {digest._hashed(tensor).item() for tensor in tensors}
+    assert len(digests) == len(tensors)
+
+
+def test_a_word_is_mixed_as_splitmix64_does() -> None:
+    words = [0, 1, 2**63 - 1, -1, -(2**63), 0x0123456789ABCDEF]
+    mixed = digest._mixed(torch.tensor(words)).tolist()
+    for word, found in zip(words, mixed, strict=True):
+        z = word % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        assert found % 2**64 == z ^ (z >> 31)

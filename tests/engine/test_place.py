@@ -212,6 +212,13 @@ def test_a_preset_with_an_offload_is_the_preset_on_other_tiers(offload: str) -> 
     assert _axes(plan) == _axes(Plan.named("zero3"))
 
 
+def test_a_share_of_nothing_is_no_offload() -> None:
+    assert not Place.parse("D@cpu:0").offloaded
+    assert not Place.parse("D@nvme:0,cpu:0.0").offloaded
+    assert Place.parse("D@nvme:0,cpu:0.1").offloaded
+    assert not any(place.offloaded for place in Plan.named("zero3@nvme:0").places().values())
+
+
 def test_an_unknown_offload_is_refused_with_the_nearest() -> None:
     with pytest.raises(BadInput, match=r"'nvme-al'.*nvme-all"):
         Plan.named("zero3@nvme-al")

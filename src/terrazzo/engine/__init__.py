@@ -1,8 +1,8 @@
 """The engine: one table of places, running.
 
 The core is in this folder. Read it in this order: device, layout, place, precision, spec, scaler, axes and recipe,
-what is stated; buffer, parameter, gradient, partition, bucket and unit, what is held; order, runnable, reductions and
-schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable,
+reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
     process     threads, how things end, memory
     links       how ranks exchange
@@ -40,7 +40,7 @@ from terrazzo.engine.model.names import PersistentBuffer, parameter_names, persi
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.model.state import ParameterInfo, Piece, Read
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.foreign import take_over_by
+from terrazzo.engine.optim.foreign import on_foreign_step
 from terrazzo.engine.optim.optimizer import ShardedOptimizer
 from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
@@ -83,8 +83,8 @@ __all__ = [
     "estimate",
     "find_units",
     "gathered",
+    "on_foreign_step",
     "parameter_names",
     "persistent_buffers",
     "shard",
-    "take_over_by",
 ]

@@ -5,17 +5,17 @@ Which of them exist, and which share memory, its description says: see `BucketSp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values
+from terrazzo.engine.edits import Edits
 from terrazzo.engine.gradient import Gradient, view
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Moves
-from terrazzo.engine.parameter import Guard, watch_data
+from terrazzo.engine.parameter import Guard
 from terrazzo.engine.partition import Member
 from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.engine.process.pages import use_large_pages, with_room
@@ -34,9 +34,18 @@ class Bucket(BucketSpec):
         keep, tiers: as for `BucketSpec`.
 
     Attributes:
+        gradient: of its parameters.
         moments: what the optimizer keeps for each element away from the device, by its own names.
         changes: counts those of the weights.
+        weight, master: at rest, from `build` on; one memory, or part of one, where the description says so.
+        full: the weights that the parameters are views of, from `build` on.
     """
+
+    weight: Resting
+    master: Resting
+    full: Buffer
+    _edits: Edits
+    _guard: Guard
 
     def __init__(self, members: list[Member], recipe: Recipe, keep: bool = False, tiers: Tiers = ON_DEVICE) -> None:
         axes, first = recipe.axes, members[0].parameter
@@ -57,6 +66,8 @@ class Bucket(BucketSpec):
         self.moments: dict[str, Resting] = {}
         self.changes = 0
         self._moment_homes: list[Resting] = []
+        self._held: Buffer | None = None
+        self._present = True
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -78,21 +89,11 @@ class Bucket(BucketSpec):
             self.write(slot, member.parameter.detach())
         resident = self.weight if self.resident else None
         self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
-        self._held: Buffer | None = None
-        self._present = True
-        self._asked: set[str] = set()
-        if self.resident and self.trainable and self.has_own_master:
-            for member in self.members:
-                watch_data(member.parameter, self._asked)
-        self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = view(self.full.data, slot)
-        self._versions = [member.parameter._version for member in self.members]
-        self._watched = [
-            (member, registered, attribute, slot.offset * self.compute_dtype.itemsize if slot.numel else 0)
-            for slot, member in zip(self.slots, self.members, strict=True)
-            for registered, attribute in member.registered
-        ]
+        hidden = self.resident and self.trainable and self.has_own_master
+        self._edits = Edits(self.members, self.slots, self.full.data, hidden)
+        self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         if not self.resident:
             self.recipe.axes.ledger.take(self.full.data.nbytes)
             self.release()
@@ -131,65 +132,19 @@ class Bucket(BucketSpec):
         lower precision loses nothing.
         """
         self.changes += 1
-        self.check_members()
-        self._written()
+        self._edits.check(self._present)
+        self._edits.written()
         if not self.resident:
             take_values(self.weight, self.full)
         if self.has_own_master:
             take_values(self.master, self.weight)
 
-    def check_members(self) -> None:
-        """Notice what the user has done to parameters since the model was sharded.
-
-        Other `data` of the same kind is taken over where weights are whole. Errors: `Misuse` for parameters that have
-        been frozen, unfrozen or replaced, and for other `data` in any other case.
-        """
-        trainable, start = self.trainable, self.full.data.data_ptr()
-        for member, registered, attribute, offset_bytes in self._watched:
-            parameter = member.parameter
-            if (
-                parameter.requires_grad is not trainable
-                or registered.get(attribute) is not parameter
-                or parameter.data_ptr() != start + offset_bytes
-            ):
-                self._check(member, registered, attribute)
-
-    def _check(self, member: Member, registered: Mapping[str, Any], attribute: str) -> None:
-        if member.parameter.requires_grad != self.trainable:
-            raise Misuse(
-                f"{member.name!r} had requires_grad={self.trainable} when the model was sharded and has "
-                f"{member.parameter.requires_grad} now. Freeze or unfreeze parameters before tz.shard."
-            )
-        if registered.get(attribute) is not member.parameter:
-            raise Misuse(
-                f"{member.name!r} has been replaced or removed since the model was sharded, and what stands there now "
-                "would not be trained. Write new values into the parameter itself, inside "
-                "'with tz.gathered(model, write=True):', and change modules before tz.shard."
-            )
-        if member.parameter.numel():
-            self._take_data(member)
-
-    def _take_data(self, member: Member) -> None:
-        """A parameter has been given other `data`: take over the values, and give it back its place."""
-        slot, flat, parameter = self.slots[self.members.index(member)], self.full.data, member.parameter
-        here, now = (flat.dtype, flat.device, slot.shape), (parameter.dtype, parameter.device, tuple(parameter.shape))
-        if here != now or not self._present:
-            raise Misuse(
-                f"{member.name!r} has been given other data, {_described(*now)}; sharded, it is a view of the engine's "
-                f"memory, {_described(*here)}. Write values of that kind into it inside "
-                "'with tz.gathered(model, write=True):', and convert modules before tz.shard."
-            )
-        with torch.no_grad():
-            place = view(flat, slot)
-            place.copy_(parameter.detach())
-            parameter.data = place
-        self._versions = []  # the same as written to in place
-
     def adopt_edits(self) -> None:
-        """Take over what has been written into whole weights."""
+        """Take over what has been written into whole weights, and refuse what cannot be: see `Edits`."""
+        self._edits.check(self._present)
         if not (self.resident and self._present):
             return
-        if self._written() or (self._asked and differ(self.master, self.weight)):
+        if self._edits.written() or (self._edits.asked and differ(self.master, self.weight)):
             self.changes += 1
             if self.has_own_master:
                 take_values(self.master, self.weight)
@@ -197,15 +152,7 @@ class Bucket(BucketSpec):
     def forget_edits(self) -> None:
         """What has been written into gathered weights is to be lost."""
         if not self.resident:
-            self._written()
-
-    def _written(self) -> list[str]:
-        """Names of the parameters that have been written to since this was last asked."""
-        before, self._versions = self._versions, [member.parameter._version for member in self.members]
-        if before == self._versions:
-            return []
-        changed = zip(self.members, before or [-1] * len(self.members), self._versions, strict=True)
-        return [member.name for member, then, now in changed if then != now]
+            self._edits.written()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
@@ -263,7 +210,7 @@ class Bucket(BucketSpec):
         """Give back the memory of the full weights."""
         if self.resident:
             return
-        if self._present and (written := self._written()):
+        if self._present and (written := self._edits.written()):
             self.release()
             shown = ", ".join(map(repr, written[:3])) + f" and {len(written) - 3} others" * (len(written) > 3)
             raise Misuse(
@@ -326,7 +273,3 @@ class Bucket(BucketSpec):
         if isinstance(self.weight, Buffer):
             return self.weight.narrow(self.optim_axes)
         return self.weight if self.weight_axes == self.optim_axes and self.tiers.optim == "nvme" else None
-
-
-def _described(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> str:
-    return f"{dtype} {shape} on {device}"

@@ -17,7 +17,11 @@ __all__ = ["Member", "UnitSpec", "Units", "find_units", "partition"]
 
 Unit = type[nn.Module] | str
 Units = Unit | Sequence[Unit]
-"""Module classes, class names or globs over module names such as `"layers.*"`; one, or several."""
+"""Module classes, class names or globs over module names such as `"layers.*"`; one, or several.
+
+A `*` stays within one level of names, and containers such as a `ModuleList`, which have no forward, are never meant: a
+bare `"*"` asks for the model's own children, and for nothing inside of them.
+"""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """They have no forward of their own, so nothing would tell when they run."""
@@ -135,12 +139,13 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> tuple[list[str], str]:
-    weights: Counter[type] = Counter()
+    numel_of: Counter[type] = Counter()
     for container in model.modules():
         if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
             for child in container:
-                weights[type(child)] += sum(p.numel() for p in child.parameters()) if len(list(child.children())) else 0
-    block, numel = next(iter(weights.most_common(1)), (None, 0))
+                if next(child.children(), None) is not None:
+                    numel_of[type(child)] += sum(p.numel() for p in child.parameters())
+    block, numel = next(iter(numel_of.most_common(1)), (None, 0))
     if block is not None and numel:
         names = [name for name, module in _children(model) if type(module) is block and _has_parameters(module)]
         return names, f"the repeated block {block.__name__}"

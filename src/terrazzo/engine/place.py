@@ -67,8 +67,8 @@ class Place:
 
     @property
     def offloaded(self) -> bool:
-        """Whether any unit's part lies elsewhere than on the device."""
-        return self.tier != "device"
+        """Whether any unit's part lies elsewhere than on the device. Errors: as of `shares`."""
+        return set(self.shares) != {"device"}
 
     @property
     def shares(self) -> dict[str, float]:

@@ -11,24 +11,60 @@ __all__ = ["Runnable"]
 
 
 class Runnable(Protocol):
-    """See `Unit`."""
+    """Parameters whose full weights come and go together, and whose gradients are summed together.
+
+    A schedule asks the same of it on every rank, in the same order; what it starts, it ends itself.
+    """
 
     @property
-    def index(self) -> int: ...
+    def index(self) -> int:
+        """Its place in the order of registration."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of its module in the model; empty for the root."""
+
     @property
-    def has_gradients(self) -> bool: ...
+    def has_gradients(self) -> bool:
+        """Whether any of its parameters is trained."""
+
     @property
-    def regathered(self) -> bool: ...
+    def regathered(self) -> bool:
+        """Whether backward gathers weights again that forward has put down."""
+
     @property
-    def fills_gradually(self) -> bool: ...
+    def fills_gradually(self) -> bool:
+        """Whether gradients come one after the other while its backward runs, and not all at its end."""
+
     @property
-    def at_hand(self) -> bool: ...
-    def gather(self, label: Label, from_rest: bool = False) -> None: ...
-    def advance(self) -> None: ...
-    def wait(self) -> None: ...
-    def rest_between(self) -> None: ...
-    def release(self) -> None: ...
-    def rest(self) -> None: ...
-    def reduce(self, denominator: float | None) -> Moves: ...
+    def at_hand(self) -> bool:
+        """Whether full weights are here, or on their way: `wait` is all that is left."""
+
+    def gather(self, label: Label, from_rest: bool = False) -> None:
+        """Start gathering full weights, also where they are here already: other ranks need this one's part.
+
+        Args:
+            from_rest: from where they rest between steps; else from what `rest_between` has kept, if it has.
+        """
+
+    def advance(self) -> None:
+        """A gather that is under way comes a step further, where that is cheap."""
+
+    def wait(self) -> None:
+        """Return once modules can read the full weights, which are at hand."""
+
+    def rest_between(self) -> None:
+        """From forward to backward: keep what the plan's `between` names, and give back the rest."""
+
+    def release(self) -> None:
+        """Give back the memory of full weights; what `rest_between` has kept stays."""
+
+    def rest(self) -> None:
+        """Go back to the plan's `weight` place alone."""
+
+    def reduce(self, denominator: float | None) -> Moves:
+        """Sum its gradients over ranks.
+
+        Args:
+            denominator: divides the finished sum of a step's last micro-batch; None for an earlier one.
+        """

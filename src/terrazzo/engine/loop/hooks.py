@@ -34,7 +34,7 @@ class Hooks:
         units: in registration order, root first.
 
     Attributes:
-        wanted: to be called before gradients are clipped, or taken by the optimizer.
+        before_use: to be called before gradients are clipped, or taken by the optimizer.
     """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision) -> None:
@@ -42,7 +42,7 @@ class Hooks:
         self._denominator, self._agreement = axes.denominator, Agreement(units, schedule, axes)
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
-        self.tell(_ignore, _ignore, _ignore)
+        self.tell_of_gradients(begun=_ignore, ended=_ignore, before_use=_ignore)
         self._late: set[int] = set()
         self._passes = 0
         self._regions = Regions()
@@ -69,14 +69,16 @@ class Hooks:
         model.register_forward_hook(eager(weakly(self, Hooks.after_model)))
         model.register_forward_hook(eager(weakly(self, Hooks.model_ended)), always_call=True)
 
-    def tell(self, begun: Callable[[], None], ended: Callable[[], None], wanted: Callable[[], None]) -> None:
+    def tell_of_gradients(
+        self, *, begun: Callable[[], None], ended: Callable[[], None], before_use: Callable[[], None]
+    ) -> None:
         """From now on, these are called.
 
         Args:
             begun, ended: for each backward pass, before any gradient is there and when all are.
-            wanted: before gradients are clipped, or taken by the optimizer.
+            before_use: before gradients are clipped, or taken by the optimizer.
         """
-        self._begun, self._ended, self.wanted = begun, ended, wanted
+        self._begun, self._ended, self.before_use = begun, ended, before_use
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -113,7 +115,6 @@ class Hooks:
         with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would answer each question in Python
             for unit in self.units:
                 for bucket in unit.buckets:
-                    bucket.check_members()
                     bucket.adopt_edits()
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:

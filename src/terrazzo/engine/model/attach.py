@@ -114,4 +114,4 @@ def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
 
 def _before_step(hooks: Hooks, *_: Any) -> None:
     hooks.adopt_edits()
-    hooks.wanted()
+    hooks.before_use()

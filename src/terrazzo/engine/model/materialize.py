@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.axes import Axes
+from terrazzo.engine.model.digest import digest
 from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput
 
 __all__ = [
     "check_initializable",
-    "digest",
     "initializer_of",
     "materialize",
     "materialize_buffers",
@@ -136,34 +135,14 @@ def replace_buffers(model: nn.Module, replaced: Callable[[Tensor], Tensor]) -> N
                 module._buffers[name] = made[buffer]
 
 
-_DIGEST_PIECE = 1 << 22
-"""Bytes, each of which takes sixteen for a moment."""
-
-
 def synchronize(tensors: list[Tensor], axes: Axes) -> None:
     """Make `tensors` equal on all data ranks: those that differ take the first rank's values, as in DDP."""
     if not axes.live(axes.names) or not tensors:
         return
-    digests = torch.stack([digest(tensor) for tensor in tensors]).to(axes.device)
+    digests = torch.stack([digest(tensor).to(axes.device) for tensor in tensors])
     for tensor, same in zip(tensors, axes.equal(digests), strict=True):
         if not same:
             value = tensor.detach().to(axes.device).contiguous()
             axes.broadcast(value)
             with torch.no_grad():
                 tensor.copy_(value)
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """A checksum of a tensor's bytes in their order; equal tensors have equal ones on every rank."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if raw.device.type == "cpu":
-        return torch.tensor(zlib.crc32(raw.numpy().data), dtype=torch.int64)
-    return _weighted_sum(raw).to("cpu")
-
-
-def _weighted_sum(raw: Tensor) -> Tensor:
-    """Each byte times an odd number of its place, so that no byte is ever lost; piece by piece, for the memory."""
-    total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for piece, start in zip(raw.split(_DIGEST_PIECE), range(0, raw.numel(), _DIGEST_PIECE), strict=True):
-        total += (piece * torch.arange(2 * start + 1, 2 * (start + piece.numel()) + 1, 2, device=raw.device)).sum()
-    return total

@@ -283,7 +283,7 @@ def clip_grad_norm_(
             "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
             "backward outside 'with tz.accumulate(model)' first."
         )
-    engine.hooks.wanted()
+    engine.hooks.before_use()
     for driver in engine.drivers:
         if driver.background is not None:
             driver.background.prepare_clipping(max_norm)

@@ -101,7 +101,7 @@ class _StandIns:
         self._refusals: weakref.WeakKeyDictionary[Segment, _Refusal] = weakref.WeakKeyDictionary()
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
-        engine.hooks.tell(self.hide, self.show, self.notice_dropped)
+        engine.hooks.tell_of_gradients(begun=self.hide, ended=self.show, before_use=self.notice_dropped)
         before = weakly(self, _StandIns.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
@@ -197,7 +197,7 @@ class _StandIns:
         """Errors: `Misuse` where the gradient of `name` cannot be changed now."""
         self._check_finished(name)
         for driver in self._engine.drivers:
-            if driver.background is not None and driver.background.in_backward:
+            if driver.background is not None and driver.background.steps_in_backward:
                 raise Misuse(
                     f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
                     "updated while backward runs. Use tz.Offload(step='overlapped')."

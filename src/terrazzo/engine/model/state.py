@@ -17,7 +17,7 @@ from torch import Tensor
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Resting
 from terrazzo.engine.layout import Range, Slot
-from terrazzo.engine.model.materialize import digest
+from terrazzo.engine.model.digest import digest
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stock import StateSpec

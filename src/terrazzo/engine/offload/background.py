@@ -40,7 +40,7 @@ class Background:
         self._torn = False
 
     @property
-    def in_backward(self) -> bool:
+    def steps_in_backward(self) -> bool:
         return self.mode == "backward"
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
@@ -53,7 +53,7 @@ class Background:
                 "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and "
                 "optimizer.step() follows it. Or use tz.Offload(step='overlapped')."
             )
-        if self.in_backward and unit in self._apart and all(all(b.gradient.seen) for b in unit.trainable()):
+        if self.steps_in_backward and unit in self._apart and all(all(b.gradient.seen) for b in unit.trainable()):
             if self._early is None:
                 self._early = Twin(optimizer)
             self._begun.add(index)
@@ -121,7 +121,7 @@ class Background:
 
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on. Errors: `Misuse` where they have been used already."""
-        if not self.in_backward:
+        if not self.steps_in_backward:
             if any(unit.updating for unit in self._apart):
                 self.finish_updates()
         elif max_norm != float("inf"):

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.layout import padded_bytes
-from terrazzo.engine.offload.store import Need
+from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.spec import BucketSpec
 
-__all__ = ["Templates", "further_moment_bytes", "load_bytes", "moment_names", "need_of", "tray_bytes"]
+__all__ = [
+    "Need",
+    "Templates",
+    "disk_bytes",
+    "further_moment_bytes",
+    "host_bytes",
+    "load_bytes",
+    "moment_names",
+    "need_of",
+    "ring_length",
+    "tray_bytes",
+]
 
 Templates = Sequence[Mapping[str, StateSpec]]
 """What the optimizer keeps for a parameter of each param group."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model takes beside the device.
+
+    Attributes:
+        cpu, nvme: bytes of every state there, one entry for each state of a bucket.
+        load: bytes of one cell of weights that are read from drives; 0 for none.
+        tray: bytes of one cell of all states that are updated on drives; 0 for none.
+    """
+
+    cpu: tuple[int, ...] = ()
+    nvme: tuple[int, ...] = ()
+    load: int = 0
+    tray: int = 0
 
 
 def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
@@ -83,3 +111,21 @@ def tray_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> int:
     if bucket.tiers.grad == "nvme":
         sizes.append(precision.accumulate.itemsize)
     return sum(padded_bytes(round(numel * size)) for size in sizes)
+
+
+def ring_length(settings: Offload) -> int:
+    """Cells under way in an update at once: some being read, one stepped on, some written."""
+    return max(4, settings.depth)
+
+
+def host_bytes(need: Need, settings: Offload) -> int:
+    """Host memory of a store: states, and buffers for what comes from and goes to drives."""
+    states = sum(padded_bytes(size) for size in need.cpu)
+    if not need.nvme:
+        return states
+    return states + settings.depth * padded_bytes(need.load) + ring_length(settings) * padded_bytes(need.tray)
+
+
+def disk_bytes(need: Need) -> int:
+    """Size of a store's files."""
+    return sum(padded_bytes(size) for size in need.nvme)

@@ -19,26 +19,11 @@ from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.lane import Lane
+from terrazzo.engine.offload.needs import Need, disk_bytes, host_bytes, ring_length
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.process.worker import Job, Worker
 
-__all__ = ["Need", "Steps", "Store", "disk_bytes", "host_bytes"]
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a model takes beside the device.
-
-    Attributes:
-        cpu, nvme: bytes of every state there, one entry for each state of a bucket.
-        load: bytes of one cell of weights that are read from drives; 0 for none.
-        tray: bytes of one cell of all states that are updated on drives; 0 for none.
-    """
-
-    cpu: tuple[int, ...] = ()
-    nvme: tuple[int, ...] = ()
-    load: int = 0
-    tray: int = 0
+__all__ = ["Steps", "Store"]
 
 
 @dataclass
@@ -47,24 +32,6 @@ class Steps:
 
     numel: int = 0
     seconds: float = 0.0
-
-
-def ring_length(settings: Offload) -> int:
-    """Cells under way in an update at once: some being read, one stepped on, some written."""
-    return max(4, settings.depth)
-
-
-def host_bytes(need: Need, settings: Offload) -> int:
-    """Host memory of a store: states, and buffers for what comes from and goes to drives."""
-    states = sum(padded_bytes(size) for size in need.cpu)
-    if not need.nvme:
-        return states
-    return states + settings.depth * padded_bytes(need.load) + ring_length(settings) * padded_bytes(need.tray)
-
-
-def disk_bytes(need: Need) -> int:
-    """Size of a store's files."""
-    return sum(padded_bytes(size) for size in need.nvme)
 
 
 class Store:

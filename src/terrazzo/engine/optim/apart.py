@@ -13,7 +13,7 @@ class Apart(Protocol):
     """Updates of one model's units: `Background`, where any of its states rest elsewhere than on the device."""
 
     @property
-    def in_backward(self) -> bool:
+    def steps_in_backward(self) -> bool:
         """Whether units are updated while backward runs."""
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ from terrazzo.engine.optim.optimizer import ShardedOptimizer
 from terrazzo.engine.parameter import sharded_name
 from terrazzo.errors import Misuse
 
-__all__ = ["take_over_by", "watch_steps"]
+__all__ = ["on_foreign_step", "watch_steps"]
 
 Taker = Callable[[Optimizer], None]
 _TAKERS: list[Taker] = []
@@ -28,7 +28,7 @@ def watch_steps() -> None:
         _WATCH.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
-def take_over_by(taker: Taker) -> None:
+def on_foreign_step(taker: Taker) -> None:
     """Show `taker` every foreign optimizer as it begins a step, so that it may attach it."""
     if taker not in _TAKERS:
         _TAKERS.append(taker)

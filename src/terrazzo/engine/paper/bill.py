@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.layout import padded_bytes
-from terrazzo.engine.offload.needs import Templates, need_of
+from terrazzo.engine.offload.needs import Templates, disk_bytes, host_bytes, need_of
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.offload.store import disk_bytes, host_bytes
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.spec import resting_bytes

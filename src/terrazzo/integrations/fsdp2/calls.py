@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import attach, take_over_by
+from terrazzo.engine import attach, on_foreign_step
 from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2.module import FSDPModule, Mark
@@ -120,7 +120,7 @@ def _realize(module: nn.Module) -> None:
     for inner in marked.values():
         _WAITING.discard(inner)
         _cast_at_borders(inner, inner._mark.arguments["mp_policy"])
-    take_over_by(_before_any_step)
+    on_foreign_step(_before_any_step)
 
 
 def _root_of(module: nn.Module) -> nn.Module:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.engine.layout import padded_bytes
-from terrazzo.engine.offload.needs import load_bytes, tray_bytes
-from terrazzo.engine.offload.store import Need, host_bytes
+from terrazzo.engine.offload.needs import Need, host_bytes, load_bytes, tray_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
