@@ -17,6 +17,7 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.model.checks import check_graphs, check_kind, check_mesh, check_precision
+from terrazzo.engine.tally import Tally
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -258,7 +259,7 @@ def test_a_kind_of_device_that_nobody_has_tried() -> None:
 def test_sums_that_nccl_would_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_group(2):
         monkeypatch.setattr("terrazzo.engine.model.checks.backend_of", lambda group, device: "nccl")
-        axes = Axes(init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)))
+        axes = Axes(init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), Tally())
         check_precision(tz.Precision.named("fp16"), axes)  # which reduces in fp32
         with pytest.raises(tz.BadInput, match=r"reduce='fp16' with NCCL.*Use reduce='fp32'"):
             check_precision(tz.Precision(reduce=torch.float16), axes)

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terrazzo.engine import device as devices
 from terrazzo.engine.links.backends import backend_of, collectives_for
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
-from terrazzo.engine.scaler import Denominator
+from terrazzo.engine.tally import Tally
 
 __all__ = ["Axes", "data_mesh"]
 
@@ -27,24 +26,21 @@ def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
 class Axes:
     """Mesh axes along which ranks see different data, innermost first.
 
+    Args:
+        tally: where what goes through them is counted.
+
     Attributes:
         names: the mesh's data axes.
         device: the device whose memory holds every state.
-        traffic: what this rank has sent through these axes.
-        ledger: transient memory held for this model.
-        steps: how often this rank's optimizers have stepped.
-        denominator: of finished gradient sums, as this rank was told; knows the loss scaler, if there is one.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
         dims = mesh.mesh_dim_names or ()
         self.names = tuple(axis for axis in DATA_AXES if axis in dims)
         self.device = devices.here(mesh.device_type)
-        self.traffic, self.ledger, self.steps = Traffic(), Ledger(), 0
         self._collectives: dict[str, Collectives] = {
-            axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger) for axis in self.names
+            axis: collectives_for(mesh.get_group(axis), self.device, tally.traffic, tally.ledger) for axis in self.names
         }
-        self.denominator = Denominator(self.size())
 
     @property
     def control_device(self) -> torch.device:

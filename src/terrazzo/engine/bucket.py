@@ -95,7 +95,7 @@ class Bucket(BucketSpec):
         self._edits = Edits(self.members, self.slots, self.full.data, hidden)
         self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         if not self.resident:
-            self.recipe.axes.ledger.take(self.full.data.nbytes)
+            self.recipe.tally.ledger.take(self.full.data.nbytes)
             self.release()
 
     def build_moments(self, store: Homes, names: Iterable[str]) -> None:
@@ -182,7 +182,7 @@ class Bucket(BucketSpec):
         if storage.size() == 0:
             storage.resize_(with_room(self.full.data.nbytes, self.full.data.device))
             use_large_pages(self.full.data)
-            self.recipe.axes.ledger.take(self.full.data.nbytes)
+            self.recipe.tally.ledger.take(self.full.data.nbytes)
         return (yield from self.full.gather(source))
 
     def install(self) -> None:
@@ -204,7 +204,7 @@ class Bucket(BucketSpec):
         if self._held is None:
             kept = self.full.narrow(self.between_axes)
             self._held = Buffer(self.space, kept.axes, kept.data.clone())
-            self.recipe.axes.ledger.take(kept.data.nbytes)
+            self.recipe.tally.ledger.take(kept.data.nbytes)
 
     def release(self) -> None:
         """Give back the memory of the full weights."""
@@ -220,7 +220,7 @@ class Bucket(BucketSpec):
             )
         storage = self.full.data.untyped_storage()
         if storage.size():
-            self.recipe.axes.ledger.give(self.full.data.nbytes)
+            self.recipe.tally.ledger.give(self.full.data.nbytes)
             storage.resize_(0)
         if self._present:
             self._present = False
@@ -233,7 +233,7 @@ class Bucket(BucketSpec):
 
     def _drop_held(self) -> None:
         if self._held is not None:
-            self.recipe.axes.ledger.give(self._held.data.nbytes)
+            self.recipe.tally.ledger.give(self._held.data.nbytes)
             self._held = None
 
     def hide(self) -> None:
@@ -259,7 +259,7 @@ class Bucket(BucketSpec):
                     with self.weight.opened(part, "replace") as weight, self.master.opened(part) as master:
                         weight.copy_(master)
             return self.full.data
-        with self.recipe.axes.ledger.holding(self.weight.nbytes):
+        with self.recipe.tally.ledger.holding(self.weight.nbytes):
             gathered = self.space.empty(self.weight_axes, self.weight_dtype)
             yield from gathered.gather(self.master)
             self.weight.save(gathered)

@@ -126,7 +126,7 @@ class Gradient:
         pending = self.space.empty((), dtype).data
         for gap in self.space.layout.gaps:
             pending[gap.start : gap.stop].zero_()
-        self.recipe.axes.ledger.take(pending.nbytes)
+        self.recipe.tally.ledger.take(pending.nbytes)
         return pending
 
     def _take_pending(self, dtype: torch.dtype) -> Tensor:
@@ -149,7 +149,7 @@ class Gradient:
             denominator: divides the finished sum on the last micro-batch; None on earlier ones, whose sums stay at the
                 plan's `grad` place.
         """
-        precision, ledger = self.recipe.precision, self.recipe.axes.ledger
+        precision, ledger = self.recipe.precision, self.recipe.tally.ledger
         last = denominator is not None
         first = self.sum_axes.first(last)
         pending = self._take_pending(precision.reduce)
@@ -178,14 +178,14 @@ class Gradient:
         with partial.opened(partial.range) as sums:
             if self.tier != "device":
                 return data.add_(sums.to(data.device, non_blocking=True))  # pinned, and written again behind this copy
-            self.recipe.axes.ledger.give(sums.nbytes)
+            self.recipe.tally.ledger.give(sums.nbytes)
             return sums.add_(data)
 
     def _keep_partial(self, sums: Buffer) -> None:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
         if self.tier == "device":
             self._partial = Finished(sums)
-            self.recipe.axes.ledger.take(sums.nbytes)
+            self.recipe.tally.ledger.take(sums.nbytes)
             return
         if self._partial_home is None:
             home = self._store.extra_host(sums.nbytes).view(sums.dtype)
@@ -264,7 +264,7 @@ class Gradient:
         partial = self._partial.data if self._partial is not None and self.tier == "device" else None
         for part in (self.pending, partial):
             if part is not None:
-                self.recipe.axes.ledger.give(part.nbytes)
+                self.recipe.tally.ledger.give(part.nbytes)
         self.pending = self._partial = None
         self._empty()
 

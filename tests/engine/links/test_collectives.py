@@ -16,6 +16,7 @@ from terrazzo.engine.links import backends
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Handle, Ledger, Traffic, Transfer
+from terrazzo.engine.tally import Tally
 from tests.engine.toys import on_ranks
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -210,9 +211,10 @@ def test_traffic_is_reset_and_totalled() -> None:
 
 def test_a_broadcast_over_two_axes_crosses_the_outer_one_once() -> None:
     def body(rank: int) -> tuple[float, int]:
-        axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+        tally = Tally()
+        axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), tally)
         values = torch.tensor([float(rank + 5)])
         axes.broadcast(values)
-        return values.item(), axes.traffic.count["broadcast"]
+        return values.item(), tally.traffic.count["broadcast"]
 
     assert on_ranks(4, body) == [(5.0, 2), (5.0, 1), (5.0, 2), (5.0, 1)]

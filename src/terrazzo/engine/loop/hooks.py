@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.listeners import before_gradient, eager, on_backward, take_last, weakly
 from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_asides, scale_asides, scale_output
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
-from terrazzo.engine.precision import Precision
+from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
@@ -37,9 +36,9 @@ class Hooks:
         before_use: to be called before gradients are clipped, or taken by the optimizer.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, precision: Precision) -> None:
-        self.units, self.schedule, self.precision = units, schedule, precision
-        self._denominator, self._agreement = axes.denominator, Agreement(units, schedule, axes)
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, recipe: Recipe) -> None:
+        self.units, self.schedule = units, schedule
+        self._recipe, self._agreement = recipe, Agreement(units, schedule, recipe)
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
         self.tell_of_gradients(begun=_ignore, ended=_ignore, before_use=_ignore)
@@ -82,7 +81,7 @@ class Hooks:
 
     @property
     def scaler(self) -> LossScaler | None:
-        return self._denominator.scaler
+        return self._recipe.denominator.scaler
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -92,7 +91,7 @@ class Hooks:
             self._begin_forward(module)
         if self.units[0].is_root:
             self.before_unit(0)
-        if self.precision.compute in _HALF:
+        if self._recipe.precision.compute in _HALF:
             return self._cast(args), self._cast(kwargs)
         return args, kwargs
 
@@ -264,7 +263,7 @@ class Hooks:
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self.precision.compute) if tensor.is_floating_point() else tensor
+            return tensor.to(self._recipe.precision.compute) if tensor.is_floating_point() else tensor
 
         return tree_map_only(Tensor, cast, inputs)
 

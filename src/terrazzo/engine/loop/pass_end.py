@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.collectives import TRAIL
 from terrazzo.engine.links.label import Label, moving
 from terrazzo.engine.recipe import Recipe
@@ -25,13 +24,13 @@ def meets(recipe: Recipe) -> bool:
     return bool(recipe.plan.weight.axes)
 
 
-def meet(axes: Axes, label: Label, numbers: Sequence[int]) -> list[int]:
+def meet(recipe: Recipe, label: Label, numbers: Sequence[int]) -> list[int]:
     """Each the highest of the `numbers` of all data ranks, which meet at `label`; blocks.
 
     Errors: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
     transport whose messages carry no labels.
     """
-    trail = _trail(axes)
+    axes, trail = recipe.axes, _trail(recipe)
     values = torch.tensor([label.code, ~label.code, trail, ~trail, *numbers], device=axes.control_device)
     before = moving.set(label)
     try:
@@ -41,37 +40,38 @@ def meet(axes: Axes, label: Label, numbers: Sequence[int]) -> list[int]:
     label.check(highest, "another rank")
     label.check(~lowest, "another rank")
     if most != ~least:
-        _compare_trails(axes, label)
+        _compare_trails(recipe, label)
     return [int(number) for number in top]
 
 
-def _trail(axes: Axes) -> int:
+def _trail(recipe: Recipe) -> int:
     """A digest of what must be equal on all ranks: optimizer steps, what gradients are divided by, and what has been
     exchanged on transports whose messages carry no labels.
     """
-    digest = zlib.crc32(struct.pack("<qd", axes.steps, axes.denominator.unscaled))
-    for axis in axes.names:
-        digest = zlib.crc32(axes.along(axis).digest.to_bytes(4, "little"), digest)
+    digest = zlib.crc32(struct.pack("<qd", recipe.tally.steps, recipe.denominator.unscaled))
+    for axis in recipe.axes.names:
+        digest = zlib.crc32(recipe.axes.along(axis).digest.to_bytes(4, "little"), digest)
     return digest
 
 
-def _compare_trails(axes: Axes, label: Label) -> None:
+def _compare_trails(recipe: Recipe, label: Label) -> None:
     """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do, or steps, or
     denominators.
     """
-    steps = axes.rows(torch.tensor([axes.steps], device=axes.control_device)).flatten().tolist()
+    axes, own_steps, divisor = recipe.axes, recipe.tally.steps, recipe.denominator.unscaled
+    steps = axes.rows(torch.tensor([own_steps], device=axes.control_device)).flatten().tolist()
     if min(steps) != max(steps):
         raise RanksApart(
-            f"The ranks have not run the same: before {label}, optimizer.step() has been called {axes.steps} times "
+            f"The ranks have not run the same: before {label}, optimizer.step() has been called {own_steps} times "
             f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
             "on it, for example with an all_reduce of whether the loss is finite."
         )
-    own = torch.tensor([axes.denominator.unscaled], dtype=torch.float64, device=axes.control_device)
+    own = torch.tensor([divisor], dtype=torch.float64, device=axes.control_device)
     chosen = axes.rows(own).flatten().tolist()
     if min(chosen) != max(chosen):
         raise RanksApart(
             f"The ranks have not run the same: before {label}, gradients are to be divided by "
-            f"{axes.denominator.unscaled} here, and by {min(chosen)} to {max(chosen)} on all ranks. Give "
+            f"{divisor} here, and by {min(chosen)} to {max(chosen)} on all ranks. Give "
             "set_gradient_denominator the same on every rank, such as the tokens of the whole global batch."
         )
     for axis in axes.names:

@@ -111,7 +111,7 @@ class Engine:
         for driver in self.drivers:
             driver.retire()
         self.drivers.clear()
-        self.axes.denominator.scaler = None
+        self.recipe.denominator.scaler = None
         self.forget_gone()
 
     def forget_gone(self) -> None:
@@ -145,12 +145,12 @@ class Engine:
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent since the last `reset()`."""
-        return self.axes.traffic
+        return self.recipe.tally.traffic
 
     @property
     def peak_transient_bytes(self) -> int:
         """The most transient memory held at once since sharding; the bill promises `transient_bytes`."""
-        return self.axes.ledger.peak_bytes
+        return self.recipe.tally.ledger.peak_bytes
 
     def usage(self) -> dict[str, float]:
         """What lies beside the device, in bytes, and what has been done there: see `Store.usage`."""

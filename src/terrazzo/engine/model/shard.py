@@ -61,6 +61,7 @@ from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.tally import Tally
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
@@ -113,9 +114,9 @@ def shard(  # structure: signature fixed by the design
         give_back_freed()  # before anything large is built
     _build_units(model, planned, store)
 
-    meeting = (lambda label, number: meet(recipe.axes, label, [number])[0]) if meets(recipe) else None
-    schedule = Schedule(planned, prefetch, meeting, recipe.axes.denominator)
-    hooks = Hooks(planned, schedule, recipe.axes, recipe.precision)
+    meeting = (lambda label, number: meet(recipe, label, [number])[0]) if meets(recipe) else None
+    schedule = Schedule(planned, prefetch, meeting, recipe.denominator)
+    hooks = Hooks(planned, schedule, recipe)
     engine = Engine(
         plan=prepared.plan,
         recipe=recipe,
@@ -196,7 +197,8 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     check_group()
     mesh = _default_mesh() if options.mesh is None else options.mesh
     check_kind(mesh.device_type)
-    axes = Axes(mesh)
+    tally = Tally()
+    axes = Axes(mesh, tally)
     check_mesh(mesh, axes)
     check_versions(axes)
     asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
@@ -204,7 +206,8 @@ def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, optio
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
     facts |= {"parameters": model_facts(asked.specs)}
     check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
-    return together(axes, lambda: _plan(asked, options, axes))
+    recipe = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision, tally)
+    return together(axes, lambda: _plan(asked, options, recipe))
 
 
 def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: _Options, axes: Axes) -> _Asked:
@@ -222,8 +225,8 @@ def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options:
     return _Asked(plan, precision, specs, why, _build_optimizers(model, optimizer, specs))
 
 
-def _plan(asked: _Asked, options: _Options, axes: Axes) -> _Prepared:
-    recipe, built = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision), asked.optimizers
+def _plan(asked: _Asked, options: _Options, recipe: Recipe) -> _Prepared:
+    axes, built = recipe.axes, asked.optimizers
     planned = _plan_units(asked.specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
     check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
@@ -369,7 +372,8 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) ->
 
 def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
-    initialize, axes = initializer_of(model), units[0].buckets[0].recipe.axes
+    recipe = units[0].buckets[0].recipe
+    initialize, axes, tally = initializer_of(model), recipe.axes, recipe.tally
     bare = materialize_buffers(model, axes.device)
     for unit in units:
         members = [member for bucket in unit.buckets for member in bucket.members]
@@ -380,8 +384,8 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     for module in bare:
         initialize(module, ())
     move_buffers(model, axes)
-    axes.ledger.peak_bytes = axes.ledger.live_bytes = 0
-    axes.traffic.reset()
+    tally.ledger.peak_bytes = tally.ledger.live_bytes = 0
+    tally.traffic.reset()
 
 
 def _bucket_groups(members: list[Member], owners: Sequence[int]) -> list[list[Member]]:

@@ -144,7 +144,7 @@ class OptimizerDriver:
         if _inside_another(optimizer):
             return
         self.drop_segment_gradients()
-        self.recipe.axes.steps += 1
+        self.recipe.tally.steps += 1
         if (publish := self._publish()) is not None:
             publish(self._owned.keys())
         if self.background is not None:
