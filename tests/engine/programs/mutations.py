@@ -5,7 +5,6 @@ Each is small: it strikes one unit, one rank or one moment. A defect is planted 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from terrazzo.engine import gradient
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.loop import hooks
+from terrazzo.engine.model import prepare
 from terrazzo.engine.optim import optimizer
 from terrazzo.engine.scaler import Denominator
 
@@ -69,7 +69,7 @@ def an_update_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 def a_tied_weight_is_untied(patch: pytest.MonkeyPatch) -> None:
     shard = importlib.import_module("terrazzo.engine.model.shard")  # the package has a function of that name
-    partition = shard.partition
+    partition = prepare.partition
 
     def untied(model: nn.Module, names: Sequence[str]) -> Any:
         seen = set()
@@ -80,7 +80,7 @@ def a_tied_weight_is_untied(patch: pytest.MonkeyPatch) -> None:
                 seen.add(parameter)
         return partition(model, names)
 
-    patch.setattr(shard, "partition", untied)
+    patch.setattr(prepare, "partition", untied)
 
 
 def an_earlier_micro_batch_is_forgotten(patch: pytest.MonkeyPatch) -> None:

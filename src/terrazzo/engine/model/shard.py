@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,31 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine import device as devices
-from terrazzo.engine.axes import Axes, data_mesh
-from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, meets
-from terrazzo.engine.model.attach import check_several, put_on
-from terrazzo.engine.model.checks import (
-    check_agreement,
-    check_device,
-    check_dtypes,
-    check_graphs,
-    check_group,
-    check_kind,
-    check_mesh,
-    check_model,
-    check_offload,
-    check_precision,
-    check_versions,
-    model_facts,
-    optimizer_facts,
-    together,
-)
+from terrazzo.engine.model.attach import put_on
+from terrazzo.engine.model.checks import together
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.materialize import (
-    check_initializable,
     initializer_of,
     materialize,
     materialize_buffers,
@@ -46,30 +25,27 @@ from terrazzo.engine.model.materialize import (
     synchronize,
 )
 from terrazzo.engine.model.module import make_sharded_module
+from terrazzo.engine.model.prepare import OptimizerLike, Options, prepare
 from terrazzo.engine.model.stand_in import show_gradients
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.foreign import watch_steps
-from terrazzo.engine.optim.stock import assign_groups, check_optimizer, orphans, state_of
+from terrazzo.engine.optim.stock import orphans
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
-from terrazzo.engine.partition import Member, Units, UnitSpec, find_units, partition
+from terrazzo.engine.partition import Units
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
-from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.tally import Tally
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
-N = TypeVar("N", Plan, Precision)
-OptimizerLike = Optimizer | Callable[[Any], Optimizer] | Sequence[Optimizer] | None
 
 
 def shard(  # structure: signature fixed by the design
@@ -105,8 +81,8 @@ def shard(  # structure: signature fixed by the design
 
     Errors: `BadInput` or `Misuse` on every rank, before anything is changed.
     """
-    options = _Options(units, precision, mesh, prefetch, offload or Offload())
-    prepared = _prepare(model, optimizer, plan, options)
+    options = Options(units, precision, mesh, prefetch, offload or Offload())
+    prepared = prepare(model, optimizer, plan, options)
     recipe, planned = prepared.recipe, prepared.units
     _warn_of_orphans(planned, prepared.optimizers)
     store = _open_store(planned, prepared.templates, options.offload)
@@ -155,84 +131,9 @@ def estimate(  # structure: signature fixed by that of shard
 
     The model may be on the meta device, and the process group may be torch's `fake` one of any size.
     """
-    options = _Options(units, precision, mesh, prefetch, offload or Offload())
-    prepared = _prepare(model, optimizer, plan, options)
+    options = Options(units, precision, mesh, prefetch, offload or Offload())
+    prepared = prepare(model, optimizer, plan, options)
     return memory_bill(prepared.units, prepared.templates, options.offload, PaperStep(prefetch))
-
-
-@dataclass(frozen=True)
-class _Options:
-    units: Units | None
-    precision: Precision | str
-    mesh: DeviceMesh | None
-    prefetch: int
-    offload: Offload
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What this rank was told, checked as far as it can be alone."""
-
-    plan: Plan
-    precision: Precision
-    specs: list[UnitSpec]
-    why: str
-    optimizers: list[Optimizer]
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What `shard` is about to do; nothing has been allocated or changed yet."""
-
-    plan: Plan
-    recipe: Recipe
-    units: list[Unit]
-    why: str
-    optimizers: list[Optimizer]
-    templates: Templates
-
-
-def _prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: _Options) -> _Prepared:
-    """Collective: what one rank refuses all refuse."""
-    check_group()
-    mesh = _default_mesh() if options.mesh is None else options.mesh
-    check_kind(mesh.device_type)
-    tally = Tally()
-    axes = Axes(mesh, tally)
-    check_mesh(mesh, axes)
-    check_versions(axes)
-    asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
-    facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
-    facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
-    facts |= {"parameters": model_facts(asked.specs)}
-    check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
-    recipe = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision, tally)
-    return together(axes, lambda: _plan(asked, options, recipe))
-
-
-def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: _Options, axes: Axes) -> _Asked:
-    check_model(model)
-    if options.prefetch < 0:
-        raise BadInput(f"prefetch is {options.prefetch}; it counts units gathered ahead, so it must be 0 or more.")
-    check_device(model, axes.device)
-    plan = _one_of(Plan, plan, "plan").resolve(axes.names)
-    precision = _one_of(Precision, options.precision, "precision")
-    check_precision(precision, axes)
-    check_dtypes(model, precision)
-    names, why = find_units(model, options.units)
-    specs = partition(model, names)
-    check_initializable(model)
-    return _Asked(plan, precision, specs, why, _build_optimizers(model, optimizer, specs))
-
-
-def _plan(asked: _Asked, options: _Options, recipe: Recipe) -> _Prepared:
-    axes, built = recipe.axes, asked.optimizers
-    planned = _plan_units(asked.specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
-    check_graphs(planned, axes.device)
-    check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
-    check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
-    templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
-    return _Prepared(asked.plan, recipe, planned, asked.why, built, templates)
 
 
 def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
@@ -305,38 +206,6 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Ten
         yield parameters
 
 
-def _one_of(kind: type[N], value: N | str, argument: str) -> N:
-    if isinstance(value, str):
-        return kind.named(value)
-    if not isinstance(value, kind):
-        raise BadInput(f"{argument} is {value!r}; pass a tz.{kind.__name__} or the name of one.")
-    return value
-
-
-def _default_mesh() -> DeviceMesh:
-    return data_mesh(devices.kind_of_group(), dist.get_world_size())
-
-
-def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, list | tuple):
-        built = list(optimizer)
-    elif callable(optimizer) and not isinstance(optimizer, Optimizer):
-        built = [optimizer(model.parameters())]
-    else:
-        built = [optimizer]
-    for each in built:
-        if not isinstance(each, Optimizer):
-            raise BadInput(
-                f"optimizer is a {type(each).__name__}; pass a torch.optim.Optimizer, a list of them or a callable "
-                "that builds one."
-            )
-        check_optimizer(each)
-    assign_groups(built, [member for spec in specs for member in spec.members])
-    return built
-
-
 def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> None:
     """Say which parameters get gradients that no optimizer takes."""
     names = orphans([member for unit in units for bucket in unit.buckets for member in bucket.members])
@@ -356,20 +225,6 @@ def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
     return built[0] if built else None
 
 
-def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) -> list[Unit]:
-    """The units, with nothing allocated yet.
-
-    Args:
-        owners: for each param group the number of its optimizer.
-    """
-    units, names = [], tuple(spec.name for spec in specs)
-    for index, spec in enumerate(specs):
-        tiers = recipe.plan.tiers_of(index, len(specs))
-        buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members, owners)]
-        units.append(Unit(names, index, spec.module, buckets))
-    return units
-
-
 def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
     recipe = units[0].buckets[0].recipe
@@ -386,16 +241,3 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     move_buffers(model, axes)
     tally.ledger.peak_bytes = tally.ledger.live_bytes = 0
     tally.traffic.reset()
-
-
-def _bucket_groups(members: list[Member], owners: Sequence[int]) -> list[list[Member]]:
-    """Members that can share a flat space: trainable ones by optimizer, in order of their param groups, then frozen
-    ones by dtype.
-    """
-    groups: dict[tuple[bool, int, str], list[Member]] = {}
-    for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
-        dtype = member.parameter.dtype
-        owner = owners[member.group] if member.trainable and member.group >= 0 else -1
-        key = (not member.trainable, owner, "" if dtype.is_floating_point else str(dtype))
-        groups.setdefault(key, []).append(member)
-    return [groups[key] for key in sorted(groups)]
