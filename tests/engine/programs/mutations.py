@@ -68,7 +68,6 @@ def an_update_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_tied_weight_is_untied(patch: pytest.MonkeyPatch) -> None:
-    shard = importlib.import_module("terrazzo.engine.model.shard")  # the package has a function of that name
     partition = prepare.partition
 
     def untied(model: nn.Module, names: Sequence[str]) -> Any:

@@ -46,7 +46,7 @@ from terrazzo.engine.tally import Tally
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput
 
-__all__ = ["OptimizerLike", "Options", "Prepared", "prepare"]
+__all__ = ["OptimizerLike", "Options", "prepare"]
 
 N = TypeVar("N", Plan, Precision)
 OptimizerLike = Optimizer | Callable[[Any], Optimizer] | Sequence[Optimizer] | None
