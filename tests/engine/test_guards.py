@@ -87,14 +87,38 @@ def test_a_loss_put_aside_on_a_module_trains_as_in_one_process(plan: str) -> Non
         assert_close(found, dict(alone.named_parameters()))
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
-def test_hyper_parameters_that_differ_between_ranks_are_refused(plan: str) -> None:
+def test_hyper_parameters_that_differ_between_ranks_are_refused(plan: str, kind: Any) -> None:
     def body(rank: int) -> None:
         model = Net()
         with pytest.raises(tz.BadInput, match="optimizer"):
-            tz.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1 * (rank + 1)), plan)
+            tz.shard(model, torch.optim.AdamW(model.parameters(), lr=kind(0.1 * (rank + 1))), plan)
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3"])
+def test_learning_rates_that_come_apart_are_refused(plan: str) -> None:
+    """Each rank's scheduler follows its own loss, and one of them lowers the rate."""
+
+    def body(rank: int) -> str:
+        model, optimizer = sharded(Net(), plan)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        for number in range(4):
+            try:
+                loss_of(model, batch(number, rank)).backward()
+            except tz.RanksApart as error:
+                return str(error)
+            optimizer.step()
+            optimizer.zero_grad()
+            plateau.step(float(number) if rank else -float(number))
+        return "never noticed"
+
+    for rank, message in enumerate(on_ranks(2, body)):
+        own = 0.005 if rank else 0.01
+        assert f"a learning rate of {own} here, and of 0.005 to 0.01 on all ranks" in message
+        assert "ReduceLROnPlateau" in message
 
 
 def test_after_a_failed_backward_no_gradient_is_left() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -45,18 +47,23 @@ def meet(recipe: Recipe, label: Label, numbers: Sequence[int]) -> list[int]:
 
 
 def _trail(recipe: Recipe) -> int:
-    """A digest of what must be equal on all ranks: optimizer steps, what gradients are divided by, and what has been
-    exchanged on transports whose messages carry no labels.
+    """A digest of what must be equal on all ranks: optimizer steps and their learning rates, what gradients are divided
+    by, and what has been exchanged on transports whose messages carry no labels.
     """
     digest = zlib.crc32(struct.pack("<qd", recipe.tally.steps, recipe.denominator.unscaled))
+    digest = zlib.crc32(_rates(recipe).tobytes(), digest)
     for axis in recipe.axes.names:
         digest = zlib.crc32(recipe.axes.along(axis).digest.to_bytes(4, "little"), digest)
     return digest
 
 
+def _rates(recipe: Recipe) -> array[float]:
+    return array("d", chain.from_iterable(recipe.tally.rates.values()))
+
+
 def _compare_trails(recipe: Recipe, label: Label) -> None:
-    """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do, or steps, or
-    denominators.
+    """The trails of the ranks differ. Errors: `RanksApart` naming steps, learning rates, denominators, or the first
+    exchange in which they do.
     """
     axes, own_steps, divisor = recipe.axes, recipe.tally.steps, recipe.denominator.unscaled
     steps = axes.rows(torch.tensor([own_steps], device=axes.control_device)).flatten().tolist()
@@ -66,6 +73,14 @@ def _compare_trails(recipe: Recipe, label: Label) -> None:
             f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
             "on it, for example with an all_reduce of whether the loss is finite."
         )
+    rates = axes.rows(torch.tensor([*_rates(recipe)], dtype=torch.float64, device=axes.control_device))
+    for own_rate, each in zip(_rates(recipe), rates.T.tolist(), strict=True):
+        if min(each) != max(each):
+            raise RanksApart(
+                f"The ranks have not run the same: before {label}, optimizer.step() has used a learning rate of "
+                f"{own_rate} here, and of {min(each)} to {max(each)} on all ranks. Set the same on every rank: give a "
+                "scheduler that follows a metric, such as ReduceLROnPlateau, the metric's mean over the ranks."
+            )
     own = torch.tensor([divisor], dtype=torch.float64, device=axes.control_device)
     chosen = axes.rows(own).flatten().tolist()
     if min(chosen) != max(chosen):

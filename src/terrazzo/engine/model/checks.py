@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -273,9 +273,11 @@ def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
     if optimizer is None:
         return []
     plain = (bool, int, float, str, type(None), list, tuple)
-    groups = [
-        {k: v for k, v in g.items() if k not in _NOT_HYPER and isinstance(v, plain)} for g in optimizer.param_groups
+    numbers = [
+        {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        for group in optimizer.param_groups
     ]
+    groups = [{k: v for k, v in g.items() if k not in _NOT_HYPER and isinstance(v, plain)} for g in numbers]
     return [type(optimizer).__name__, *groups]
 
 

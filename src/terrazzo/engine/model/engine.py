@@ -111,6 +111,7 @@ class Engine:
         for driver in self.drivers:
             driver.retire()
         self.drivers.clear()
+        self.recipe.tally.rates.clear()
         self.recipe.denominator.scaler = None
         self.forget_gone()
 

@@ -25,7 +25,7 @@ from terrazzo.engine.loop.hooks import forget_gradients
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.optim.apart import Apart
 from terrazzo.engine.optim.segment import Segment, segments_of
-from terrazzo.engine.optim.stock import unhooked_step
+from terrazzo.engine.optim.stock import rate_of, unhooked_step
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
@@ -74,6 +74,7 @@ class OptimizerDriver:
         self.reference, self._retired = weakref.ref(optimizer), False
         self._moments_differ = recipe.precision.moments != recipe.precision.master
         self._fill_groups(optimizer)
+        self._note_rates(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -145,10 +146,14 @@ class OptimizerDriver:
             return
         self.drop_segment_gradients()
         self.recipe.tally.steps += 1
+        self._note_rates(optimizer)
         if (publish := self._publish()) is not None:
             publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
+
+    def _note_rates(self, optimizer: Optimizer) -> None:
+        self.recipe.tally.rates[self.groups.start] = [rate_of(group) for group in optimizer.param_groups]
 
     def drop_segment_gradients(self) -> None:
         """Segments have gradients inside a step alone."""

@@ -23,6 +23,7 @@ __all__ = [
     "check_optimizer",
     "choose_kernel",
     "orphans",
+    "rate_of",
     "state_of",
     "unhooked_step",
 ]
@@ -79,6 +80,13 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
         owned[id(member)] = number
     for member in members:
         member.group = owned.get(id(member), member.group)
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """The learning rate of a param group; 0 where it is no number, or on a device, which the host would wait for."""
+    rate: Any = group.get("lr")
+    known = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.numel() == 1 and rate.is_cpu)
+    return float(rate) if known else 0.0
 
 
 def orphans(members: Sequence[Member]) -> list[str]:
