@@ -15,8 +15,7 @@ from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Member", "UnitSpec", "Units", "find_units", "partition"]
 
-Unit = type[nn.Module] | str
-Units = Unit | Sequence[Unit]
+Units = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 """Module classes, class names or globs over module names such as `"layers.*"`; one, or several.
 
 A `*` stays within one level of names, and containers such as a `ModuleList`, which have no forward, are never meant: a

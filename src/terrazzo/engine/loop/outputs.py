@@ -30,9 +30,10 @@ def leaves_of(output: Any) -> list[Any]:
 
 
 def _parts(leaf: Any) -> dict[Any, Any] | None:
-    """What a leaf of torch's has by name; None for what cannot be opened and made anew."""
+    """What torch takes for a leaf, by name; None for what cannot be opened and made anew."""
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+        names = (field.name for field in dataclasses.fields(leaf))
+        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
     return {**leaf} if isinstance(leaf, MutableMapping) else None
 
 
@@ -123,8 +124,12 @@ def _asides(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
     """A dict or list, the key or index there, and the differentiable tensor."""
     for module in model.modules():
         own = vars(module)
-        further = [own[name] for name in own if name not in _OF_MODULES and isinstance(own[name], list | dict)]
-        for holder in (own, *further):
-            for key, value in [*(holder.items() if isinstance(holder, dict) else enumerate(holder))]:
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    yield holder, key, value
+        for name in own.keys() - _OF_MODULES:
+            value = own[name]
+            held: list[tuple[Any, Any, Any]] = [(own, name, value)]
+            if isinstance(value, list | dict):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                held = [(value, key, each) for key, each in items]
+            for holder, key, each in held:
+                if isinstance(each, Tensor) and each.grad_fn is not None:
+                    yield holder, key, each

@@ -51,7 +51,8 @@ class ShardedModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy.
 
-        A tensor that the model has under several names may come under any of them.
+        A tensor that the model has under several names may come under any of them. `assign` changes nothing: parameters
+        stay views of the engine's memory, in the dtypes of its precision.
         """
         engine, buffers = self._terrazzo, persistent_buffers(self)
         known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
