@@ -15,6 +15,7 @@ from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.engine.place import DATA_AXES
 from terrazzo.engine.scaler import Denominator
+from terrazzo.engine.side import side_of
 
 __all__ = ["Axes", "data_mesh"]
 
@@ -33,6 +34,7 @@ class Axes:
         traffic: what this rank has sent through these axes.
         ledger: transient memory held for this model.
         steps: how often this rank's optimizers have stepped.
+        side: where chains of collectives run as a whole; None where the host waits for each.
         denominator: of finished gradient sums, as this rank was told; knows the loss scaler, if there is one.
     """
 
@@ -44,6 +46,8 @@ class Axes:
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(mesh.get_group(axis), self.device, self.traffic, self.ledger) for axis in self.names
         }
+        backends = [backend_of(mesh.get_group(axis), self.device) for axis in self.names]
+        self.side = side_of(self.device, backends)
         self.denominator = Denominator(self.size())
 
     @property

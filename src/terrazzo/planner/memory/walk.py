@@ -58,6 +58,7 @@ class StepSettings:
         in_flight: activations of earlier micro-batches that wait for their backward, bytes.
         local: micro-batches before the last only add gradients. whole: what these add up to stays from step to step.
         gradual: gradients come one after the other while a unit's backward runs.
+        beside: chains of collectives run beside the computation, which waits for their ends alone: ranks on CUDA.
         with_gradients: count finished gradients that stay on the device too.
         update: bytes that the optimizer step needs for itself.
     """
@@ -68,6 +69,7 @@ class StepSettings:
     local: bool = False
     whole: bool = False
     gradual: bool = True
+    beside: bool = False
     loss: float = 0.0
     logits: float = 0.0
     in_flight: float = 0.0
@@ -317,13 +319,27 @@ class _Walk:
     def halfway(self) -> None:
         """Half of the running unit's gradient is there: make room for the next weights, and gather them."""
         if self.held_back:
-            self.finish()
+            self.make_room()
         self.fetch_held_back()
 
     def fetch_held_back(self) -> None:
         for index in self.held_back:
             self.fetch(index)
         self.held_back = ()
+
+    def make_room(self) -> None:
+        """Unreduced gradients go; what else a chain beside the computation holds stays until it is waited for."""
+        if not self.settings.beside:
+            self.finish()
+        for reduction in self.reducing:
+            kept = reduction.bytes - reduction.pending
+            if kept:
+                self.now[RECEIVE] += kept - reduction.bytes
+                reduction.bytes, reduction.pending = kept, 0
+                self.drop_partial(reduction.index)
+            else:
+                self.advance(reduction)
+        self.reducing = [reduction for reduction in self.reducing if not reduction.done]
 
     def finish(self) -> None:
         for reduction in self.reducing:
