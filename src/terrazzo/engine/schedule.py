@@ -6,8 +6,7 @@ gathering the next ones, wait. Half of its gradient is there: gather what was po
 
 In backward three units' worth of memory is in use: the weights and the gradient of the running unit, and either the
 gradient that is being reduced or the weights that come next. So while a gradient is being reduced, the next gather is
-postponed until half of the running unit's gradient is there. Where collectives run beside the computation, that gather
-waits for the reduction, whose memory it takes, and the computation does not.
+postponed until half of the running unit's gradient is there. Beside the computation only the gather waits for that.
 
 Whether a unit is gathered at a position of the program follows from the program alone, never from what is in this
 rank's memory: only so do all ranks issue the same. A rank that needs a unit which the program does not have there
@@ -374,7 +373,7 @@ class Schedule:
             self.start_reducing(unit)
 
     def start_reducing(self, unit: Runnable) -> None:
-        """Start summing a unit's gradients; where the host waits for that, earlier sums first move one collective on."""
+        """Start summing a unit's gradients; where the host waits for that, earlier sums move one collective on."""
         if unit.side is None:
             self._reductions.advance()
         purpose = Purpose.GRADIENT if self.this_pass is Pass.FINISHES else Purpose.PARTIAL

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.links.transfer import Moves, Side, Transfer, at_once
+from terrazzo.engine.links.transfer import Moves, Side, Transfer, at_once, for_computation
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.spec import Pass
 
@@ -253,7 +253,7 @@ def _land(unit: Callable[[], Unit | None]) -> None:
 
 
 def _republish(buckets: Sequence[Bucket], moved: Tensor) -> Moves:
-    for bucket in buckets:
+    for bucket in for_computation(lambda: buckets):  # held: their memory is, and the model may be dropped meanwhile
         yield from bucket.publish()
     return moved
 

@@ -12,6 +12,7 @@ as soon as it is released, whatever the computation waits for.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -178,6 +179,11 @@ class Transfer:
         if self._moves_nothing:
             self.advance()
 
+    def __del__(self) -> None:
+        """A model has been dropped in the middle: what is held here goes back to the computation's memory now."""
+        if self._awaited and self._side is not None and not sys.is_finalizing():
+            self._side.wait(self._mark)
+
     @property
     def done(self) -> bool:
         """Whether the computation may use what has been moved."""
@@ -218,7 +224,7 @@ class Transfer:
         for each in released:
             each.give()
 
-    def make_for_computation(self, make: Callable[[], Any]) -> Any:
+    def hold(self, make: Callable[[], Any]) -> Any:
         """See `for_computation`."""
         assert self._side is not None, "chains without a side are computation"
         with self._side.home():
@@ -271,7 +277,7 @@ M = TypeVar("M")
 def for_computation(make: Callable[[], M]) -> M:
     """What `make` allocates for more than the chain that runs now: memory of the computation, held while that waits."""
     transfer = _beside.get()
-    return make() if transfer is None else cast(M, transfer.make_for_computation(make))
+    return make() if transfer is None else cast(M, transfer.hold(make))
 
 
 def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
