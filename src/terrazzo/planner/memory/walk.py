@@ -213,6 +213,8 @@ class _Walk:
             if ended is not None:
                 self.leave(ended)
             self.fetch(index)
+            if self.settings.beside:
+                self.drop_held(index)
             if ended is not None:
                 self.close(ended)
             self.look_ahead(order[position + 1 : position + 1 + self.settings.prefetch], index)
@@ -232,9 +234,7 @@ class _Walk:
     def run_backward(self, index: int, is_root: bool) -> None:
         """Backward of a unit: its weights are here, its activations go, its gradients come."""
         unit = self.units[index]
-        if self.held[index]:
-            self.held[index] = False
-            self.now[GATHERED] -= unit.states.held
+        self.drop_held(index)
         self.now[WORKING] += unit.working
         self.take_gradients(index)
         self.note("at the head's backward" if is_root and self.settings.loss else "in backward")
@@ -246,6 +246,12 @@ class _Walk:
             self.now[ACTIVATIONS] -= unit.saved
         if unit.count > 1:
             self.pass_row(unit)
+
+    def drop_held(self, index: int) -> None:
+        """Full weights are here in place of what was kept from forward."""
+        if self.held[index]:
+            self.held[index] = False
+            self.now[GATHERED] -= self.units[index].states.held
 
     def pass_row(self, unit: StepUnit) -> None:
         """The units that this one stands for have run backward too."""
