@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hostcuda.device import FAULTS, Watching, report
+from terrazzo.engine import side
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.links.collectives import NativeCollectives
@@ -62,19 +63,14 @@ def nobody_waits_for_collectives(self: Any) -> None:
     self._works = self._keep = ()
 
 
-@mutation(NativeCollectives, "_reduce_scatter", ZERO3)
-def a_reduction_s_input_is_released_in_flight(self: Any, full: Tensor, dtype: torch.dtype) -> Any:
-    moves = _reduce_scatter(self, full, dtype)
-    handle = next(moves)
-    full.untyped_storage().resize_(0)
-    yield handle
-    try:
-        next(moves)
-    except StopIteration as stop:
-        return stop.value
+@mutation(side._Stream, "lend", ZERO3)
+def a_reduction_s_input_is_released_as_if_it_had_been_lent(self: Any, make: Callable[[], Tensor]) -> Tensor:
+    return make()
 
 
-_reduce_scatter = NativeCollectives._reduce_scatter
+@mutation(side._Stream, "wait", ZERO3)
+def the_computation_does_not_wait_for_a_chain(self: Any, mark: Any) -> None:
+    pass
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostcuda.cases import Case
+from tests.hostcuda.arriving import TOUCHES, touched
+from tests.hostcuda.cases import TOLERANCES, Case
 from tests.hostcuda.failing import fails_and_goes_on
 from tests.hostcuda.ranks import Ranks
 from tests.hostcuda.test_engine import check
@@ -25,6 +26,17 @@ def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_rank
         assert faults == []
         assert left <= 0
         assert [first, second] == pytest.approx(on_host, rel=1e-6)
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize(("plan", "precision"), [("zero2", "bf16"), ("zero1", "fp32")])
+def test_weights_on_their_way_are_whole_for_whoever_touches_them(
+    plan: str, precision: str, touch: str, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    for faults, arriving, apart in two_ranks.run(touched, plan, precision, touch, str(tmp_path)):
+        assert faults == []
+        assert arriving > 0
+        assert apart <= TOLERANCES[precision][0] * 4
 
 
 LATE = [Case(delays=1), Case(tier="@cpu", micro=2, delays=2), Case(checkpointing="offload", side=True, delays=3)]

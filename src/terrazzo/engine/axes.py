@@ -13,6 +13,7 @@ from terrazzo.engine import device as devices
 from terrazzo.engine.links.backends import backend_of, collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.place import DATA_AXES
+from terrazzo.engine.side import side_of
 from terrazzo.engine.tally import Tally
 
 __all__ = ["Axes", "data_mesh"]
@@ -32,6 +33,7 @@ class Axes:
     Attributes:
         names: the mesh's data axes.
         device: the device whose memory holds every state.
+        side: where chains of collectives run as a whole; None where the host waits for each.
     """
 
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
@@ -41,6 +43,8 @@ class Axes:
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(mesh.get_group(axis), self.device, tally.traffic, tally.ledger) for axis in self.names
         }
+        backends = [backend_of(mesh.get_group(axis), self.device) for axis in self.names]
+        self.side = side_of(self.device, backends)
 
     @property
     def control_device(self) -> torch.device:

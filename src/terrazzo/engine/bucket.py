@@ -5,7 +5,7 @@ Which of them exist, and which share memory, its description says: see `BucketSp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -236,11 +236,15 @@ class Bucket(BucketSpec):
             self.recipe.tally.ledger.give(self._held.data.nbytes)
             self._held = None
 
-    def hide(self) -> None:
-        """The weights are being updated elsewhere: they must not be read before `publish` and `install`."""
+    def hide(self, arrive: Callable[[], None] | None = None) -> None:
+        """The weights are being updated elsewhere: they must not be read before `publish` and `install`.
+
+        Args:
+            arrive: does so, before whatever touches them; None: that raises.
+        """
         if self.resident and self._present:
             self._present = False
-            self._guard.close()
+            self._guard.close(arrive)
 
     def publish(self, copied: bool = False) -> Moves:
         """After an update: bring the weights at rest in line with the master weights.

@@ -19,7 +19,7 @@ from torch import Tensor
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.layout import Layout, Range, share
 from terrazzo.engine.links.sums import divide
-from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.links.transfer import Moves, converted
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job
 
@@ -158,7 +158,7 @@ class Buffer(Resting):
         for axis in live:
             divisor = denominator if axis == live[-1] else 1
             data = yield from self.space.axes.along(axis).all_reduce(data.to(wire), dtype, divisor)
-        return data.to(dtype) if live else divide(data.to(dtype), denominator)
+        return converted(data, dtype) if live else divide(converted(data, dtype), denominator)
 
 
 class Homes(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
 from terrazzo.engine.layout import Range, Slot
-from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.links.transfer import Moves, Released
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import SumAxes
@@ -77,6 +77,7 @@ class Gradient:
         self.finished: Finished | None = None
         self.changes = 0
         self.pending: Tensor | None = None
+        self._lent = False
         self._partial: Finished | None = None
         self._partial_home: Buffer | None = None
         self._empty()
@@ -108,6 +109,7 @@ class Gradient:
             return
         if self.pending is None:
             self.pending = self._start_pending(dtype)
+            self._lent = False
         slot = self.space.layout.slots[index]
         target = view(self.pending, slot)
         if self._filled[index]:
@@ -117,6 +119,17 @@ class Gradient:
             self.filled_numel += slot.numel
         parameter.grad = None
         self._filled[index] = self.seen[index] = True
+
+    def expect(self, dtype: torch.dtype) -> None:
+        """Gradients will come: have memory for them that, once they are reduced, need not come back to computation.
+
+        Args:
+            dtype: as for `take`.
+        """
+        side = self.recipe.axes.side
+        if side is not None and self.recipe.ranks and self.pending is None:
+            self.pending = side.lend(lambda: self._start_pending(dtype))
+            self._lent = True
 
     def _empty(self) -> None:
         """Nothing is in the unreduced gradient."""
@@ -132,6 +145,7 @@ class Gradient:
     def _take_pending(self, dtype: torch.dtype) -> Tensor:
         if self.pending is None:
             self.pending = self._start_pending(dtype)
+            self._lent = True
         for slot, filled in zip(self.space.layout.slots, self._filled, strict=True):
             if not filled:
                 self.pending[slot.range.start : slot.range.stop].zero_()
@@ -155,19 +169,21 @@ class Gradient:
         pending = self._take_pending(precision.reduce)
         held_bytes = pending.nbytes
         data = yield from Buffer(self.space, (), pending).reduce(first, precision.reduce, precision.accumulate)
-        if data is not pending:
-            del pending  # its memory goes as soon as its sum has arrived
-            ledger.give(held_bytes)
+        if data is not pending:  # its memory goes as soon as its sum has arrived
+            yield Released(ledger, held_bytes, pending, lent=self._lent)
+            del pending
             held_bytes = 0
+        partial_bytes = self._partial.data.nbytes if self._partial is not None and self.tier == "device" else 0
         data = self._add_partial(data)
         if denominator is None:
-            self._keep_partial(Buffer(self.space, first, data))
+            self._keep_partial(Buffer(self.space, first, data), partial_bytes)
         else:
+            yield Released(ledger, partial_bytes, lent=True)
             counted = data.nbytes if not held_bytes and self.sum_axes.goes_on else 0
             ledger.take(counted)
             data = yield from self._finish(Buffer(self.space, first, data), denominator)
-            ledger.give(counted)
-        ledger.give(held_bytes)
+            yield Released(ledger, counted)
+        yield Released(ledger, held_bytes, lent=True)
         return data
 
     def _add_partial(self, data: Tensor) -> Tensor:
@@ -178,14 +194,13 @@ class Gradient:
         with partial.opened(partial.range) as sums:
             if self.tier != "device":
                 return data.add_(sums.to(data.device, non_blocking=True))  # pinned, and written again behind this copy
-            self.recipe.tally.ledger.give(sums.nbytes)
             return sums.add_(data)
 
-    def _keep_partial(self, sums: Buffer) -> None:
+    def _keep_partial(self, sums: Buffer, counted_bytes: int) -> None:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
         if self.tier == "device":
             self._partial = Finished(sums)
-            self.recipe.tally.ledger.take(sums.nbytes)
+            self.recipe.tally.ledger.take(sums.nbytes - counted_bytes)
             return
         if self._partial_home is None:
             home = self._store.extra_host(sums.nbytes).view(sums.dtype)

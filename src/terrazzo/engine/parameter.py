@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 
-__all__ = ["AtRest", "Guard", "sharded_name", "watch_data"]
+__all__ = ["Arriving", "AtRest", "Guard", "sharded_name", "watch_data"]
 
 _T = Tensor
 _PROPERTIES = (
@@ -78,6 +78,28 @@ class AtRest(nn.Parameter):
         )
 
 
+class Arriving(AtRest):
+    """A parameter whose new values are on their way, beside the computation: whatever touches it waits for them."""
+
+    terrazzo_arrive: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func not in _HARMLESS:
+            for parameter in [arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)]:
+                parameter.terrazzo_arrive()  # it is of its own class again
+            if func is _T.data.__get__:  # type: ignore[attr-defined]
+                return args[0].data  # which may be watched
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def _function_name(func: Callable[..., Any]) -> str:
     """What the user has written: a method's name, or that of a property that was asked or set."""
     of_property = getattr(getattr(func, "__self__", None), "__name__", None)
@@ -110,10 +132,11 @@ class Guard:
         for parameter, name in parameters:
             parameter.terrazzo_name, parameter.terrazzo_split = name, split  # type: ignore[attr-defined]
 
-    def close(self) -> None:
-        """From now on, reading a value raises an error with the parameter's name."""
+    def close(self, arrive: Callable[[], None] | None = None) -> None:
+        """From now on, reading a value raises an error with the parameter's name; or calls `arrive`, which opens."""
         for parameter, _ in self._classes:
-            parameter.__class__ = AtRest
+            parameter.__class__ = AtRest if arrive is None else Arriving
+            parameter.terrazzo_arrive = arrive  # type: ignore[attr-defined]
 
     def open(self) -> None:
         """The parameters are ordinary ones again, of the classes they had."""

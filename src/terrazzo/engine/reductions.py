@@ -40,15 +40,28 @@ class Reductions:
     def under_way(self) -> bool:
         return bool(self._sums)
 
-    def start(self, unit: Runnable, label: Label) -> None:
-        """Start summing a unit's gradients, after moving the earlier sums one collective on."""
+    def advance(self) -> None:
+        """Move all one collective on; those beside the computation to their end."""
         for each in self._sums:
             each.transfer.advance()
+        self._drop_done()
+
+    def make_room(self) -> None:
+        """For weights that are gathered next."""
+        for each in self._sums:
+            each.transfer.make_room()
+        self._drop_done()
+
+    def _drop_done(self) -> None:
+        for each in self._sums:
             self._tell(each)
         self._sums = [each for each in self._sums if not each.transfer.done]
+
+    def start(self, unit: Runnable, label: Label) -> None:
+        """Start summing a unit's gradients."""
         last = label.purpose is Purpose.GRADIENT
         moves = unit.reduce(self._denominator() if last else None)
-        self._sums.append(_Sum(unit.index, last, Transfer(moves, label)))
+        self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.side)))
 
     def finish(self) -> None:
         """Wait for all."""

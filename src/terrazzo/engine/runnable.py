@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from terrazzo.engine.links.label import Label
-from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.links.transfer import Moves, Side
+from terrazzo.engine.spec import Pass
 
 __all__ = ["Runnable"]
 
@@ -37,6 +38,10 @@ class Runnable(Protocol):
         """Whether gradients come one after the other while its backward runs, and not all at its end."""
 
     @property
+    def side(self) -> Side | None:
+        """Where its chains of collectives run; None where the host waits for each."""
+
+    @property
     def at_hand(self) -> bool:
         """Whether full weights are here, or on their way: `wait` is all that is left."""
 
@@ -61,6 +66,9 @@ class Runnable(Protocol):
 
     def rest(self) -> None:
         """Go back to the plan's `weight` place alone."""
+
+    def expect_gradients(self, this_pass: Pass) -> None:
+        """Have memory for gradients that its backward, which begins, will bring."""
 
     def reduce(self, denominator: float | None) -> Moves:
         """Sum its gradients over ranks.

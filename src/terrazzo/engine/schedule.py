@@ -6,7 +6,7 @@ gathering the next ones, wait. Half of its gradient is there: gather what was po
 
 In backward three units' worth of memory is in use: the weights and the gradient of the running unit, and either the
 gradient that is being reduced or the weights that come next. So while a gradient is being reduced, the next gather is
-postponed until half of the running unit's gradient is there.
+postponed until half of the running unit's gradient is there. Beside the computation only the gather waits for that.
 
 Whether a unit is gathered at a position of the program follows from the program alone, never from what is in this
 rank's memory: only so do all ranks issue the same. A rank that needs a unit which the program does not have there
@@ -122,8 +122,8 @@ class Schedule:
 
     def hold_until_backward_ends(self, unit: Runnable) -> None:
         """Forward of `unit` has ended, and nothing will tell when its backward begins."""
-        self._running[unit.index] -= 1
         if self.in_forward:
+            self._running[unit.index] -= 1
             self.program.note(unit.index, Event.LEAVE_FOR_GOOD)
         self._awaited.add(unit.index)
         self._kept_until_end.add(unit.index)
@@ -322,6 +322,10 @@ class Schedule:
                     unit.rest()
             running = self.units[order.backward[step]]
             self._gather_again(order.backward[step : order.together[step] + 1])
+            if running.side is not None:  # its gradient's memory comes behind what has had a unit's time, and no more
+                running.wait()
+                self._reductions.advance()
+                running.expect_gradients(self.this_pass)
             for unit in ended:
                 self._close(unit)
             ahead = order.backward[step + 1 : step + 1 + self.prefetch]
@@ -351,7 +355,7 @@ class Schedule:
         the same order.
         """
         if self._postponed:
-            self._reductions.finish()
+            self._reductions.make_room()
         self._fetch_postponed()
 
     def _fetch_postponed(self) -> None:
@@ -369,7 +373,9 @@ class Schedule:
             self.start_reducing(unit)
 
     def start_reducing(self, unit: Runnable) -> None:
-        """Start summing a unit's gradients, after moving the earlier reductions one collective on."""
+        """Start summing a unit's gradients; where the host waits for that, earlier sums move one collective on."""
+        if unit.side is None:
+            self._reductions.advance()
         purpose = Purpose.GRADIENT if self.this_pass is Pass.FINISHES else Purpose.PARTIAL
         self._reductions.start(unit, self._label(purpose, unit.index, self._backwards))
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.links.transfer import Moves, Transfer, at_once
+from terrazzo.engine.links.transfer import Moves, Side, Transfer, at_once, for_computation
 from terrazzo.engine.process.worker import Job
+from terrazzo.engine.spec import Pass
 
 __all__ = ["Unit"]
 
 
 class Unit:
-    """One unit's buckets, and the gathers that may be under way for them, one for each.
+    """One unit's buckets, and the moves of weights that may be under way for them.
 
     Args:
         names: of all units of the model.
@@ -32,6 +34,7 @@ class Unit:
         self.name = names[index]
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
         self._gathering: list[Transfer] = []
+        self._publishing: Transfer | None = None
         self._updates: list[Job] = []  # the one under way, or none
         self._trainable_numel = sum(slot.numel for bucket in self.trainable() for slot in bucket.slots)
 
@@ -62,6 +65,11 @@ class Unit:
     def regathered(self) -> bool:
         """Whether backward gathers weights again that forward has put down."""
         return any(bucket.regathered for bucket in self.buckets)
+
+    @property
+    def side(self) -> Side | None:
+        """Where its chains of collectives run."""
+        return self.buckets[0].recipe.axes.side
 
     @property
     def compiled(self) -> bool:
@@ -112,7 +120,9 @@ class Unit:
     @property
     def at_hand(self) -> bool:
         """Whether full weights are here or on their way."""
-        return bool(self._gathering) or (self.present and not self._updates)
+        arriving = self._publishing is not None
+        here = all(bucket.present or (bucket.resident and arriving) for bucket in self.buckets)
+        return bool(self._gathering) or (here and not self._updates)
 
     def gather(self, label: Label, from_rest: bool = False) -> None:
         """Start gathering full weights, also where they are here already: other ranks need this one's part.
@@ -124,18 +134,19 @@ class Unit:
         self._finish_gather()
         if self._updates:
             publish = _publish(self.buckets, self._updates)
-            self._gathering = [Transfer(_then_gather(publish, self.updated, self.buckets, from_rest), label)]
+            self._gathering = [Transfer(_then_gather(publish, self.updated, self.buckets, from_rest), label, self.side)]
         else:
-            self._gathering = [Transfer(chain, label) for chain in _gathers(self.buckets, from_rest)]
+            self._gathering = [Transfer(chain, label, self.side) for chain in _gathers(self.buckets, from_rest)]
 
     def advance(self) -> None:
         """Weights on their way from a drive come a step further; those that were updated are brought in line."""
         if self._gathering:
             if any(bucket.tiers.weight == "nvme" for bucket in self.buckets):
                 for transfer in self._gathering:
-                    transfer.advance()
+                    if transfer.in_flight is not None:
+                        transfer.advance()
         elif self._updates:
-            self._gathering = [Transfer(_publish(self.buckets, self._updates), self.updated)]
+            self._gathering = [Transfer(_publish(self.buckets, self._updates), self.updated, self.side)]
 
     @property
     def updated(self) -> Label:
@@ -144,6 +155,7 @@ class Unit:
 
     def wait(self) -> None:
         """Return once modules can read the full weights, which are at hand."""
+        self.land()
         self.advance()
         for transfer in self._gathering:
             transfer.finish()
@@ -164,6 +176,7 @@ class Unit:
 
     def catch_up(self) -> None:
         """Wait for the update that is under way, and bring resting weights in line."""
+        self.land()
         if self._gathering:
             self.wait()
         elif self._updates:
@@ -183,6 +196,7 @@ class Unit:
 
     def rest(self) -> None:
         """Go back to the plan's `weight` place alone."""
+        self.land()
         self._finish_gather()
         for bucket in self.buckets:
             bucket.rest()
@@ -191,6 +205,11 @@ class Unit:
         if self._gathering:
             self.wait()
 
+    def expect_gradients(self, this_pass: Pass) -> None:
+        """Its backward begins, and no later reduction has been started."""
+        for bucket in self.trainable():
+            bucket.gradient.expect(bucket.pending_dtype(this_pass))
+
     def reduce(self, denominator: float | None) -> Moves:
         """Sum the unit's gradients over ranks; see `Gradient.reduce`."""
         buckets = list(self.trainable())
@@ -198,20 +217,45 @@ class Unit:
             data = yield from bucket.gradient.reduce(denominator)
         return data
 
-    def republish(self, among: Collection[Bucket] | None = None) -> Moves:
-        """Bring resting weights in line with master weights that have been written or stepped on this thread.
+    def publish(self, among: Collection[Bucket] | None = None) -> None:
+        """Start bringing resting weights in line with master weights that have been written or stepped on this thread.
+
+        `land` must follow, and does where chains run beside the computation: before the unit's next forward, or as soon
+        as anything touches one of its parameters.
 
         Args:
             among: the buckets that have been; all if None.
         """
-        for bucket in self.trainable():
-            if among is None or bucket in among:
-                yield from bucket.publish()
-        return self.buckets[0].full.data
+        written = [bucket for bucket in self.trainable() if among is None or bucket in among]
+        moving = Transfer(_republish(written, self.buckets[0].full.data), self.updated, self.side)
+        if moving.done:
+            return
+        self._publishing = moving
+        for bucket in written if self.side is not None else ():
+            bucket.hide(functools.partial(_land, weakref.ref(self)))
+
+    def land(self) -> None:
+        """Return once resting weights are in line with what `publish` found."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.finish()
+            for bucket in (bucket for bucket in self.buckets if bucket.resident):
+                bucket.install()
 
 
 # A unit holds the moves that are under way for it, and they must not hold the unit: it would never be freed without the
 # collector where a forward or a backward has left them unfinished.
+
+
+def _land(unit: Callable[[], Unit | None]) -> None:
+    if (found := unit()) is not None:
+        found.land()
+
+
+def _republish(buckets: Sequence[Bucket], moved: Tensor) -> Moves:
+    for bucket in for_computation(lambda: buckets):  # held: their memory is, and the model may be dropped meanwhile
+        yield from bucket.publish()
+    return moved
 
 
 def _gathers(buckets: Sequence[Bucket], from_rest: bool) -> list[Moves]:

@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from terrazzo.engine.offload import topology
-from terrazzo.engine.offload.topology import bind_to, container_quota, numa_nodes, physical_cores, step_threads
+from terrazzo.engine.offload import store, topology
+from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.topology import (
+    allowed_cpus,
+    bind_to,
+    container_quota,
+    numa_nodes,
+    physical_cores,
+    step_threads,
+)
 
 
 def write(path: Path, text: str) -> None:
@@ -226,3 +235,21 @@ def test_binding_that_cannot_be_done_changes_nothing(cpus: list[int]) -> None:
     before = topology.allowed_cpus()
     assert not bind_to(cpus)
     assert topology.allowed_cpus() == before
+
+
+@pytest.mark.skipif(len(allowed_cpus()) < 2, reason="a single CPU is no choice")
+def test_host_memory_is_pinned_by_a_thread_beside_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = allowed_cpus(), []
+    nearest = frozenset([max(before)])
+
+    def arena(size_bytes: int, pin_for: object) -> object:
+        seen.append(allowed_cpus())
+        return HostArena(size_bytes, None)
+
+    monkeypatch.setattr(store, "step_threads", lambda device, ranks: (1, nearest))
+    monkeypatch.setattr(store, "HostArena", arena)
+    made = store.Store(torch.device("cpu"), Offload(), store.Need(cpu=(64,)), rank=0)
+    made.grow([64])
+    made.extra_host(64)
+    assert seen == [nearest] * 3
+    assert allowed_cpus() == before

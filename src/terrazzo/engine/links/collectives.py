@@ -7,6 +7,7 @@ reproducible bit by bit (see docs/numerics.md).
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
 import zlib
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from terrazzo.engine.links.label import moving
 from terrazzo.engine.links.sums import add_in_order, divide
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
+from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic, converted, for_computation
 from terrazzo.engine.process.ending import leaves_to_parent, require_own
 
 __all__ = ["TRAIL", "Collectives", "NativeCollectives", "ThreadedCollectives"]
@@ -119,14 +120,18 @@ class NativeCollectives(Collectives):
         self._leave_trail()
         whole = _carried(full)
         own = whole.view(self.size, -1)[self.rank]
-        yield Handle([_all_gather_single(whole, own, group=self.group, async_op=True)], [full], self.traffic)
+        yield self._queued(_all_gather_single(whole, own, group=self.group, async_op=True), full)
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
         self._leave_trail()
-        own = full.new_empty(full.numel() // self.size)
-        yield Handle([_reduce_scatter_single(own, full, group=self.group, async_op=True)], [full, own], self.traffic)
-        return own.to(dtype)
+        make = functools.partial(full.new_empty, full.numel() // self.size)
+        own = for_computation(make) if full.dtype == dtype else make()
+        yield self._queued(_reduce_scatter_single(own, full, group=self.group, async_op=True), full, own)
+        return converted(own, dtype)
+
+    def _queued(self, work: Any, *tensors: Tensor) -> Handle:
+        return Handle([work], tensors, self.traffic, queued=True)
 
     def _leave_trail(self) -> None:
         """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""
@@ -139,8 +144,8 @@ class NativeCollectives(Collectives):
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         self._leave_trail()
-        yield Handle([dist.all_reduce(full, group=self.group, async_op=True)], [full], self.traffic)
-        return divide(full.to(dtype), denominator)
+        yield self._queued(dist.all_reduce(full, group=self.group, async_op=True), full)
+        return divide(converted(full, dtype), denominator)
 
 
 def _carried(values: Tensor) -> Tensor:

@@ -3,22 +3,41 @@
 A move is written as a generator that yields `Handle`s: it starts a collective, yields it, and is resumed once the
 collective has finished. A `Transfer` drives such a generator, so a chain of collectives stays asynchronous without
 callbacks.
+
+Where the host need not wait for a collective, a whole chain is queued at its start on a stream beside the computation,
+which waits once, for its end. Memory goes back to the stream that it came from: what is the computation's and a chain
+uses is held until that wait. What is the side's can be lent to the computation, and is free for the side's next chain
+as soon as it is released, whatever the computation waits for.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from terrazzo.engine.links.label import Label, moving
 
-__all__ = ["Handle", "Ledger", "Moves", "Traffic", "Transfer", "at_once"]
+__all__ = [
+    "Handle",
+    "Ledger",
+    "Moves",
+    "Released",
+    "Side",
+    "Traffic",
+    "Transfer",
+    "at_once",
+    "converted",
+    "for_computation",
+]
 
 
 @dataclass
@@ -71,10 +90,17 @@ class Handle:
 
     Args:
         traffic: where the time that they are waited for is counted, if it is.
+        queued: to wait for them makes a stream wait, and not the host.
     """
 
-    def __init__(self, works: Sequence[Any] = (), keep: Sequence[Tensor] = (), traffic: Traffic | None = None) -> None:
-        self._works, self._keep, self._traffic = works, keep, traffic
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        keep: Sequence[Tensor] = (),
+        traffic: Traffic | None = None,
+        queued: bool = False,
+    ) -> None:
+        self._works, self._keep, self._traffic, self.queued = works, keep, traffic, queued
 
     def wait(self) -> None:
         """Return once the results may be used: by the host for gloo, by the current stream for NCCL."""
@@ -87,8 +113,49 @@ class Handle:
             self._traffic.wait_s += time.perf_counter() - start
 
 
-Moves = Generator[Handle, None, Tensor]
-"""A chain of collectives: yields each while it is in flight, returns the moved tensor."""
+class Released:
+    """Memory that a chain does not use any further: counted, and kept, until whose it is may have it.
+
+    Args:
+        lent: it is not the computation's, and the next chain may have it.
+    """
+
+    def __init__(self, ledger: Ledger, count_bytes: int, keep: Tensor | None = None, *, lent: bool = False) -> None:
+        self._ledger, self._count_bytes, self._keep, self.lent = ledger, count_bytes, keep, lent
+
+    def give(self) -> None:
+        self._ledger.give(self._count_bytes)
+        self._keep = None
+
+
+Moves = Generator[Handle | Released, None, Tensor]
+"""A chain of collectives: yields each while it is in flight, and what it releases; returns the moved tensor."""
+
+
+class Side:
+    """Beside the computation: whole chains, one after the other.
+
+    This one has no stream. It is for what only counts: steps on paper, and collectives that move nothing.
+    """
+
+    def chain(self) -> AbstractContextManager[Any]:
+        """What is queued inside comes after all that the computation has queued, and before what waits for `mark`."""
+        return nullcontext()
+
+    def home(self) -> AbstractContextManager[Any]:
+        """Inside of `chain`: memory that is allocated here is the computation's."""
+        return nullcontext()
+
+    def lend(self, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` allocates is the side's memory; the computation may use it, after all chains so far."""
+        return make()
+
+    def mark(self) -> torch.Event | None:
+        """Inside of `chain`: its end."""
+        return None
+
+    def wait(self, mark: torch.Event | None) -> None:
+        """The computation waits for a mark."""
 
 
 class Transfer:
@@ -96,40 +163,102 @@ class Transfer:
 
     Args:
         label: what is moved; that of the chain which starts this one, if not given.
+        side: where it runs as a whole, as far as the host need not wait.
     """
 
-    def __init__(self, moves: Moves, label: Label | None = None) -> None:
-        self._moves, self._label = moves, label or moving.get()
+    def __init__(self, moves: Moves, label: Label | None = None, side: Side | None = None) -> None:
+        self._moves, self._label, self._side = moves, label or moving.get(), side
         self._in_flight: Handle | None = None
         self._result: Tensor | None = None
-        self._start_next()
+        self._mark: torch.Event | None = None
+        self._released: list[Released] = []
+        self._for_computation: list[Any] = []
+        self._awaited = side is not None
+        self._moves_nothing = True
+        self._go_on()
+        if self._moves_nothing:
+            self.advance()
+
+    def __del__(self) -> None:
+        """A model has been dropped in the middle: what is held here goes back to the computation's memory now."""
+        if self._awaited and self._side is not None and not sys.is_finalizing():
+            self._side.wait(self._mark)
 
     @property
     def done(self) -> bool:
-        return self._in_flight is None
+        """Whether the computation may use what has been moved."""
+        return self._in_flight is None and not self._awaited
 
     @property
     def in_flight(self) -> Handle | None:
+        """The collective that the host has to wait for, if there is one."""
         return self._in_flight
 
     def advance(self) -> None:
-        """Wait for the collective in flight, if any, and start the next one."""
+        """Wait for the collective in flight, if any, and start the next one; or for all that runs beside."""
         if self._in_flight is not None:
             self._in_flight.wait()
-            self._start_next()
+            self._go_on()
+        elif self._side is not None and self._awaited:
+            self._side.wait(self._mark)
+            self._awaited = False
+            self._give(self._released)
+            self._released, self._for_computation = [], []
 
     def finish(self) -> Tensor:
         """Run the chain to its end and return what it moved."""
-        while self._in_flight is not None:
+        while not self.done:
             self.advance()
         if self._result is None:
             raise RuntimeError("A collective of this chain has failed before.")
         return self._result
 
+    def make_room(self) -> None:
+        """For the next chain: give what it may have, with all that this one has used if the host waits for chains."""
+        if self._side is None:
+            self.finish()
+        self._give([released for released in self._released if released.lent])
+        self._released = [released for released in self._released if not released.lent]
+
+    def _give(self, released: Iterable[Released]) -> None:
+        for each in released:
+            each.give()
+
+    def hold(self, make: Callable[[], Any]) -> Any:
+        """See `for_computation`."""
+        assert self._side is not None, "chains without a side are computation"
+        with self._side.home():
+            self._for_computation.append(make())
+        return self._for_computation[-1]
+
+    def _go_on(self) -> None:
+        if self._side is None:
+            self._start_next()
+            return
+        before = _beside.set(self)
+        try:
+            with self._side.chain():
+                try:
+                    self._start_next()
+                    while self._in_flight is not None and self._in_flight.queued:
+                        self._in_flight.wait()
+                        self._start_next()
+                finally:
+                    self._mark = self._side.mark()
+        finally:
+            _beside.reset(before)
+
     def _start_next(self) -> None:
         before = moving.set(self._label)
         try:
-            self._in_flight = next(self._moves)
+            step = next(self._moves)
+            while isinstance(step, Released):
+                if self._side is None:
+                    step.give()
+                else:
+                    self._released.append(step)
+                step = next(self._moves)
+            self._in_flight, self._moves_nothing = step, False
         except StopIteration as stop:
             self._in_flight, self._result = None, stop.value
         except BaseException:
@@ -137,6 +266,25 @@ class Transfer:
             raise
         finally:
             moving.reset(before)
+
+
+_beside: ContextVar[Transfer | None] = ContextVar("beside", default=None)
+"""The chain that is being queued beside the computation."""
+
+M = TypeVar("M")
+
+
+def for_computation(make: Callable[[], M]) -> M:
+    """What `make` allocates for more than the chain that runs now: memory of the computation, held while that waits."""
+    transfer = _beside.get()
+    return make() if transfer is None else cast(M, transfer.hold(make))
+
+
+def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` in `dtype`, for computation."""
+    if values.dtype == dtype:
+        return values
+    return for_computation(lambda: torch.empty_like(values, dtype=dtype)).copy_(values)
 
 
 def at_once(transfers: Sequence[Transfer]) -> Moves:

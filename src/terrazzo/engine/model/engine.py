@@ -16,7 +16,7 @@ from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.layout import Slot
-from terrazzo.engine.links.transfer import Traffic, Transfer
+from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
 from terrazzo.engine.model.checks import together
 from terrazzo.engine.model.state import (
@@ -238,8 +238,13 @@ class Engine:
 
     def finish_updates(self) -> None:
         """Return once no update is under way; gathered weights stay. Collective."""
+        self._land()
         for driver in self.drivers:
             driver.finish_updates()
+
+    def _land(self) -> None:
+        for unit in self.units:
+            unit.land()
 
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring resting compute weights in line with the master weights; those that are being updated follow later.
@@ -248,8 +253,10 @@ class Engine:
             among: the buckets whose masters have changed; all if None.
         """
         self.schedule.rest()
-        for transfer in [Transfer(unit.republish(among), unit.updated) for unit in self.units if not unit.updating]:
-            transfer.finish()
+        for unit in (unit for unit in self.units if not unit.updating):
+            unit.publish(among)
+        if self.axes.side is None:
+            self._land()
 
     def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
         """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.

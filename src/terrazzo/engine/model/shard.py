@@ -40,6 +40,7 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
@@ -156,7 +157,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     """
     engine = engine_of(model)
     before = engine.schedule.this_pass
-    engine.sync(False, each=not engine.sums_locally(local))
+    engine.schedule.turn_to(Pass.ADDS if engine.sums_locally(local) else Pass.REDUCES)
     try:
         yield
     finally:

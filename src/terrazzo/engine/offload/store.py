@@ -6,6 +6,7 @@ once; nothing is allocated in a step.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.offload.needs import Need, disk_bytes, host_bytes, ring_length
 from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.topology import bound_to, step_threads
 from terrazzo.engine.process.worker import Job, Worker
 
 __all__ = ["Steps", "Store"]
@@ -42,15 +44,16 @@ class Store:
         rank: of this process among all.
 
     Attributes:
+        lane, lane_in: for copies from the device and to it, which PCIe carries at the same time.
         steps: what the updates of offloaded states have done since the start.
     """
 
     def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int) -> None:
         self.device, self.settings, self._need = device, settings, need
-        self.lane, self.steps = Lane(device), Steps()
+        self.lane, self.lane_in, self.steps = Lane(device), Lane(device), Steps()
         self._pin_for = device if settings.pin else None
         arena_bytes = host_bytes(need, settings)
-        self.arenas = [HostArena(arena_bytes, self._pin_for)] if arena_bytes else []
+        self.arenas = [self._arena(arena_bytes)] if arena_bytes else []
         self.drive = self._open_drive(need, rank) if need.nvme else None
         self._writer = Worker("terrazzo-write") if need.cpu or need.nvme else None
         self._landing: deque[Job] = deque()
@@ -59,7 +62,13 @@ class Store:
         settings = self.settings
         disk = Disk(settings, rank, disk_bytes(need))
         buffers = [self.host(padded_bytes(need.load)) for _ in range(settings.depth if need.load else 0)]
-        return Drive(disk, settings.cell_numel, buffers, self.lane)
+        return Drive(disk, settings.cell_numel, buffers, self.lane_in)
+
+    def _arena(self, size_bytes: int) -> HostArena:
+        """Pinning touches its pages, which then lie on the device's NUMA node."""
+        _, cpus = step_threads(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        with bound_to(cpus):
+            return HostArena(size_bytes, self._pin_for)
 
     def host(self, count_bytes: int) -> Tensor:
         """Page-aligned host memory, uint8, zero at first."""
@@ -69,11 +78,11 @@ class Store:
     def grow(self, states: Sequence[int]) -> None:
         """Make room in host memory for further states of so many bytes each."""
         if states:
-            self.arenas.insert(0, HostArena(sum(map(padded_bytes, states)), self._pin_for))
+            self.arenas.insert(0, self._arena(sum(map(padded_bytes, states))))
 
     def extra_host(self, count_bytes: int) -> Tensor:
         """Host memory for what not every step needs: partial sums of micro-batches; kept from then on."""
-        self.arenas.append(HostArena(padded_bytes(count_bytes), self._pin_for))
+        self.arenas.append(self._arena(padded_bytes(count_bytes)))
         return self.arenas[-1].take(count_bytes)
 
     def commit(self, state: Resting, source: Buffer) -> Job | None:

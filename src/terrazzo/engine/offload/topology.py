@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from terrazzo.engine import device as devices
 from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
 
-__all__ = ["allowed_cpus", "bind_to", "cpus_of_a_rank", "numa_nodes", "physical_cores", "step_threads"]
+__all__ = ["allowed_cpus", "bind_to", "bound_to", "cpus_of_a_rank", "numa_nodes", "physical_cores", "step_threads"]
 
 
 def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tuple[int, frozenset[int]]:
@@ -80,6 +80,18 @@ def bind_to(cpus: Collection[int]) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def bound_to(cpus: Collection[int]) -> Iterator[None]:
+    """As `bind_to`, and back to where the thread was."""
+    before = allowed_cpus()
+    bound = bind_to(cpus)
+    try:
+        yield
+    finally:
+        if bound:
+            bind_to(before)
 
 
 def allowed_cpus() -> frozenset[int]:

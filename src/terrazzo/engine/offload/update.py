@@ -242,7 +242,7 @@ class _Carrier:
             task.tray.finish_reading()
         if task.mark is not None:
             task.mark.synchronize()  # what was queued before may still read weights in host memory
-        with self._store.lane.after(task.mark):
+        with self._store.lane_in.after(task.mark):
             for segment in task.due:
                 self._step(segment, task)
         if task.tray is not None:

@@ -125,6 +125,8 @@ class OptimizerDriver:
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
         self.drop_segment_gradients()
+        for unit in self.units:
+            unit.land()  # a step behind a step, with no forward between: what is sent is about to change
         if self.scaler is not None:
             overflow = self._overflowed()
             self.scaler.update(overflow)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from terrazzo.engine.links.label import Label
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
+from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Released, Side, Traffic
 from terrazzo.engine.loop.agreement import flags_numel
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.order import contains
@@ -48,6 +48,8 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> tuple[Ledger, Traffic]:
     ledger, traffic = Ledger(), Traffic()
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, ledger, traffic) for unit in units]
     recipe = units[0].buckets[0].recipe
+    for each in paper:
+        each.side = recipe.axes.side and Side()
     meeting = (lambda label, wanted: _meet(recipe, traffic)) if meets(recipe) else None
     schedule = Schedule(paper, step.prefetch, meeting)
     earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
@@ -105,7 +107,12 @@ class PaperUnit:
     Args:
         buckets: of which it counts what they hold and send.
         compiled: whether its gradients come all at once.
+
+    Attributes:
+        side: as of `Unit`.
     """
+
+    side: Side | None = None
 
     def __init__(  # structure: what a unit is
         self, name: str, index: int, buckets: Sequence[BucketSpec], compiled: bool, ledger: Ledger, traffic: Traffic
@@ -147,6 +154,11 @@ class PaperUnit:
     def take_gradients(self, this_pass: Pass) -> None:
         for bucket in self.buckets:
             bucket.take_gradients(this_pass)
+
+    def expect_gradients(self, this_pass: Pass) -> None:
+        for bucket in self.buckets:
+            if bucket.spec.ranks:
+                bucket.take_gradients(this_pass)
 
     def reduce(self, denominator: float | None) -> Moves:
         for bucket in self.buckets:
@@ -200,21 +212,27 @@ class PaperBucket:
         start, further = self.spec.reduction(last)
         yield from self._send(start)
         if start:  # its sum is in memory of its own
-            self._ledger.give(held_bytes)
+            yield Released(self._ledger, held_bytes, lent=True)
             held_bytes = 0
-        self._ledger.give(self._partial_bytes)
-        self._partial_bytes = 0 if last else self.spec.partial_bytes
-        self._ledger.take(self._partial_bytes)
+        if last:
+            yield Released(self._ledger, self._partial_bytes, lent=True)
+            self._partial_bytes = 0
+        else:
+            self._ledger.take(self.spec.partial_bytes - self._partial_bytes)
+            self._partial_bytes = self.spec.partial_bytes
+        beside_bytes = further[0].beside_bytes if further else 0
+        self._ledger.take(beside_bytes)
         yield from self._send(further)
-        self._ledger.give(held_bytes)
+        yield Released(self._ledger, beside_bytes)
+        yield Released(self._ledger, held_bytes, lent=True)
         return torch.empty(0)
 
     def _send(self, moves: Sequence[MoveBytes]) -> Moves:
         for move in moves:
             self._record([move])
             for step in range(move.steps):
-                with self._ledger.holding(move.beside_bytes + move.received_bytes * (step == 0)):
-                    yield Handle()
+                with self._ledger.holding(move.received_bytes * (step == 0)):
+                    yield Handle(queued=True)
         return torch.empty(0)
 
     def publish(self) -> None:

@@ -144,6 +144,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         local=setup.sums_locally,
         whole=setup.whole_gradients,
         gradual=not setup.compile,
+        beside=setup.cluster.device.kind != "cpu",
         with_gradients=not states_only,
     )
     if states_only:

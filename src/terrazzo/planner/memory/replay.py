@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from terrazzo.engine.links.transfer import Ledger, Moves, Traffic
+from terrazzo.engine.links.transfer import Ledger, Moves, Released, Side, Traffic
 from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.place import Tiers
 from terrazzo.engine.schedule import Schedule
@@ -123,6 +123,8 @@ class _Player:
         self._ledger, self._sums = _Observed(self._hold), _Observed(self._hold)
         ledgers = (self._ledger, self._sums)
         self._paper = [_Unit(index, unit, setup.compile, *ledgers) for index, unit in enumerate(units)]
+        for unit in self._paper:
+            unit.side = None if setup.cluster.device.kind == "cpu" else Side()
         self._schedule = Schedule(self._paper, setup.prefetch)
         self._local_sums = setup.sums_locally
         names = list(dict.fromkeys(event.unit for event in trace.events))
@@ -207,12 +209,16 @@ class _Unit(PaperUnit):
         last = denominator is not None
         sums = self._sums_bytes(last)
         stays = last and not any(bucket.sum_axes.goes_on for bucket in self._trainable)
-        held = 0
-        for index, handle in enumerate(super().reduce(denominator)):
-            before, now = sums[index - 1 : index], sums[index : index + 1]
+        held = index = 0
+        for step in super().reduce(denominator):
+            if isinstance(step, Released):
+                yield step
+                continue
+            before, now = sums[max(0, index - 1) : index], sums[index : index + 1]
+            index += 1
             held = self._hold(held, sum(before) + sum(now))
-            yield handle
-            held = self._hold(held, sum(now) if stays or index + 1 < len(sums) else 0)
+            yield step
+            held = self._hold(held, sum(now) if stays or index < len(sums) else 0)
         self._hold(held, resting_bytes(self._trainable)["grad"] * last)
         return torch.empty(0)
 

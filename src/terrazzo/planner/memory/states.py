@@ -107,7 +107,9 @@ def _phases(bucket: PlannedBucket, last: bool) -> tuple[Phase, ...]:
     for move in further:
         received = [move.received_bytes] + [0] * (move.steps - 1)
         phases += [(not start, move.beside_bytes + one) for one in received]
-    return tuple(phases)
+    if bucket.on_host or not phases:
+        return tuple(phases)
+    return ((True, max(beside for _, beside in phases)),)  # on CUDA a chain is waited for as a whole
 
 
 def _together(chains: list[tuple[Phase, ...]]) -> tuple[Phase, ...]:

@@ -58,6 +58,7 @@ class StepSettings:
         in_flight: activations of earlier micro-batches that wait for their backward, bytes.
         local: micro-batches before the last only add gradients. whole: what these add up to stays from step to step.
         gradual: gradients come one after the other while a unit's backward runs.
+        beside: chains of collectives run beside the computation, which waits for their ends alone: ranks on CUDA.
         with_gradients: count finished gradients that stay on the device too.
         update: bytes that the optimizer step needs for itself.
     """
@@ -68,6 +69,7 @@ class StepSettings:
     local: bool = False
     whole: bool = False
     gradual: bool = True
+    beside: bool = False
     loss: float = 0.0
     logits: float = 0.0
     in_flight: float = 0.0
@@ -211,6 +213,8 @@ class _Walk:
             if ended is not None:
                 self.leave(ended)
             self.fetch(index)
+            if self.settings.beside:
+                self.drop_held(index)
             if ended is not None:
                 self.close(ended)
             self.look_ahead(order[position + 1 : position + 1 + self.settings.prefetch], index)
@@ -230,9 +234,7 @@ class _Walk:
     def run_backward(self, index: int, is_root: bool) -> None:
         """Backward of a unit: its weights are here, its activations go, its gradients come."""
         unit = self.units[index]
-        if self.held[index]:
-            self.held[index] = False
-            self.now[GATHERED] -= unit.states.held
+        self.drop_held(index)
         self.now[WORKING] += unit.working
         self.take_gradients(index)
         self.note("at the head's backward" if is_root and self.settings.loss else "in backward")
@@ -244,6 +246,12 @@ class _Walk:
             self.now[ACTIVATIONS] -= unit.saved
         if unit.count > 1:
             self.pass_row(unit)
+
+    def drop_held(self, index: int) -> None:
+        """Full weights are here in place of what was kept from forward."""
+        if self.held[index]:
+            self.held[index] = False
+            self.now[GATHERED] -= self.units[index].states.held
 
     def pass_row(self, unit: StepUnit) -> None:
         """The units that this one stands for have run backward too."""
@@ -317,13 +325,27 @@ class _Walk:
     def halfway(self) -> None:
         """Half of the running unit's gradient is there: make room for the next weights, and gather them."""
         if self.held_back:
-            self.finish()
+            self.make_room()
         self.fetch_held_back()
 
     def fetch_held_back(self) -> None:
         for index in self.held_back:
             self.fetch(index)
         self.held_back = ()
+
+    def make_room(self) -> None:
+        """Unreduced gradients go; what else a chain beside the computation holds stays until it is waited for."""
+        if not self.settings.beside:
+            self.finish()
+        for reduction in self.reducing:
+            kept = reduction.bytes - reduction.pending
+            if kept:
+                self.now[RECEIVE] += kept - reduction.bytes
+                reduction.bytes, reduction.pending = kept, 0
+                self.drop_partial(reduction.index)
+            else:
+                self.advance(reduction)
+        self.reducing = [reduction for reduction in self.reducing if not reduction.done]
 
     def finish(self) -> None:
         for reduction in self.reducing:
