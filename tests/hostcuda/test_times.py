@@ -28,7 +28,7 @@ def test_kernels_take_their_flops_or_the_bytes_that_they_read_and_write(one_rank
 
 
 def test_collectives_take_what_a_ring_takes(four_ranks: Ranks) -> None:
-    """Four ranks send 1,024 bytes in steps of a quarter, each 16 longer, the last collective at a quarter of the speed."""
+    """Four ranks send 1,024 bytes in quarters, each as if 16 longer; the last time at a quarter of the speed."""
     around = 3 * (256 + 16)
     for heard, took in four_ranks.run(times.collectives):
         assert heard == [
