@@ -63,6 +63,7 @@ def _trained(trainee: Trainee, cells: Sequence[dict[str, Any]]) -> Iterator[dict
             yield {**cell["cell"], **found}
         loss.backward()
         _step(trainee)
+        torch.cuda.synchronize()  # what the step has begun uses the memory of who is let go now
 
 
 def _measured(trainee: Trainee, x: Tensor, loss: Tensor) -> tuple[dict[str, Any], Tensor]:
