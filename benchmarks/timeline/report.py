@@ -28,7 +28,7 @@ over PCIe, collectives what a ring takes. Streams run side by side and wait for 
 and tokens are 1 / {SCALE} of those in the tables, the device's FLOP/s by the third power of that and its B/s by the
 second, so that times and peaks are those of the full size. Figures of GPUs and links are the planner's, from its
 catalogue and with the shares that it says are reached. Not simulated: launches and Python, kernels slowed by
-collectives beside them, ranks that are late, the host's AdamW, more than four ranks.
+collectives and by kernels of other streams beside them, ranks that are late, the host's AdamW, more than four ranks.
 
 "Exposed" is the time in which the stream that computes has nothing to do. The floor is, for forward and for backward,
 the longer of what a contender computes and of what its busiest link carries, with the first gather before and the last
