@@ -65,6 +65,11 @@ FURTHER: dict[str, Any] = {"host": host, "update": update, "network": network}
 """What suite `cpu` measures beside its cases: modules with `measure`, `table` and `targets`."""
 
 
+def cases(suite: str) -> list[str]:
+    """Names of its runs."""
+    return [run.name for run in SUITES[suite]]
+
+
 def run_suite(suite: str, chosen: Sequence[str], command: str) -> dict[str, Any]:
     """Everything measured, for JSON. Raises `SystemExit` where contenders have not trained the same.
 

@@ -21,21 +21,38 @@ from torch.distributed import distributed_c10d as c10d
 
 from hostcuda.library import native
 
-__all__ = ["LINKS", "Links", "install"]
+__all__ = ["LINKS", "LISTENERS", "Carried", "Links", "install"]
 
 
 @dataclass
 class Links:
     """What collectives take in virtual time: bytes per second of a rank among neighbours and among others, and seconds
-    of latency. Ranks of a group are neighbours if their numbers follow one another.
+    of each step of a ring. Ranks of a group are neighbours if their numbers follow one another.
+
+    A ring of n ranks gathers or scatters S bytes in n - 1 steps of S / n, and sums them everywhere in twice as many
+    (NVIDIA/nccl-tests, doc/PERFORMANCE.md; Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
+    Operations in MPICH", 2005, section 4).
     """
 
     near: float = 3e11
     far: float = 5e10
-    latency_s: float = 0.0
+    hop_s: float = 0.0
 
 
 LINKS = Links()
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A collective that has begun, and what it takes. `near`: among neighbours."""
+
+    name: str
+    near: bool
+    seconds: float
+
+
+LISTENERS: list[list[Carried]] = []
+"""Each gets every collective that begins."""
 
 _DTYPES = {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -85,7 +102,10 @@ class _Nccl(c10d.ProcessGroupGloo):
         if self._last is not None:
             stream.wait_event(self._last)
         where = stream.device_index, stream.stream_id
-        native.launch(*where, self._seconds(call))
+        carried = Carried(call.name, self._near, self._seconds(call))
+        for listener in LISTENERS:
+            listener.append(carried)
+        native.launch(*where, carried.seconds)
         for writes, tensors in enumerate((call.reads, call.writes)):
             for tensor in tensors:
                 native.use(*where, tensor.data_ptr(), tensor.nbytes, writes, call.name.encode())
@@ -108,8 +128,9 @@ class _Nccl(c10d.ProcessGroupGloo):
         return self._stream
 
     def _seconds(self, call: _Call) -> float:
-        moved = max(tensor.nbytes for tensor in (*call.reads, *call.writes)) * (self.size() - 1) / self.size()
-        return call.trips * moved / (LINKS.near if self._near else LINKS.far) + LINKS.latency_s
+        step_bytes = max(tensor.nbytes for tensor in (*call.reads, *call.writes)) / self.size()
+        steps = call.trips * (self.size() - 1)
+        return steps * (step_bytes / (LINKS.near if self._near else LINKS.far) + LINKS.hop_s)
 
 
 def _quietly(group: Any, name: str, *arguments: Any) -> None:

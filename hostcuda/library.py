@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # the result's type, and those of t
     "unpin": (None, c_void_p),
     "set_speeds": (None, c_double, c_double, c_double, c_double),
     "host_time_s": (c_double,),
-    "busy_s": (c_double, c_int, c_int64),
+    "spent_s": (c_double, c_int),
     "allocated": (c_int64, c_int),
     "peak": (c_int64, c_int),
     "reset_peak": (None, c_int),

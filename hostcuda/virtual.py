@@ -1,11 +1,19 @@
-"""Virtual time: what a program would take if kernels, copies and collectives took what these speeds say."""
+"""Virtual time: what a program would take if kernels, copies and collectives took what these speeds say.
+
+A product of matrices takes its FLOPs, every other kernel the bytes that it reads and writes, a copy the bytes that
+cross PCIe, and a collective what a ring takes (`Links`). Nothing else takes time: no Python, no late ranks, no work of
+the host.
+"""
 
 from __future__ import annotations
 
-from hostcuda.collectives import LINKS, Links
+import contextlib
+from collections.abc import Iterator
+
+from hostcuda.collectives import LINKS, LISTENERS, Carried, Links
 from hostcuda.library import native
 
-__all__ = ["LINKS", "Links", "busy_s", "now_s", "set_speeds"]
+__all__ = ["LINKS", "Carried", "Links", "listening", "now_s", "set_speeds", "spent_s"]
 
 
 def set_speeds(flops: float = 4e14, memory: float = 2e12, pcie: float = 2.5e10, launch_s: float = 0.0) -> None:
@@ -25,6 +33,22 @@ def now_s() -> float:
     return float(native.host_time_s())
 
 
-def busy_s(device: int, stream_id: int = 0) -> float:
-    """Seconds of work that a stream has been given so far."""
-    return float(native.busy_s(device, stream_id))
+_KINDS = ("kernels", "kernels beside", "copies in", "copies out")
+
+
+def spent_s() -> dict[str, float]:
+    """Seconds of all work that this process's device has been given so far: `kernels` on the default stream and
+    `kernels beside` it, `copies in` (from the host) and `copies out`. Collectives are told to whoever listens.
+    """
+    return {kind: float(native.spent_s(number)) for number, kind in enumerate(_KINDS)}
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Carried]]:
+    """The collectives that this process begins inside, in any thread, in their order."""
+    heard: list[Carried] = []
+    LISTENERS.append(heard)
+    try:
+        yield heard
+    finally:
+        LISTENERS[:] = [listener for listener in LISTENERS if listener is not heard]

@@ -53,7 +53,7 @@ void hc_synchronize(int device) {
 void hc_launch(int device, int64_t stream, double seconds) {
   Locked locked;
   check_home(device, "a collective");
-  launch(stream_entity(device, stream), seconds);
+  launch(stream_entity(device, stream), seconds, kCollective);
 }
 
 void hc_use(int device, int64_t stream, void* data, int64_t bytes, int write, const char* by) {
@@ -110,9 +110,9 @@ double hc_host_time_s() {
   return clock_of(thread_entity()).time_s;
 }
 
-double hc_busy_s(int device, int64_t stream) {
+double hc_spent_s(int kind) {
   Locked locked;
-  return busy_s(stream_entity(device, stream));
+  return spent_s(static_cast<Kind>(kind));
 }
 
 int64_t hc_allocated(int device) { return allocated_bytes(device); }

@@ -15,7 +15,7 @@ using Stack = torch::jit::Stack;
 
 struct Operand {
   at::Tensor original, alias;
-  bool write;
+  bool read, write;
 };
 
 bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
@@ -28,6 +28,11 @@ bool writes(const c10::Argument& argument) {
   return alias->isWrite();
 }
 
+bool reads(const c10::OperatorHandle& op, const c10::Argument& argument) {
+  static const std::unordered_set<std::string> filling{"aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_"};
+  return !argument.is_out() && !filling.count(op.schema().name());
+}
+
 // One call of a kernel: takes its operands off the stack, and puts the CPU's in their place.
 class Call {
  public:
@@ -35,13 +40,16 @@ class Call {
       : op_(op), name_(op.schema().name()), stack_(stack), device_(current_device()) {
     auto& arguments = op.schema().arguments();
     const size_t begin = stack->size() - arguments.size();
-    for (size_t i = 0; i < arguments.size(); ++i) replace((*stack)[begin + i], writes(arguments[i]));
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      reading_ = reads(op, arguments[i]), writing_ = writes(arguments[i]);
+      replace((*stack)[begin + i]);
+    }
     refuse_mixtures();
   }
 
   void run() {
-    book();
     op_.callBoxed(stack_);
+    book();
     for (auto& operand : operands_) take_resized(operand);
     const size_t begin = stack_->size() - op_.schema().returns().size();
     for (size_t i = begin; i < stack_->size(); ++i) {
@@ -59,21 +67,21 @@ class Call {
     return list;
   }
 
-  void replace(c10::IValue& value, bool write) {
+  void replace(c10::IValue& value) {
     if (value.isTensor()) {
-      value = operand(value.toTensor(), write);
+      value = operand(value.toTensor());
     } else if (value.isTensorList()) {
-      value = map<at::Tensor>(value.toTensorVector(), [&](auto& t) { return operand(t, write); });
+      value = map<at::Tensor>(value.toTensorVector(), [&](auto& t) { return operand(t); });
     } else if (value.isOptionalTensorList()) {
       using Optional = std::optional<at::Tensor>;
       value = map<Optional>(value.toOptionalTensorVector(),
-                            [&](auto& t) { return t ? Optional(operand(*t, write)) : std::nullopt; });
+                            [&](auto& t) { return t ? Optional(operand(*t)) : std::nullopt; });
     } else if (value.isDevice()) {
       value = c10::Device(at::kCPU);
     }
   }
 
-  at::Tensor operand(const at::Tensor& tensor, bool write) {
+  at::Tensor operand(const at::Tensor& tensor) {
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
       cpu_tensor_ |= tensor.dim() > 0;
@@ -82,7 +90,7 @@ class Call {
     }
     device_ = tensor.device().index();
     mask_ |= tensor.scalar_type() == at::kBool && !operands_.empty();
-    operands_.push_back({tensor, on_cpu(tensor, name_), write});
+    operands_.push_back({tensor, on_cpu(tensor, name_), reading_, writing_});
     return operands_.back().alias;
   }
 
@@ -107,9 +115,26 @@ class Call {
       const size_t first = name_ == "aten::addmm";  // an `out` comes last
       return 2.0 * operands_[first].original.numel() * operands_[first + 1].original.size(-1) / speeds().flops;
     }
-    double bytes = 0;
-    for (auto& operand : operands_) bytes += operand.original.nbytes();
+    double bytes = made_bytes();
+    for (auto& operand : operands_) bytes += (operand.read + operand.write) * operand.original.nbytes();
     return bytes / speeds().memory;
+  }
+
+  // Of results with memory of their own.
+  double made_bytes() const {
+    double bytes = 0;
+    auto add = [&](const at::Tensor& tensor) {
+      for (auto& operand : operands_)
+        if (operand.alias.is_same(tensor)) return;
+      if (tensor.defined()) bytes += tensor.nbytes();
+    };
+    for (size_t i = stack_->size() - op_.schema().returns().size(); i < stack_->size(); ++i) {
+      auto& value = (*stack_)[i];
+      if (value.isTensor()) add(value.toTensor());
+      if (value.isTensorList())
+        for (const at::Tensor& tensor : value.toTensorVector()) add(tensor);
+    }
+    return bytes;
   }
 
   void book() {
@@ -150,6 +175,7 @@ class Call {
   Stack* stack_;
   int device_, entity_ = -1;
   std::vector<Operand> operands_;
+  bool reading_ = false, writing_ = false;  // of the argument at hand
   bool cpu_tensor_ = false, cpu_scalar_ = false, mask_ = false;
 };
 

@@ -16,9 +16,8 @@ constexpr size_t kMostReports = 2000;  // between two lettings go of the lock
 
 struct Entity {
   std::string name;
-  bool thread;
+  bool thread, beside;  // beside the default stream
   Clock clock;
-  double busy_s = 0;
 };
 
 struct State {
@@ -26,6 +25,7 @@ struct State {
   Callback callback = nullptr;
   std::vector<std::pair<std::string, std::string>> reports;
   Speeds speeds;
+  double spent_s[kKinds] = {};
   int home = 0, devices = 1;
   std::deque<Entity> entities;  // their addresses stay
   std::map<std::pair<int, int64_t>, int> streams;
@@ -43,8 +43,8 @@ thread_local int tls_device = 0;
 thread_local int64_t tls_streams[kMaxDevices] = {};
 thread_local int tls_entity = -1;
 
-int new_entity(const std::string& name, bool thread) {
-  state().entities.push_back({name, thread, {}, 0});
+int new_entity(const std::string& name, bool thread, bool beside = false) {
+  state().entities.push_back({name, thread, beside, {}});
   return static_cast<int>(state().entities.size()) - 1;
 }
 
@@ -114,7 +114,7 @@ int stream_entity(int device, int64_t stream) {
   auto [it, fresh] = state().streams.try_emplace({device, stream}, -1);
   if (fresh) {
     auto name = stream ? "stream " + std::to_string(stream) : std::string("the default stream");
-    it->second = new_entity(name + " of cuda:" + std::to_string(device), false);
+    it->second = new_entity(name + " of cuda:" + std::to_string(device), false, stream != 0);
   }
   return it->second;
 }
@@ -133,16 +133,17 @@ int thread_entity() {
 
 Clock& clock_of(int entity) { return state().entities[entity].clock; }
 std::string& name_of(int entity) { return state().entities[entity].name; }
-double& busy_s(int entity) { return state().entities[entity].busy_s; }
+double& spent_s(Kind kind) { return state().spent_s[kind]; }
 
-void launch(int entity, double seconds) {
+void launch(int entity, double seconds, Kind kind) {
   auto& host = clock_of(thread_entity());
   host.time_s += speeds().launch_s;
   auto& clock = clock_of(entity);
   clock.join(host);
   clock.tick(entity);
   clock.time_s += seconds;
-  busy_s(entity) += seconds;
+  if (kind == kKernel && state().entities[entity].beside) kind = kKernelBeside;
+  spent_s(kind) += seconds;
 }
 
 void synchronize(const Clock& until, const std::string& what) {

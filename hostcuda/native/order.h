@@ -31,6 +31,9 @@ struct Speeds {
   double launch_s = 0;   // what a launch costs the host
 };
 
+// What work is: kernels, on the default stream and on others, copies from and to the host, and collectives.
+enum Kind { kKernel, kKernelBeside, kCopyIn, kCopyOut, kCollective, kKinds };
+
 using Callback = void (*)(const char* kind, const char* text);
 
 // The lock over all state of the simulation. What is reported while it is held is told once it is let go: the callback
@@ -69,10 +72,11 @@ inline int current_entity(int device) { return stream_entity(device, current_str
 
 Clock& clock_of(int entity);
 std::string& name_of(int entity);
-double& busy_s(int entity);
+// Seconds of all work of a kind so far.
+double& spent_s(Kind kind);
 
 // An entity for a stream begins work that takes so long, after all that the calling thread knows to be over.
-void launch(int entity, double seconds = 0);
+void launch(int entity, double seconds = 0, Kind kind = kKernel);
 // The calling thread waits, which is reported as "sync".
 void synchronize(const Clock& until, const std::string& what);
 void synchronize_device(int device, const std::string& what);

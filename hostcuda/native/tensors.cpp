@@ -116,7 +116,7 @@ std::string memory(bool pinned) { return pinned ? "pinned memory" : "pageable me
 void book_copy_in(const at::Tensor& target, const at::Tensor& source, int entity, bool non_blocking) {
   const std::string by = "copy from the host";
   const bool pinned = is_pinned(source.data_ptr());
-  launch(entity, target.nbytes() / speeds().pcie);
+  launch(entity, target.nbytes() / speeds().pcie, kCopyIn);
   if (pinned) use(source.data_ptr(), span_bytes(source), entity, false, by);
   use(target, entity, true, by);
   if (!non_blocking) synchronize(clock_of(entity), "blocking copy from " + memory(pinned));
@@ -126,7 +126,7 @@ void book_copy_in(const at::Tensor& target, const at::Tensor& source, int entity
 void book_copy_out(const at::Tensor& target, const at::Tensor& source, int entity, bool non_blocking) {
   const std::string by = "copy to the host";
   const bool pinned = is_pinned(target.data_ptr());
-  launch(entity, target.nbytes() / speeds().pcie);
+  launch(entity, target.nbytes() / speeds().pcie, kCopyOut);
   use(source, entity, false, by);
   use(target.data_ptr(), span_bytes(target), entity, true, by);
   if (!non_blocking || !pinned) synchronize(clock_of(entity), "blocking copy to " + memory(pinned));

@@ -567,6 +567,12 @@ def test_communication_behind_longer_blocks_shows_only_at_the_ends() -> None:
     assert block_exposure(halves, REPEATS, prefetch=1) == tight
 
 
+def test_what_a_step_gathers_comes_while_the_next_forward_computes() -> None:
+    moves = {"update": 1.0}
+    assert block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=0).exposed == 1
+    assert block_exposure([BlockRow(10, 0.5, 2.5, moves)], REPEATS, prefetch=1).exposed == 10 - 9 * 0.5
+
+
 def test_silent_micro_batches_gather_but_do_not_reduce() -> None:
     moves, repeats = {"forward": 1.0, "backward": 1.0, "last": 2.0}, {**REPEATS, "forward": 3, "backward": 3}
     found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], repeats, prefetch=1)

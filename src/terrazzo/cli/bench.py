@@ -19,7 +19,7 @@ Option = typer.Option
 
 
 def bench(
-    suite: Annotated[str, Option(help="which suite: cpu, or tiny to try it out")] = "cpu",
+    suite: Annotated[str, Option(help="which suite: cpu, tiny to try it out, or timeline")] = "cpu",
     cases: Annotated[str, Option(help="comma-separated; only these cases of the suite")] = "",
     out: Annotated[Path, Option(help="folder for report.md, record.json and step-times.png")] = Path("benchmarks/out"),
     as_json: Annotated[bool, Option("--json", help="print the record and not the report")] = False,
@@ -28,12 +28,13 @@ def bench(
 
     Contenders take turns in one run on the same model, seed and data; nothing is reported unless their losses agree.
     Runs in a checkout of the project, whose folder `benchmarks` holds the cases. A peer that is not installed is left
-    out.
+    out. The suite timeline compares virtual times of FSDP2 and of plans on a simulated GPU.
     """
-    module = _suites()
-    if suite not in module.SUITES:
-        raise BadInput(f"--suite is {suite!r}; there are: {', '.join(module.SUITES)}.")
-    known = [run.name for run in module.SUITES[suite]]
+    suites = _suites()
+    if suite not in suites:
+        raise BadInput(f"--suite is {suite!r}; there are: {', '.join(suites)}.")
+    module = suites[suite]
+    known = module.cases(suite)
     chosen = cases.split(",") if cases else known
     if unknown := [name for name in chosen if name not in known]:
         raise BadInput(f"--cases has {', '.join(unknown)}; suite {suite} has: {', '.join(known)}.")
@@ -44,11 +45,12 @@ def bench(
     print(json.dumps(record) if as_json else module.markdown(record))
 
 
-def _suites() -> Any:
-    """The benchmarks of the checkout that this command runs in."""
+def _suites() -> dict[str, Any]:
+    """The benchmarks of the checkout that this command runs in: the module of each suite."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module("benchmarks.suite")
+        modules = [importlib.import_module(name) for name in ("benchmarks.suite", "benchmarks.timeline.suite")]
+        return {suite: module for module in modules for suite in module.SUITES}
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("benchmarks"):
             raise

@@ -1,7 +1,8 @@
 """How much of a unit's communication computation hides.
 
 While a block computes, the next one's weights are gathered and the last one's gradients are reduced. What takes longer
-than the block is exposed, and so are the first gather, the last reduction and all that the root unit moves.
+than the block is exposed, and so are the first gather, the last reduction and all that the root unit moves. What the
+optimizer's step gathers comes while the next step's first forward computes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetc
     passes = ((repeats["reduce"], "reduce"), (repeats["last"], "last"), (silent, ""))
     exposed = repeats["forward"] * _exposed([_Pass.forward(row) for row in rows], prefetch)
     exposed += sum(times * _exposed([_Pass.backward(row, when) for row in rows], prefetch) for times, when in passes)
-    exposed += repeats["update"] * sum(row.count * row.moves.get("update", 0.0) for row in rows)
+    exposed += repeats["update"] * _exposed([_Pass.update(row) for row in rows], prefetch=1)
     total = sum(row.count * seconds * repeats[when] for row in rows for when, seconds in row.moves.items())
     return Exposure(total, exposed)
 
@@ -85,6 +86,10 @@ class _Pass:
     @classmethod
     def forward(cls, row: BlockRow) -> _Pass:
         return cls(row.count, row.moves.get("forward", 0.0), 0.0, row.forward_s)
+
+    @classmethod
+    def update(cls, row: BlockRow) -> _Pass:
+        return cls(row.count, row.moves.get("update", 0.0), 0.0, row.forward_s)
 
     @classmethod
     def backward(cls, row: BlockRow, reduction: str) -> _Pass:

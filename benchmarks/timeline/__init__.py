@@ -1,0 +1,13 @@
+"""Virtual step times of plans and of torch's own wrappers on one simulated device: `terrazzo bench --suite timeline`.
+
+model        what is trained, at its own size and at the size that is simulated
+machines     GPUs and links, and the figures of their likeness
+contenders   who trains
+measure      a step's parts, in a rank
+rank         a rank's process: the device first, then torch
+outcome      floors and ratios
+estimate     what the planner says of the same step
+report       tables and a picture
+suite        all of it
+page         the targets in docs/performance.md
+"""

@@ -1,0 +1,120 @@
+"""The suite `timeline`: floors by hand, figures at their scale, and the committed record."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.timeline import page, suite
+from benchmarks.timeline.contenders import CONTENDERS
+from benchmarks.timeline.machines import LAYOUTS, Cell
+from benchmarks.timeline.model import DEPTH, SCALE, WIDTH, shape
+from benchmarks.timeline.outcome import PEERS, Outcome, ratios
+from benchmarks.timeline.report import outcomes_of, targets
+from terrazzo.planner.machine.devices import device
+
+RECORD = page.RECORD
+
+
+def _part(
+    kernels: float, copies_in: float = 0.0, copies_out: float = 0.0, **collectives: list[float]
+) -> dict[str, Any]:
+    spent = {"kernels": kernels, "kernels beside": 9.0, "copies in": copies_in, "copies out": copies_out}
+    told = {
+        name.replace("__", " "): {"calls": len(found), "total_s": sum(found), "longest_s": max(found)}
+        for name, found in collectives.items()
+    }
+    return {"spent": spent, "collectives": told}
+
+
+def _outcome(step_s: float, contender: str = "zero3", **parts: dict[str, Any]) -> Outcome:
+    empty = {name: _part(0.0) for name in ("forward", "backward", "step")}
+    return Outcome(contender, "host", "H100", 4096, step_s, 1, {**empty, **parts})
+
+
+def test_where_computation_is_longer_the_floor_is_it_and_both_ends() -> None:
+    found = _outcome(
+        20.0,
+        forward=_part(4.0, all_gather__near=[0.25, 1.0, 1.0]),
+        backward=_part(8.0, all_gather__near=[1.0, 1.0], reduce_scatter__near=[2.0, 2.0], all_reduce__far=[0.5, 0.5]),
+        step=_part(1.0),
+    )
+    assert found.floor_s == (1.0 + 4.0) + (8.0 + 2.0 + 0.5) + 1.0
+    assert (found.computing_s, found.exposed_s, found.moving_s) == (13.0, 7.0, 8.25)
+
+
+def test_where_a_link_is_longer_the_floor_is_it_and_what_comes_after() -> None:
+    found = _outcome(
+        20.0,
+        forward=_part(1.0, all_gather__near=[2.0, 2.0]),
+        backward=_part(2.0, reduce_scatter__near=[2.0, 2.0], all_reduce__far=[0.5, 0.5]),
+    )
+    assert found.floor_s == 4.0 + (4.0 + 0.5)
+
+
+def test_gathers_after_a_step_can_be_hidden_behind_the_next_forward() -> None:
+    found = _outcome(20.0, forward=_part(6.0), step=_part(1.0, all_gather__near=[2.0, 2.0]))
+    assert found.floor_s == (2.0 + 6.0) + 0.0 + 1.0
+
+
+def test_copies_are_links_too() -> None:
+    assert _outcome(20.0, forward=_part(1.0, copies_in=3.0), backward=_part(1.0, copies_out=5.0)).floor_s == 8.0
+
+
+def test_plans_are_divided_by_their_peers_in_the_same_cell() -> None:
+    own, peer, other = _outcome(3.0), _outcome(2.0, "fsdp2"), _outcome(1.0, "fsdp2-keep")
+    assert ratios([own, peer, other]) == {("zero3", own.cell): 1.5}
+
+
+def test_figures_are_the_catalogue_s_at_their_scale() -> None:
+    for gpu in ("A100", "B200"):
+        near, far = Cell("hybrid", gpu, 4096).figures(), Cell("network", gpu, 4096).figures()
+        card, links = device(gpu).internode_bandwidth, device(gpu).scaleup_bandwidth
+        assert card
+        assert links
+        assert near.far * SCALE**2 == far.near * SCALE**2 == pytest.approx(0.9 * card)
+        assert near.near * SCALE**2 == pytest.approx(0.8 * links)
+        peak = device(gpu).matmul_flops["bf16"]
+        assert 0.6 * peak < near.flops * SCALE**3 < peak
+
+
+def test_the_planner_is_told_of_the_same_model() -> None:
+    model = shape()
+    assert model.layers == DEPTH
+    assert model.blocks[0].numel == 10 * WIDTH**2 + 4 * WIDTH
+
+
+def test_whoever_is_named_exists() -> None:
+    assert set(suite.TRAINED) == set(LAYOUTS)
+    for contenders in suite.TRAINED.values():
+        assert set(contenders) <= set(CONTENDERS)
+        assert {PEERS[name] for name in contenders if name in PEERS} <= set(contenders)
+
+
+def test_the_committed_report_is_made_from_the_record() -> None:
+    record = json.loads(RECORD.read_text())
+    assert RECORD.with_name("report.md").read_text() == suite.markdown(record)
+
+
+def test_no_recorded_step_is_shorter_than_its_floor() -> None:
+    for outcome in outcomes_of(json.loads(RECORD.read_text())):
+        assert outcome.step_s >= 0.98 * outcome.floor_s, outcome  # casts and divisions of other units beside both ends
+
+
+def test_the_page_shows_the_record_s_targets() -> None:
+    assert page.section(json.loads(RECORD.read_text())) in page.PAGE.read_text()
+
+
+def test_the_worst_cell_decides() -> None:
+    found = [_outcome(10.0, forward=_part(10.0)), _outcome(8.0, "fsdp2", forward=_part(8.0))]
+    better = [replace(found[0], gpu="A100", step_s=7.0), replace(found[1], gpu="A100")]
+    told = {name: (limit, value, where) for name, limit, value, where in targets([*found, *better])}
+    assert told == {
+        "`zero3` / FSDP2": (1.00, 1.25, "host, H100, 4096 tokens"),
+        "`zero3` / its floor": (1.03, 1.0, "host, H100, 4096 tokens"),
+    }
+    planned = targets([replace(found[0], planned_s=9.0), replace(better[0], planned_s=8.4)])
+    assert list(planned)[-1][2] == pytest.approx(0.15)
