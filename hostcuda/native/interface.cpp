@@ -1,6 +1,7 @@
 // The C interface that hostcuda/library.py binds.
 #include <c10/core/Allocator.h>
 
+#include <cstring>
 #include <unordered_map>
 
 #include "allocator.h"
@@ -113,6 +114,22 @@ double hc_host_time_s() {
 double hc_busy_s(int device, int64_t stream) {
   Locked locked;
   return busy_s(stream_entity(device, stream));
+}
+
+void hc_record_events(int on) {
+  Locked locked;
+  record_events(on);
+}
+
+int64_t hc_event_count() {
+  Locked locked;
+  return static_cast<int64_t>(events().size());
+}
+
+// The first of them.
+void hc_events(void* into, int64_t count) {
+  Locked locked;
+  std::memcpy(into, events().data(), count * sizeof(Event));
 }
 
 int64_t hc_allocated(int device) { return allocated_bytes(device); }
