@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # the result's type, and those of t
     "unpin": (None, c_void_p),
     "set_speeds": (None, c_double, c_double, c_double, c_double),
     "host_time_s": (c_double,),
+    "event_time_s": (c_double, c_void_p),
     "busy_s": (c_double, c_int, c_int64),
     "record_events": (None, c_int),
     "event_count": (c_int64,),

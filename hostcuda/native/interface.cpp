@@ -111,6 +111,11 @@ double hc_host_time_s() {
   return clock_of(thread_entity()).time_s;
 }
 
+double hc_event_time_s(const void* event) {
+  Locked locked;
+  return static_cast<const Clock*>(event)->time_s;
+}
+
 double hc_busy_s(int device, int64_t stream) {
   Locked locked;
   return busy_s(stream_entity(device, stream));
