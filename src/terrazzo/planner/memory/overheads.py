@@ -16,11 +16,11 @@ CublasHandlePool.cpp). Megatron's published steady states exceed their tensors b
 RESERVE, RESERVE_UPPER = 0.04, 0.12
 ROOMY_RESERVE, ROOMY_RESERVE_UPPER = 0.11, 0.25
 """Of allocated bytes, that the caching allocator keeps besides: rounding and fragmentation. It gives blocks back only
-when memory runs out, so more where there is room. From benchmarks/results/allocator, which `python -m
-benchmarks.allocator` makes, over all rows of the table: with room, the median with segments of fixed size, torch's default;
-without, the most on the smallest device, with the expandable segments that `terrazzo train` asks for. The upper values are
-from published runs: 19% more than the 40.2 GiB that were active (pytorch/torchtitan#929), 37% more than 60 GB
-(pytorch/pytorch#147179)."""
+when memory runs out, so more where there is room. From benchmarks/results/allocator, which
+`python -m benchmarks.allocator` makes, over all rows of the table: with room, the median with segments of fixed size,
+torch's default; without, the most on the smallest device, with the expandable segments that `terrazzo train` asks for.
+The upper values are from published runs: 19% more than the 40.2 GiB that were active (pytorch/torchtitan#929), 37% more
+than 60 GB (pytorch/pytorch#147179)."""
 
 CONTEXT_BYTES, CONTEXT_BYTES_UPPER = 0.5 * GIB, 1.0 * GIB
 """Of a CUDA context with its kernels: 0.47 to 1.8 GiB over generations (stas00/ml-engineering)."""
