@@ -60,11 +60,11 @@ class Step:
 CHECK = ("-m", "benchmarks.gpu.checks")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{devices}")
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-GPU_TESTS = ("-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider")
+TESTS = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
 
 STEPS = (
     Step("ranks", "zero0 to zero3, zero3@cpu; one process to a GPU", (*TORCHRUN, *CHECK, "ranks"), devices=2),
-    Step("tests", "pytest -m gpu -x", GPU_TESTS, (*GPU_TESTS, "tests/engine/offload/test_host.py")),
+    Step("tests", "pytest -m gpu -x", (*TESTS, "-m", "gpu"), (*TESTS, "tests/engine/test_place.py")),
     Step("training", "zero3 beside plain PyTorch; saved, loaded", (*CHECK, "training")),
     Step("collectives", "NCCL on axes of one rank, bf16, int16", (*CHECK, "collectives")),
     Step("offload", "three tiers, three modes, late streams", (*CHECK, "offload")),
@@ -127,7 +127,7 @@ def _run(step: Step, devices: int, simulated: bool, environment: dict[str, str],
     record = folder / f"{step.name}.json"
     arguments = step.simulated if simulated and step.simulated else step.command
     filled = [part.replace("{record}", str(record)).replace("{devices}", str(devices)) for part in arguments]
-    print(f"{step.name}: {step.what}", file=sys.stderr, flush=True)
+    print(f"{step.name}: {step.what} ...", file=sys.stderr, flush=True)
     variables = environment | dict(step.variables) | ({} if simulated else dict(step.real))
     begin = time.perf_counter()
     try:
