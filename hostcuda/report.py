@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,12 +49,20 @@ class Report:
     def __init__(self) -> None:
         self.frames = ""
         self.counts: Counter[Finding] = Counter()
-        self._phase = ""
+        self._phase, self._warns = "", False
+
+    def warn_of_syncs(self, mode: int) -> None:
+        """As `torch.cuda.set_sync_debug_mode` does, in modes 0 and 1."""
+        if mode not in (0, 1):
+            raise NotImplementedError(f"hostcuda does not simulate the sync debug mode {mode}, which raises errors")
+        self._warns = mode == 1
 
     def note(self, kind: bytes, text: bytes) -> None:
         """Called by the native library, in the thread that does what is noticed."""
         thread = threading.current_thread().name
         self.counts[Finding(kind.decode(), text.decode(), self.place(), thread, self._phase)] += 1
+        if kind == b"sync" and self._warns:
+            warnings.warn(f"called a synchronizing CUDA operation: {text.decode()}", stacklevel=2)
 
     def place(self) -> str:
         """Where in the application this thread is."""

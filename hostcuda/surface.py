@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ import torch.cuda.random
 import torch.cuda.streams
 from torch.cuda._utils import _get_device_index
 
+from hostcuda import caching, memory
 from hostcuda.library import native
 from hostcuda.report import report
 
@@ -23,6 +25,9 @@ __all__ = ["DEVICE_BYTES", "install", "set_device_count"]
 DEVICE_BYTES = 8 << 30
 """Memory that a device says it has. Nothing holds a program to it."""
 
+CLOCK = 1e9
+"""Cycles of a second, for `torch.cuda._sleep`."""
+
 _CUDA = 1
 """`torch._C` gives streams with the number of their kind of device."""
 
@@ -30,7 +35,7 @@ _AS_IN_TORCH = {
     "amp", "CudaError", "DeferredCudaCallError", "StreamContext", "Stream", "Event", "check_error", "cudaStatus",
     "current_stream", "default_generators", "default_stream", "device", "device_of", "has_half", "has_magma",
     "is_tf32_supported", "jiterator", "memory", "nccl", "nvtx", "profiler", "random", "set_device", "set_stream",
-    "sparse", "stream", "streams", "synchronize", "tunable", "graphs",
+    "set_sync_debug_mode", "sparse", "stream", "streams", "synchronize", "tunable", "graphs",
 }  # fmt: skip
 """Names of torch.cuda that stay: data, modules, and Python code over what is simulated below."""
 
@@ -88,6 +93,10 @@ class _EventBase(torch.Event):
         if external or options.get("interprocess"):
             raise NotImplementedError("hostcuda does not simulate events of graphs or of other processes")
         return super().__new__(cls, device=torch.device("cuda"), **options)
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds of virtual time."""
+        return 1e3 * float(native.event_time_s(other.event_id) - native.event_time_s(self.event_id))
 
 
 _devices = 1
@@ -169,6 +178,8 @@ def _bindings() -> dict[str, Callable[..., Any]]:
         "_cuda_getCurrentStream": lambda device: (native.get_stream(device), device, _CUDA),
         "_cuda_getCurrentRawStream": lambda device: native.get_stream(device),
         "_cuda_getDefaultStream": lambda device: (0, device, _CUDA),
+        "_cuda_sleep": lambda cycles: native.launch(_index(), native.get_stream(_index()), cycles / CLOCK),
+        "_cuda_set_sync_debug_mode": report.warn_of_syncs,
         "_cuda_synchronize": lambda: native.synchronize(native.get_device()),
     }
 
@@ -195,6 +206,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "is_current_stream_capturing": lambda: False,
         "memory_allocated": lambda device=None: native.allocated(_index(device)),
         "max_memory_allocated": lambda device=None: native.peak(_index(device)),
+        "memory_reserved": lambda device=None: _held()[-1].reserved,
+        "max_memory_reserved": lambda device=None: caching.peak(_held()).reserved,
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(_index(device)),
         "reset_max_memory_allocated": lambda device=None: native.reset_peak(_index(device)),
         "mem_get_info": lambda device=None: (DEVICE_BYTES - native.allocated(_index(device)), DEVICE_BYTES),
@@ -206,6 +219,13 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "get_rng_state_all": lambda: [generator.get_state()] * _devices,
         "set_rng_state": lambda state, device="cuda": generator.set_state(state) and None,
     }
+
+
+def _held() -> Sequence[caching.Held]:
+    """After each event of what is recorded (`hostcuda.memory.begin`); segments are as the environment asks."""
+    if not memory.count():
+        raise NotImplementedError("hostcuda knows what is reserved once hostcuda.memory.begin() was called")
+    return list(caching.replay(memory.events(), "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")))
 
 
 def _resizing(original: Any) -> Any:

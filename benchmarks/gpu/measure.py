@@ -203,11 +203,12 @@ def main() -> None:
     """Measure, print the table, write the record."""
     parser = argparse.ArgumentParser(description="The engine on one GPU, against plain PyTorch and FSDP2.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: toy shapes, to try it")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes on CUDA too, for a simulated device")
     parser.add_argument("--rounds", type=int, default=Effort.rounds)
     parser.add_argument("--only", default=Effort.only, help="glob of cases, such as 'alone-*' or 'copy-out'")
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
     options = parser.parse_args()
-    shapes = FULL if options.device == "cuda" else TINY
+    shapes = FULL if options.device == "cuda" and not options.tiny else TINY
     record = measure(options.device, shapes, Effort(rounds=options.rounds, only=options.only))
     if options.out is not None:
         options.out.write_text(json.dumps(record, indent=1) + "\n")

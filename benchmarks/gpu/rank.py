@@ -205,7 +205,9 @@ def _wall_s(step: Callable[[], object], before: Callable[[], object]) -> float:
 
 
 def traced_busy_s(step: Callable[[], object]) -> float | None:
-    """Seconds in which the GPU ran at least one kernel or copy of `step`; None where the profiler saw none."""
+    """Seconds in which the GPU ran at least one kernel or copy of `step`; None where the profiler sees none."""
+    if torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
+        return None
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()

@@ -14,6 +14,34 @@ constexpr size_t kQuarantineBytes = 64u << 20;   // freed memory keeps its poiso
 
 size_t allocated[kMaxDevices] = {}, peak[kMaxDevices] = {};
 
+bool recording = false;
+std::vector<Event>& recorded() {
+  static auto* instance = new std::vector<Event>();
+  return *instance;
+}
+
+void record(Event::Kind kind, const Block& block, int stream = 0) {
+  if (recording && block.device == home())
+    recorded().push_back({kind, static_cast<int64_t>(block.number), static_cast<int64_t>(block.size), stream});
+}
+
+// Streams that freed blocks wait for, until a thread of the host has seen all that they have been given.
+std::set<int>& awaited() {
+  static auto* instance = new std::set<int>();
+  return *instance;
+}
+
+void record_reached() {
+  if (awaited().empty()) return;
+  Clock seen;
+  join_threads(seen);
+  std::erase_if(awaited(), [&](int stream) {
+    const bool over = seen[stream] >= clock_of(stream)[stream];
+    if (over) recorded().push_back({Event::kReached, 0, 0, stream});
+    return over;
+  });
+}
+
 void* poisoned(size_t bytes) {
   void* base = nullptr;
   TORCH_CHECK(posix_memalign(&base, kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment) == 0,
@@ -37,6 +65,8 @@ void quarantine(void* base, size_t size) {
 void free_device(void* context) {
   Locked locked;
   auto* block = static_cast<Block*>(context);
+  record(Event::kFree, *block);
+  if (recording) awaited().insert(block->recorded.begin(), block->recorded.end());
   allocated[block->device] -= block->size;
   std::memset(block->base, kNaN, block->size);
   quarantine(block->base, block->size);
@@ -64,6 +94,8 @@ struct DeviceAllocator final : c10::Allocator {
     Block* block = add_block(poisoned(bytes), bytes, device, owner);
     allocated[device] += bytes;
     peak[device] = std::max(peak[device], allocated[device]);
+    record_reached();
+    record(Event::kAllocate, *block, owner);
     return {block->base, block, &free_device, where};
   }
   void copy_data(void* dest, const void* src, size_t count) const override { default_copy_data(dest, src, count); }
@@ -92,8 +124,17 @@ c10::Allocator& pinned_allocator() {
 }
 
 void record_stream(const void* data, int device, int64_t stream) {
-  if (Block* block = block_at(data)) block->recorded.insert(stream_entity(device, stream));
+  Block* block = block_at(data);
+  if (!block || !block->recorded.insert(stream_entity(device, stream)).second) return;
+  record(Event::kRecord, *block, stream_entity(device, stream));
 }
+
+void record_events(bool on) {
+  recording = on;
+  if (on) recorded().clear(), awaited().clear();
+}
+
+const std::vector<Event>& events() { return recorded(); }
 
 size_t allocated_bytes(int device) { return allocated[device]; }
 size_t peak_bytes(int device) { return peak[device]; }

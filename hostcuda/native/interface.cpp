@@ -1,6 +1,7 @@
 // The C interface that hostcuda/library.py binds.
 #include <c10/core/Allocator.h>
 
+#include <cstring>
 #include <unordered_map>
 
 #include "allocator.h"
@@ -110,9 +111,30 @@ double hc_host_time_s() {
   return clock_of(thread_entity()).time_s;
 }
 
+double hc_event_time_s(const void* event) {
+  Locked locked;
+  return static_cast<const Clock*>(event)->time_s;
+}
+
 double hc_spent_s(int kind) {
   Locked locked;
   return spent_s(static_cast<Kind>(kind));
+}
+
+void hc_record_events(int on) {
+  Locked locked;
+  record_events(on);
+}
+
+int64_t hc_event_count() {
+  Locked locked;
+  return static_cast<int64_t>(events().size());
+}
+
+// The first of them.
+void hc_events(void* into, int64_t count) {
+  Locked locked;
+  std::memcpy(into, events().data(), count * sizeof(Event));
 }
 
 int64_t hc_allocated(int device) { return allocated_bytes(device); }

@@ -9,10 +9,12 @@ import hostcuda
 hostcuda.load()
 
 # isort: split
+from hostcuda import memory
 from hostcuda.device import report, start
 
 rank = os.environ.get("LOCAL_RANK")
 start(home=int(rank or 0), devices=2, frames="/terrazzo/")
+memory.begin()
 
 
 def write_down() -> None:

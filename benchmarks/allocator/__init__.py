@@ -1,0 +1,1 @@
+"""What the caching allocator makes of a step's allocations: `python -m benchmarks.allocator`. Needs no GPU."""
