@@ -205,6 +205,15 @@ def _all_reduce(tensors: Sequence[Tensor], options: Any) -> _Call:
     return _Call("all_reduce", tensors, tensors, values, options.asyncOp, trips=2)
 
 
+def _reduce(tensors: Sequence[Tensor], options: Any) -> _Call:
+    def values(nccl: _Nccl) -> list[Tensor]:
+        rows = [nccl.everyones(tensor) for tensor in tensors]
+        root = nccl.rank() == options.rootRank
+        return [_reduced(row, options.reduceOp) if root else row[nccl.rank()] for row in rows]
+
+    return _Call("reduce", tensors, tensors, values, options.asyncOp)
+
+
 def _broadcast(tensors: Sequence[Tensor], options: Any) -> _Call:
     def values(nccl: _Nccl) -> list[Tensor]:
         return [nccl.everyones(tensor)[options.rootRank] for tensor in tensors]
@@ -233,6 +242,7 @@ def _reduce_scatter(output: Tensor, full: Tensor, options: Any) -> _Call:
 
 _CALLS: dict[str, Callable[..., _Call]] = {
     "allreduce": _all_reduce,
+    "reduce": _reduce,
     "broadcast": _broadcast,
     "allgather": _all_gather_lists,
     "all_gather_single": _all_gather,

@@ -218,6 +218,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "get_rng_state_all": lambda: [generator.get_state()] * _devices,
         "set_rng_state": lambda state, device="cuda": generator.set_state(state) and None,
+        "set_rng_state_all": lambda states: generator.set_state(states[native.get_device()]) and None,
     }
 
 

@@ -7,8 +7,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -30,7 +30,7 @@ TOLERANCES = {"fp32": (2.0**-20, 2.0**-20), "fp16": (2.0**-6, 2.0**-10), "bf16":
 that they are sent in, which rounds each once more, by up to half of 2^-10 (fp16) or 2^-7 (bf16); the first steps of
 AdamW make of a small gradient a large step. In fp32 there is only the order of sums within a kernel."""
 
-__all__ = ["AXES", "TOLERANCES", "Case", "Outcome", "chosen", "compare", "grid", "train"]
+__all__ = ["AXES", "TOLERANCES", "Case", "Outcome", "chosen", "compare", "train"]
 
 WIDTH, ROWS, STEPS = 64, 64, 2  # a block's input is as large as what `checkpoint_activations` takes to the host
 LR, EPS = 1e-1, 1e-1  # with a small eps, where a gradient rounds otherwise a step goes the other way
@@ -42,9 +42,12 @@ AXES: dict[str, tuple[Any, ...]] = {
     "step": ("overlapped", "synchronous", "backward"),
     "checkpointing": ("", "full", "offload"),
     "micro": (1, 2),
+    "local": (False, True),
     "prefetch": (1, 0, 2),
     "compiled": (False, True),
-    "side": (False, True),
+    "side": ("", "computing", "copying"),
+    "optimizer": ("foreach", "fused"),
+    "meta": (False, True),
 }
 
 
@@ -54,8 +57,10 @@ class Case:
 
     Attributes:
         micro: micro-batches of a step.
-        side: train on a stream of the user's own.
-        resumed: save, load into a model and an optimizer of their own, and train on.
+        local: all but the last of them only add on their rank, whatever the plan would do.
+        side: what is done on a stream of the user's own.
+        resumed: the plan of another model and optimizer which load what was saved, and train on.
+        background: it is saved while the first ones train on.
         delays: seed of random pauses before collectives and copies; None for no pauses.
     """
 
@@ -65,13 +70,15 @@ class Case:
     step: str = "overlapped"
     checkpointing: str = ""
     micro: int = 1
+    local: bool = False
     prefetch: int = 1
     compiled: bool = False
-    side: bool = False
-    mesh: tuple[int, ...] = ()
+    side: str = ""
     optimizer: str = "foreach"
     meta: bool = False
-    resumed: bool = False
+    mesh: tuple[int, ...] = ()
+    resumed: str = ""
+    background: bool = False
     delays: int | None = None
 
     @property
@@ -89,16 +96,14 @@ class Case:
         return "-".join([stage + tier, *(key if value is True else f"{key}={value}" for key, value in values.items())])
 
 
-def grid() -> list[Case]:
-    """The whole of it."""
-    cases = [Case(**dict(zip(AXES, values, strict=True))) for values in product(*AXES.values())]
-    return [case for case in cases if case.allowed]
-
-
-def chosen(cases: list[Case], count: int = 700) -> list[Case]:
-    """Cases in which any two values of two axes meet, out of a sample: to choose among all would take minutes."""
-    drawn = random.Random(0).sample(cases, min(count, len(cases)))
-    return [drawn[index] for index in cover([{axis: getattr(case, axis) for axis in AXES} for case in drawn])]
+@cache
+def chosen(count: int = 500, **fixed: Any) -> list[Case]:
+    """Cases in which any two values of two axes meet, out of some that are drawn: there are a quarter of a million."""
+    chance = random.Random(0)
+    axes = AXES | {axis: (value,) for axis, value in fixed.items()}
+    drawn = [Case(**{axis: chance.choice(values) for axis, values in axes.items()}) for _ in range(count)]
+    allowed = [case for case in drawn if case.allowed]
+    return [allowed[index] for index in cover([{axis: getattr(case, axis) for axis in AXES} for case in allowed])]
 
 
 @dataclass
@@ -180,14 +185,15 @@ def train(case: Case, device: str, folder: str) -> Outcome:
     with report.phase("setup"):
         model, optimizer = sharded(case, device, folder)
     data, losses = torch.Generator().manual_seed(100 + dist.get_rank()), list[Tensor]()
-    with on_a_side_stream() if case.side and device == "cuda" else contextlib.nullcontext():
+    with on_a_side_stream() if case.side == "computing" and device == "cuda" else contextlib.nullcontext():
         for _ in range(STEPS):
             losses += step(case, model, optimizer, data, device)
     with report.phase("after"):
-        bill = engine_of(model).memory_bill(case.micro, None).transient_bytes
+        bill = engine_of(model).memory_bill(case.micro, case.local or None).transient_bytes
         outcome = Outcome({}, [], bill, engine_of(model).peak_transient_bytes)
     if case.resumed:
-        tz.checkpoint.save(f"{folder}/{device}", model, optimizer, {"step": STEPS})
+        losses += save(case, model, optimizer, data.clone_state(), device, f"{folder}/{device}")
+        case = replace(case, stage=case.resumed, tier="")
         model, optimizer = sharded(case, device, folder)
         tz.checkpoint.load(f"{folder}/{device}", model, optimizer)
         losses += step(case, model, optimizer, data, device)
@@ -197,13 +203,25 @@ def train(case: Case, device: str, folder: str) -> Outcome:
     return outcome
 
 
+def save(case: Case, model: nn.Module, optimizer: Any, *beside: Any) -> list[Tensor]:
+    """`beside`: data and device of a step that changes what is being saved in the background, and where to save."""
+    *rest, folder = beside
+    if not case.background:
+        tz.checkpoint.save(folder, model, optimizer, {"step": STEPS})
+        return []
+    with tz.checkpoint.Saver(model, optimizer) as saver:
+        saver.save(folder, {"step": STEPS})
+        return step(case, model, optimizer, *rest)
+
+
 def step(case: Case, model: nn.Module, optimizer: Any, data: torch.Generator, device: str) -> list[Tensor]:
     losses = []
     for micro in range(case.micro):
         last = micro == case.micro - 1
         with report.phase("input"):
-            x = torch.randn(ROWS, WIDTH, generator=data).to(device)
-        with contextlib.nullcontext() if last else tz.accumulate(model):
+            x = torch.randn(ROWS, WIDTH, generator=data)
+            x = copied_aside(x) if case.side == "copying" and device == "cuda" else x.to(device)
+        with contextlib.nullcontext() if last else tz.accumulate(model, local=case.local or None):
             with report.phase("forward"):
                 loss = model(x).square().mean()
             with report.phase("backward"):
@@ -218,6 +236,21 @@ def step(case: Case, model: nn.Module, optimizer: Any, data: torch.Generator, de
     return losses
 
 
+def copied_aside(x: Tensor) -> Tensor:
+    """As loaders that are ahead do it."""
+    stream, computing = _copying(), torch.cuda.current_stream()
+    stream.wait_stream(computing)  # which may still read what this memory held before
+    with torch.cuda.stream(stream):
+        there = x.pin_memory().to("cuda", non_blocking=True)
+    computing.wait_stream(stream)
+    return there
+
+
+@cache
+def _copying() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
 @contextlib.contextmanager
 def on_a_side_stream() -> Iterator[None]:
     stream = torch.cuda.Stream()
@@ -227,6 +260,11 @@ def on_a_side_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+_COMPILING = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "fail_on_recompile_limit_hit": True}
+"""A rank serves many cases, and past its limit dynamo runs units as they are."""
+
+
+@torch._dynamo.config.patch(_COMPILING)
 def compare(case: Case, folder: str) -> Comparison:
     """The case on both devices."""
     report.take()

@@ -1,8 +1,9 @@
-"""A model that fails on purpose, in its forward or in its backward, and trains on."""
+"""Training that goes wrong on purpose, and goes on: an error in forward or backward, or gradients too large in fp16."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from tests.hostcuda.cases import WIDTH, Block, Case, mesh_of
 
-__all__ = ["Failed", "fails_and_goes_on"]
+__all__ = ["Failed", "fails_and_goes_on", "overflows_and_goes_on"]
 
 
 class Failed(RuntimeError):
@@ -90,3 +91,30 @@ def fails_and_goes_on(plan: str, where: str) -> tuple[list[str], int, list[float
             left += held(model) - before
             losses.append(step())
     return [str(finding) for finding in report.take() if finding.kind in FAULTS], left, losses
+
+
+def overflows_and_goes_on(tier: str) -> tuple[list[str], list[list[float]]]:
+    """Faults that the device finds; losses, and the scale and the skipped steps after each step, on both devices."""
+    precision = replace(tz.Precision.named("fp16"), loss_scaling=tz.LossScaling(init=1024.0, interval=2))
+    report.take()
+    said: list[list[float]] = []
+    with Watching():
+        for device in ("cuda", "cpu"):
+            torch.manual_seed(0)
+            model, optimizer = tz.shard(
+                nn.Sequential(Block(), nn.Linear(WIDTH, 8)),
+                lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False),
+                f"zero3{tier}",
+                units=[Block],
+                precision=precision,
+                mesh=mesh_of(Case(), device),
+                offload=tz.Offload(threads=1),
+            )
+            said.append([])
+            for factor in (1.0, 1e3, 1.0, 1.0):
+                loss = model(torch.ones(8, WIDTH, device=device)).square().mean()
+                (loss * factor).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                said[-1] += [float(loss.detach()), optimizer.loss_scale, optimizer.skipped_steps]
+    return [str(finding) for finding in report.take() if finding.kind in FAULTS], said

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hostcuda.device import FAULTS, Watching, report
+from terrazzo.engine import device as devices
 from terrazzo.engine import side
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.gradient import Gradient
@@ -179,6 +180,13 @@ def a_gradient_s_buffer_is_given_back_before_its_copy_has_ended(self: Any, state
                     data.copy_(source.part(part), non_blocking=True)
 
     return self._writer.submit(save)
+
+
+def stays(*arguments: Any) -> None:
+    """In place of what it is called for."""
+
+
+MUTATIONS["a_thread_that_copies_stands_on_the_first_device"] = (devices, "stand_on", stays), ON_CPU
 
 
 OFFLOADED = Case(checkpointing="offload")

@@ -1,5 +1,7 @@
 """What the server imports from which ranks are forked: the device first, since torch asks for it at its import."""
 
+import contextlib
+
 import hostcuda
 
 hostcuda.load()
@@ -10,3 +12,11 @@ import torch.distributed.fsdp
 
 import terrazzo
 import tests.helpers.processes
+
+# isort: split
+with contextlib.suppress(ImportError):  # each takes a rank one to two seconds
+    import transformers
+
+    transformers.Trainer, transformers.LlamaForCausalLM  # noqa: B018  (it imports what is asked for)
+with contextlib.suppress(ImportError):
+    import lightning.pytorch

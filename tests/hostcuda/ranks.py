@@ -36,6 +36,11 @@ class Ranks(Pool):
         library()  # built before anybody waits for a rank
         self._backend = backend
 
+    def _start(self) -> None:
+        """Waits for the server's imports, which are no part of what is run first."""
+        super()._start()
+        self.run(abs, 0, timeout_s=150.0)
+
     @property
     def body(self) -> Callable[..., None]:
         return functools.partial(_serve, self._backend)

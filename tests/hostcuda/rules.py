@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hostcuda.device import Watching
 
-__all__ = ["RULES", "here", "rule", "side"]
+__all__ = ["RULES", "here", "pinned", "rule", "side"]
 
 RULES: dict[str, tuple[Callable[[bool], object], str]] = {}
 """By name: the program, and the kind of finding, or the text of the error, that tells what is wrong with it."""

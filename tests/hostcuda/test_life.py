@@ -11,7 +11,8 @@ import pytest
 
 from tests.hostcuda.arriving import TOUCHES, touched
 from tests.hostcuda.cases import TOLERANCES, Case
-from tests.hostcuda.failing import fails_and_goes_on
+from tests.hostcuda.failing import fails_and_goes_on, overflows_and_goes_on
+from tests.hostcuda.programs import verdict_on
 from tests.hostcuda.ranks import Ranks
 from tests.hostcuda.test_engine import check
 
@@ -39,7 +40,26 @@ def test_weights_on_their_way_are_whole_for_whoever_touches_them(
         assert apart <= TOLERANCES[precision][0] * 4
 
 
-LATE = [Case(delays=1), Case(tier="@cpu", micro=2, delays=2), Case(checkpointing="offload", side=True, delays=3)]
+@pytest.mark.parametrize("tier", ["", "@cpu"])
+def test_a_step_that_overflows_is_left_out(tier: str, two_ranks: Ranks) -> None:
+    for faults, (on_device, on_host) in two_ranks.run(overflows_and_goes_on, tier):
+        assert faults == []
+        assert on_device[1::3] == on_host[1::3] == [1024, 512, 512, 1024]
+        assert on_device[2::3] == on_host[2::3] == [0, 1, 1, 1]
+        assert on_device[::3] == pytest.approx(on_host[::3], rel=TOLERANCES["fp16"][1])
+        assert on_device[3] == on_device[6]  # weights stayed what they were
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(4, 100, 4))])
+def test_random_programs_agree_or_are_refused(first: int, two_ranks: Ranks) -> None:
+    for seed in range(first, first + 4):
+        program, verdict, faults = verdict_on(seed, two_ranks)
+        assert verdict.good, f"{program}\n{verdict.kind}: {verdict.detail}"
+        assert faults == [], program
+
+
+LATE = [Case(delays=1), Case(tier="@cpu", micro=2, delays=2), Case(checkpointing="offload", side="computing", delays=3)]
 
 
 @pytest.mark.parametrize("case", LATE, ids=lambda case: case.name)

@@ -14,6 +14,10 @@ pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_fault_of_the_engine_is_found(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    for found in two_ranks.run(findings_with, name, str(tmp_path)):
-        print(name, found)
+    first, second = two_ranks.run(findings_with, name, str(tmp_path))
+    print(name, first, second)
+    if name == "a_thread_that_copies_stands_on_the_first_device":  # which is the first rank's own
+        assert (first, second) == ([], ["foreign"])
+        return
+    for found in (first, second):
         assert {"race", "early free"} & set(found), found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostcuda.attempts import RULES, attempt
+from tests.hostcuda.attempts import NOTES, RULES, attempt, noted
 from tests.hostcuda.mutations import MUTATIONS
 from tests.hostcuda.ranks import Ranks
 
@@ -20,6 +20,11 @@ def test_a_wrong_program_is_found_out_and_a_right_one_is_not(name: str, two_rank
     told = RULES[name][1]
     for found in two_ranks.run(attempt, name, True):
         assert any(told in text for text in found), f"{told!r} is not in {found}"
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_whether_the_host_waits_is_noted(name: str, one_rank: Ranks) -> None:
+    assert one_rank.run(noted, name) == [NOTES[name][1]]
 
 
 def test_the_page_names_every_rule_and_every_fault() -> None:

@@ -52,12 +52,12 @@ def on_processes(program: Program, pool: Pool) -> list[Result]:
     pool.run(abs, 0, timeout_s=START_TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:
         try:
-            return pool.run(_in_process, program, folder, timeout_s=PROCESS_TIMEOUT_S)
+            return pool.run(in_process, program, folder, timeout_s=PROCESS_TIMEOUT_S)
         except RankFailed as failed:
-            raise _as_raised(str(failed)) from failed
+            raise as_raised(str(failed)) from failed
 
 
-def _as_raised(text: str) -> Exception:
+def as_raised(text: str) -> Exception:
     """The error that a rank's traceback ends with, where it is one of the engine's or a wait without end."""
     if "gave no answer" in text:
         return RanksStuck(text)
@@ -65,7 +65,7 @@ def _as_raised(text: str) -> Exception:
     return getattr(errors, last[-1][0])(last[-1][1]) if last else RankFailed(text[-2000:])
 
 
-def _in_process(program: Program, folder: str) -> Result:
+def in_process(program: Program, folder: str) -> Result:
     return Rank(program, build(program), torch.distributed.get_rank(), folder).run()
 
 

@@ -18,7 +18,7 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach, clip_grad_norm_, engine_of
+from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach, clip_grad_norm_, data_mesh, engine_of
 from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
@@ -74,6 +74,8 @@ class Accelerator(accelerate.Accelerator):
     def _set_up(self, model: nn.Module | None = None) -> Setup:
         """What the engine is told of a model, or of a model in fp32; with clipping and accumulation noted here."""
         setup = self.setup or self._asked.setup(self.device, dist.get_world_size(), model)
+        if setup.mesh is None:  # not by what the group could do: `cpu=True` holds beside a GPU
+            setup = setup.over(mesh=data_mesh(self.device.type, dist.get_world_size()))
         if setup.autocast is not None and not self.native_amp:
             raise BadInput(f"The configuration asks for autocast: pass mixed_precision='bf16' ({setup.autocast}), too.")
         steps: int = self.gradient_state.num_steps
