@@ -16,13 +16,13 @@ from terrazzo.checkpoint.manifest import (
     SEAL,
     Extent,
     blocks_of,
-    dtype_of,
     parse_manifest,
 )
 from terrazzo.checkpoint.seal import check_seal
-from terrazzo.checkpoint.shard import bytes_of, checked_block
+from terrazzo.checkpoint.shard import checked_block
 from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.checkpoint.store import Folder
+from terrazzo.checkpoint.tensors import bytes_of, dtype_of
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Checkpoint", "DigestBlock"]

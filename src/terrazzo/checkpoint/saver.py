@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import dtype_of
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.snapshot import Snapshot, take
 from terrazzo.checkpoint.store import Draft
+from terrazzo.checkpoint.tensors import dtype_of
+from terrazzo.ending import leaves_to_parent, require_own, start_thread
 from terrazzo.engine import device as devices
 from terrazzo.engine import engine_of
-from terrazzo.engine.process.ending import leaves_to_parent, require_own, start_thread
 from terrazzo.errors import BadInput, Misuse, SaveFailed
 from terrazzo.exchange import gather_json, on_first, timeout_s, together
 from terrazzo.tether import tethered
