@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from inspect import signature
 from itertools import pairwise
@@ -186,8 +187,11 @@ def head(run: str, step: int, **software: str) -> dict[str, Any]:
         "run": run,
         "step": step,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "software": {name: metadata.version(name) for name in ("terrazzo", "torch")} | software,
+        "software": {name: _version(name) for name in ("terrazzo", "torch")} | software,
     }
+
+
+_version = cache(metadata.version)  # it reads a file, and the run waits for its saves
 
 
 def blocks_of(count_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
