@@ -212,8 +212,8 @@ MUTATIONS = [
     Mutation(
         "only a part of the blocks is checked on loading",
         "checkpoint/native.py",
-        "// max(total, 1) == part:",
-        "// max(total, 1) == 0:",
+        "for block in shares[part]:",
+        "for block in shares[0]:",
         "checkpoint/test_damage.py",
     ),
     Mutation(

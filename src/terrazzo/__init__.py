@@ -10,26 +10,42 @@ Every ZeRO stage and FSDP strategy is a row of one table; see `tz.Plan`. What a 
 from terrazzo import tether  # noqa: F401  first: it notes who the parent is, before seconds of imports
 
 # isort: split
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from terrazzo import checkpoint
-from terrazzo.engine import (
-    LossScaling,
-    Offload,
-    Place,
-    Plan,
-    Precision,
-    accumulate,
-    attach,
-    clip_grad_norm_,
-    gathered,
-    shard,
-)
+from terrazzo import checkpoint, ending  # noqa: F401  how a process ends that has this package
 from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, RanksApart, SaveFailed, SwapFailed, TerrazzoError
+from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
+    from terrazzo.engine import (
+        LossScaling,
+        Offload,
+        Place,
+        Plan,
+        Precision,
+        accumulate,
+        attach,
+        clip_grad_norm_,
+        gathered,
+        shard,
+    )
     from terrazzo.planner.api import plan
+
+    fully_shard: Any
+    initialize: Any
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "terrazzo.engine": (
+                *("LossScaling", "Offload", "Place", "Plan", "Precision"),
+                *("accumulate", "attach", "clip_grad_norm_", "gathered", "shard"),
+            ),
+            "terrazzo.integrations.deepspeed": ("initialize",),
+            "terrazzo.integrations.fsdp2": ("fully_shard",),
+            "terrazzo.planner.api": ("plan",),
+        },
+    )
 
 __version__ = "0.1.0"
 
@@ -58,17 +74,3 @@ __all__ = [
     "plan",
     "shard",
 ]
-
-
-_LAZY = {
-    "fully_shard": "terrazzo.integrations.fsdp2",
-    "initialize": "terrazzo.integrations.deepspeed",
-    "plan": "terrazzo.planner.api",
-}
-"""Names imported when they are first asked for, and the modules that have them: training does not need them."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

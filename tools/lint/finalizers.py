@@ -1,6 +1,6 @@
 """Finds what may wait inside finalizers and signal handlers, which run in the middle of anything.
 
-The reason is told in `engine/process/ending.py`. It starts from `__del__`, and from what `weakref.finalize`,
+The reason is told in `ending.py`. It starts from `__del__`, and from what `weakref.finalize`,
 `weakref.ref`, `weakref.proxy` and `signal.signal` are given to call, and follows every call that it can resolve within
 the package: functions and classes by name or import, methods of `self`, and methods of what an annotation or a
 constructor says an attribute or a name is. Of a call that it cannot resolve, the name alone is looked at.

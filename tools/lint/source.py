@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["Finding", "Module", "below", "imports_of", "named_modules", "read_modules"]
 
-BY_NAME = {"import_module", "__import__", "find_spec", "resolve_name", "locate", "run_module", "load_module"}
+BY_NAME = {"import_module", "__import__", "find_spec", "resolve_name", "locate", "run_module", "load_module", "lazily"}
 
 
 @dataclass(frozen=True)

@@ -15,22 +15,42 @@ Open to other packages:
     rng                                    states of random generators
 """
 
-from terrazzo.checkpoint.read import load, load_weights, open_source
-from terrazzo.checkpoint.replicas import check_replicas
-from terrazzo.checkpoint.saver import Saver
-from terrazzo.checkpoint.saving import save
-from terrazzo.checkpoint.series import (
-    Resumed,
-    claim,
-    clear,
-    complete_checkpoints,
-    latest,
-    load_newest,
-    prune,
-    set_aside,
-    step_path,
-)
-from terrazzo.checkpoint.source import Source
+from typing import TYPE_CHECKING
+
+from terrazzo.lazy import lazily
+
+if TYPE_CHECKING:
+    from terrazzo.checkpoint.read import load, load_weights, open_source
+    from terrazzo.checkpoint.replicas import check_replicas
+    from terrazzo.checkpoint.saver import Saver
+    from terrazzo.checkpoint.saving import save
+    from terrazzo.checkpoint.series import (
+        Resumed,
+        claim,
+        clear,
+        complete_checkpoints,
+        latest,
+        load_newest,
+        prune,
+        set_aside,
+        step_path,
+    )
+    from terrazzo.checkpoint.source import Source
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "terrazzo.checkpoint.read": ("load", "load_weights", "open_source"),
+            "terrazzo.checkpoint.replicas": ("check_replicas",),
+            "terrazzo.checkpoint.saver": ("Saver",),
+            "terrazzo.checkpoint.saving": ("save",),
+            "terrazzo.checkpoint.series": (
+                *("Resumed", "claim", "clear", "complete_checkpoints", "latest"),
+                *("load_newest", "prune", "set_aside", "step_path"),
+            ),
+            "terrazzo.checkpoint.source": ("Source",),
+        },
+    )
 
 __all__ = [
     "Resumed",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES
-from terrazzo.checkpoint.manifest import name_of
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
+from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
 
 __all__ = ["Difference", "compare", "compare_settings"]

@@ -9,10 +9,11 @@ from typing import Any
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES
 from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import DTYPES, head, name_of
-from terrazzo.checkpoint.shard import Entry, arrange, bytes_of
+from terrazzo.checkpoint.manifest import DTYPES, head
+from terrazzo.checkpoint.shard import Entry, arrange
 from terrazzo.checkpoint.source import Source
 from terrazzo.checkpoint.stores import check_new, store_and_name
+from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.errors import BadInput, SaveFailed
 
 __all__ = ["convert"]

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from terrazzo.checkpoint.lock import Lock
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
@@ -24,6 +25,7 @@ __all__ = ["LocalStore"]
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
 _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on each machine, the same in its containers
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _DAMAGE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EIO)
 """Of a link, a socket, a device, a file where a folder was; and of a medium that has failed: its bytes are gone."""
@@ -80,6 +82,13 @@ class LocalFolder(Folder):
 
     def __init__(self, path: Path) -> None:
         self.path, self.where = path, str(path)
+
+    def cache(self) -> list[Any] | None:
+        try:
+            status = os.stat(self.path)
+            return [_BOOT.read_text(), status.st_dev, status.st_ino]
+        except OSError:
+            return None
 
     def _size_bytes(self, file: str) -> int:
         with self._opened(file) as descriptor:

@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from terrazzo.engine.process.ending import leaves_to_parent
+from terrazzo.ending import leaves_to_parent
 
 __all__ = ["Lock"]
 

@@ -13,12 +13,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from inspect import signature
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
-import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -37,6 +37,7 @@ __all__ = [
     "BLOCK_BYTES",
     "DTYPES",
     "FILE_NAME",
+    "ITEMSIZES",
     "MANIFEST",
     "SEAL",
     "VERSION",
@@ -48,9 +49,7 @@ __all__ = [
     "Tensor",
     "Topology",
     "blocks_of",
-    "dtype_of",
     "head",
-    "name_of",
     "parse_manifest",
 ]
 
@@ -79,6 +78,8 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+ITEMSIZES = {name: int(re.sub("_.*|[A-Z]", "", stored) or 8) // 8 for name, stored in DTYPES.items()}
+"""Bytes of an element: safetensors' names have its bits in them, but for `BOOL`."""
 
 # Stop at the first error in a list or mapping: of millions each would be described. Older pydantics know lists alone.
 _FIRST = FailFast()
@@ -180,25 +181,17 @@ class Manifest(_Strict):
     extra: dict[str, Any]
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a name in `DTYPES`."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """What torch calls a dtype; `DTYPES` has the names of those that a file can hold."""
-    return str(dtype).removeprefix("torch.")
-
-
 def head(run: str, step: int, **software: str) -> dict[str, Any]:
     """The fields of a manifest that is written now: `software` had a part in it, besides Terrazzo and torch."""
     return {
         "run": run,
         "step": step,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "software": {"terrazzo": metadata.version("terrazzo"), "torch": torch.__version__, **software},
+        "software": {name: _version(name) for name in ("terrazzo", "torch")} | software,
     }
+
+
+_version = cache(metadata.version)  # it reads a file, and the run waits for its saves
 
 
 def blocks_of(count_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
@@ -299,7 +292,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _range_problems(manifest: Manifest, what: str, state: State, claimed: dict[int, list[_Claim]]) -> Iterator[str]:
-    position, itemsize = 0, dtype_of(state.dtype).itemsize
+    position, itemsize = 0, ITEMSIZES[state.dtype]
     for part in state.ranges:
         if part.start != position or part.stop <= part.start or part.file >= len(manifest.files):
             yield f"{what}: the range {part.start}..{part.stop} does not continue at {position}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,13 @@ from terrazzo.checkpoint.manifest import (
     SEAL,
     Extent,
     blocks_of,
-    dtype_of,
     parse_manifest,
 )
 from terrazzo.checkpoint.seal import check_seal
-from terrazzo.checkpoint.shard import bytes_of, checked_block
+from terrazzo.checkpoint.shard import checked_block
 from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.checkpoint.store import Folder
+from terrazzo.checkpoint.tensors import bytes_of, dtype_of
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Checkpoint", "DigestBlock"]
@@ -74,7 +74,7 @@ class Checkpoint(Source):
     def __init__(self, folder: Folder, sizes: bool = True) -> None:
         super().__init__(folder.where)
         self.folder = folder
-        self._checked: set[DigestBlock] = set()  # by this process, which need not do it again
+        self._checked: set[DigestBlock] = set()  # where this process reads, which need not do it again
         data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
         check_seal(data, folder.read(SEAL, 4096), folder.where)
         self.manifest = manifest = parse_manifest(data, f"{folder.where}/{MANIFEST}")
@@ -88,6 +88,7 @@ class Checkpoint(Source):
             )
             for name, tensor in manifest.tensors.items()
         }
+        self.cache = folder.cache()
         self.identity = hashlib.sha256(data).hexdigest()
         self.aliases, self.step, self.extra = dict(manifest.aliases), manifest.step, manifest.extra
         self.ranks = manifest.ranks
@@ -127,12 +128,13 @@ class Checkpoint(Source):
         kept = self.manifest.model_dump(include={"version", "run", "written", "software", "topology"})
         return kept | {"files": [{"name": file.name, "size_bytes": file.size_bytes} for file in self.manifest.files]}
 
-    def check(self, wanted: Callable[[str], bool], part: int, parts: int) -> None:
-        blocks = _part([block for blocks in self.blocks(wanted).values() for block in blocks], part, parts)
-        buffer = memoryview(bytearray(max((block.count_bytes for block in blocks), default=0)))
-        for block in blocks:
+    def check(self, wanted: Callable[[str], bool], part: int, parts: int, beside: Collection[int] = ()) -> None:
+        shares = _shares([block for blocks in self.blocks(wanted).values() for block in blocks], parts)
+        buffer = memoryview(bytearray(max((block.count_bytes for block in shares[part]), default=0)))
+        for block in shares[part]:
             block.check(self.folder, buffer)
-            self._checked.add(block)
+        for number in (part, *beside):
+            self._checked.update(shares[number])
 
     def _blocks(self, extent: Extent, itemsize: int, what: str) -> Iterator[DigestBlock]:
         file = self.manifest.files[extent.file].name
@@ -165,11 +167,11 @@ class Checkpoint(Source):
             block.check(self.folder, into)
 
 
-def _part(blocks: list[DigestBlock], part: int, parts: int) -> list[DigestBlock]:
+def _shares(blocks: list[DigestBlock], parts: int) -> list[list[DigestBlock]]:
     """Consecutive blocks of about a part's share of the bytes: where ranks are as before, its own file's."""
-    total, before, found = sum(block.count_bytes for block in blocks), 0, []
+    total, before = sum(block.count_bytes for block in blocks), 0
+    shares: list[list[DigestBlock]] = [[] for _ in range(parts)]
     for block in blocks:
-        if before * parts // max(total, 1) == part:
-            found.append(block)
+        shares[before * parts // max(total, 1)].append(block)
         before += block.count_bytes
-    return found
+    return shares

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,13 @@ def load(
 def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
     """What `load` does with an opened checkpoint. Collective."""
     together(lambda: check_optimizers(model, optimizer), Misuse)
-    if len(set(gather_json(source.identity))) > 1:
+    seen = gather_json([source.identity, source.cache])
+    if len({identity for identity, _ in seen}) > 1:
         raise Damaged(f"The ranks do not see the same checkpoint '{source.where}': is the file system shared?")
     together(lambda: _check_fit(source, model, optimizer is not None, cast), Misuse)
     together(lambda: _check_generators(source), Misuse)
-    together(lambda: _check_bytes(source, optimizer is not None), Misuse)
+    beside = [rank for rank, (_, cache) in enumerate(seen) if cache is not None and cache == source.cache]
+    together(lambda: _check_bytes(source, optimizer is not None, beside), Misuse)
     together(lambda: engine_of(model).fill(_reads(source, model), optimizer is not None), Misuse)
     engine_of(model).publish()
     together(lambda: _restore_rest(source, model, optimizer is not None), Misuse)
@@ -156,9 +158,10 @@ def _check_generators(source: Source) -> None:
         raise Damaged(f"The states of random generators in '{source.where}' cannot be used: {problem}.")
 
 
-def _check_bytes(source: Source, with_optimizer: bool) -> None:
-    """Check this rank's share; of all ranks together every byte is read once."""
-    source.check(lambda kind: with_optimizer or kind in (WEIGHT, BUFFER), dist.get_rank(), dist.get_world_size())
+def _check_bytes(source: Source, with_optimizer: bool, beside: Collection[int]) -> None:
+    """Check this rank's share; of all ranks together every byte is read once. `beside` read from the same memory."""
+    kinds = lambda kind: with_optimizer or kind in (WEIGHT, BUFFER)  # noqa: E731
+    source.check(kinds, dist.get_rank(), dist.get_world_size(), beside)
 
 
 def _reads(source: Source, model: torch.nn.Module) -> Read:

@@ -11,8 +11,6 @@ import os
 import re
 from typing import Any
 
-from fsspec.core import url_to_fs
-
 from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, reading
 from terrazzo.errors import BadInput, Damaged
@@ -26,6 +24,8 @@ class RemoteStore(Store):
     """Checkpoints as prefixes of a URL."""
 
     def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # most checkpoints are in folders, and need none of its imports
+
         try:
             self._fs, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:

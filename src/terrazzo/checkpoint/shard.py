@@ -13,11 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from blake3 import blake3
-from torch import Tensor
 
-from terrazzo.checkpoint.manifest import BLOCK_BYTES, DTYPES, File, blocks_of, dtype_of, name_of
+from terrazzo.checkpoint.manifest import BLOCK_BYTES, DTYPES, ITEMSIZES, File, blocks_of
 from terrazzo.checkpoint.store import Draft, Folder, Sink
 from terrazzo.errors import Damaged
 
@@ -25,7 +23,6 @@ __all__ = [
     "Entry",
     "Written",
     "arrange",
-    "bytes_of",
     "checked_block",
     "digest",
     "file_name",
@@ -56,7 +53,7 @@ class Entry(NamedTuple):
     @property
     def count_bytes(self) -> int:
         """Its size."""
-        return (self.stop - self.start) * dtype_of(self.dtype).itemsize
+        return (self.stop - self.start) * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -77,16 +74,10 @@ def digest(data: memoryview | bytes) -> str:
     return blake3(data).hexdigest(length=16)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a 1-D tensor; those of one on the CPU are its own and not a copy."""
-    data: Any = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return memoryview(data)
-
-
 def arrange(entries: Sequence[Entry]) -> list[Entry]:
     """`entries` with their offsets, one after the other; wide elements first, so that each is aligned."""
     offset, placed = 0, []
-    for entry in sorted(entries, key=lambda entry: -dtype_of(entry.dtype).itemsize):
+    for entry in sorted(entries, key=lambda entry: -ITEMSIZES[entry.dtype]):
         placed.append(entry._replace(offset=offset))
         offset += entry.count_bytes
     return placed
@@ -94,11 +85,11 @@ def arrange(entries: Sequence[Entry]) -> list[Entry]:
 
 def header_of(entries: Sequence[Entry]) -> bytes:
     """The safetensors header of arranged `entries`, its own length in front and blanks at its end."""
-    tensors = ((entry.key, dtype_of(entry.dtype), [entry.stop - entry.start]) for entry in entries)
+    tensors = ((entry.key, entry.dtype, [entry.stop - entry.start]) for entry in entries)
     return safetensors_header("terrazzo", tensors, _PAGE_BYTES)
 
 
-def safetensors_header(written_by: str, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], align: int) -> bytes:
+def safetensors_header(written_by: str, tensors: Iterable[tuple[str, str, Sequence[int]]], align: int) -> bytes:
     """The beginning of a file of these tensors, by name, dtype and shape, which begin at a multiple of `align` bytes.
 
     The JSON's length in eight bytes, and the JSON with blanks at its end.
@@ -106,8 +97,8 @@ def safetensors_header(written_by: str, tensors: Iterable[tuple[str, torch.dtype
     header: dict[str, Any] = {"__metadata__": {"format": written_by}}
     stop = 0
     for name, dtype, shape in tensors:
-        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[name_of(dtype)], "shape": list(shape), "data_offsets": [start, stop]}
+        start, stop = stop, stop + math.prod(shape) * ITEMSIZES[dtype]
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // align) * align - 8
     return length.to_bytes(8, "little") + text.ljust(length)

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import DTYPES, head, name_of
+from terrazzo.checkpoint.manifest import DTYPES, head
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.seal import seal_of
-from terrazzo.checkpoint.shard import Entry, arrange, bytes_of
+from terrazzo.checkpoint.shard import Entry, arrange
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.stores import check_new, store_and_name
+from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import DTYPE_FIELDS, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, together

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ class Source(ABC):
         ranks: of each rank that saved, the states of its random generators; empty where the format has none.
         notes: what of the checkpoint is not taken over and why, a line each.
         identity: equal for equal contents, where the format tells; ranks compare what they see by it.
+        cache: equal for processes whose reads come from the same memory, one kernel's; None where that is not known.
     """
 
     format: str
@@ -87,6 +88,7 @@ class Source(ABC):
         self.ranks: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.identity = ""
+        self.cache: list[Any] | None = None
 
     @abstractmethod
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
@@ -100,9 +102,12 @@ class Source(ABC):
         """What only Terrazzo's own checkpoints say of themselves, as plain JSON values; empty of other formats."""
         return {}
 
-    def check(self, wanted: Callable[[str], bool], part: int, parts: int) -> None:  # noqa: B027
+    def check(  # noqa: B027
+        self, wanted: Callable[[str], bool], part: int, parts: int, beside: Collection[int] = ()
+    ) -> None:
         """Compare the bytes of the kinds that are `wanted` with their digests, of `parts` equal parts the one `part`.
 
+        `beside` are those that others with the same `cache` check meanwhile: if one fails, this source is not used.
         Raises `Damaged`. Formats without digests have nothing to compare.
         """
 
@@ -134,5 +139,5 @@ class Watched(Source):
     def about(self) -> dict[str, Any]:
         return self._source.about()
 
-    def check(self, wanted: Callable[[str], bool], part: int, parts: int) -> None:
-        self._source.check(wanted, part, parts)
+    def check(self, wanted: Callable[[str], bool], part: int, parts: int, beside: Collection[int] = ()) -> None:
+        self._source.check(wanted, part, parts, beside)

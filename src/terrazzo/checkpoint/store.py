@@ -10,7 +10,7 @@ import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.errors import BadInput, Damaged
@@ -93,6 +93,10 @@ class Folder(ABC):
     @abstractmethod
     def _has(self, file: str) -> bool:
         """For stores."""
+
+    def cache(self) -> list[Any] | None:
+        """As plain JSON, equal for processes whose reads come from the same memory; None where that is not known."""
+        return None
 
     def read(self, file: str, limit: int) -> bytes:
         """A whole small file; `Damaged` when it is larger than `limit` bytes."""

@@ -4,7 +4,7 @@ The core is in this folder. Read it in this order: device, layout, place, precis
 recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable,
 reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
-    process     threads, how things end, memory
+    process     threads, memory
     links       how ranks exchange
     (core)
     loop        how a training loop drives the core
@@ -21,7 +21,6 @@ packages:
     offload.disk_file, offload.disk_folder            folders for swap files, for advice on them
     offload.topology                                  CPUs that a rank may use
     process.control_groups                            what this process may use, for those who count memory
-    process.ending                                    threads, locks and forks of those who have their own
     partition, place, spec, layout                    units, where their states rest, what moves: for the planner
     order, schedule, paper.rehearsal                  a step on paper, likewise
     links.gloo, links.columns, links.transfer         what sums receive, likewise

@@ -55,7 +55,7 @@ def test_the_thread_ends_with_its_worker() -> None:
 
 EXIT = """
 import threading, time
-from terrazzo.engine.process.ending import start_thread
+from terrazzo.ending import start_thread
 
 class Model:
     def work(self):
@@ -80,7 +80,7 @@ print("exits", flush=True)
 
 ORDER = """
 import threading
-from terrazzo.engine.process.ending import start_thread
+from terrazzo.ending import start_thread
 from terrazzo.engine.process.worker import Worker
 
 older, asked = Worker("older", threads=8), threading.Event()

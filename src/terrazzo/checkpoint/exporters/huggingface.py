@@ -19,9 +19,10 @@ from torch import Tensor
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
 from terrazzo.checkpoint.importers.safetensors import INDEX_FILE, MODEL_FILE
-from terrazzo.checkpoint.manifest import DTYPES, name_of
+from terrazzo.checkpoint.manifest import DTYPES
 from terrazzo.checkpoint.shard import safetensors_header
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
+from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
 from terrazzo.files import check_model_file, read_json, read_plain
 
@@ -91,7 +92,7 @@ def export_huggingface(
     if len(shards) > 1:
         texts[INDEX_FILE] = _json(_index(shards))
     headers = {
-        name: safetensors_header("pt", ((each.name, each.dtype, each.shape) for each in members), 8)
+        name: safetensors_header("pt", ((each.name, name_of(each.dtype), each.shape) for each in members), 8)
         for name, members in shards.items()
     }
     overhead_bytes = sum(map(len, [*texts.values(), *headers.values()]))

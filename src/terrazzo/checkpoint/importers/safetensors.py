@@ -14,7 +14,8 @@ from terrazzo.checkpoint.importers.parts.boxes import Box, tiling_problem, whole
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Chunk, Chunked, Region, Values
-from terrazzo.checkpoint.manifest import DTYPES, dtype_of
+from terrazzo.checkpoint.manifest import DTYPES
+from terrazzo.checkpoint.tensors import dtype_of
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["INDEX_FILE", "MODEL_FILE", "SafetensorsCheckpoint", "add_safetensors"]

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine.links.label import moving
 from terrazzo.engine.links.sums import add_in_order, divide
 from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic, converted, for_computation
-from terrazzo.engine.process.ending import leaves_to_parent, require_own
 
 __all__ = ["TRAIL", "Collectives", "NativeCollectives", "ThreadedCollectives"]
 

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo.ending import Ending, leaves_to_parent
 from terrazzo.engine.links.doors import Address, Door, Met, connect
 from terrazzo.engine.links.label import Label
-from terrazzo.engine.process.ending import Ending, leaves_to_parent
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.ending import require_own
 from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
@@ -38,7 +39,6 @@ from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
-from terrazzo.engine.process.ending import require_own
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.ending import require_own, start_thread
 from terrazzo.engine import device as devices
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Finished
@@ -29,7 +30,6 @@ from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to, step_threads
 from terrazzo.engine.optim.segment import Segment, scaled
 from terrazzo.engine.optim.stock import STEP_HOOKS, unhooked_step
-from terrazzo.engine.process.ending import require_own, start_thread
 from terrazzo.engine.process.worker import Job, again, without_frames
 
 __all__ = ["Twin", "Updater"]

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import torch
 
-from terrazzo.engine.process.ending import Thread, require_own, start_thread
+from terrazzo.ending import Thread, require_own, start_thread
 
 __all__ = ["Job", "Worker", "again", "without_frames"]
 

@@ -24,9 +24,9 @@ from torch import nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.lock import Lock
+from terrazzo.ending import Ending
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.peers import Neighbour
-from terrazzo.engine.process.ending import Ending
 from tests.checkpoint.faults import reap, spawn_child
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS
 from tests.engine.toys import adamw
