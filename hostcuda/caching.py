@@ -68,7 +68,7 @@ def replay(events: Iterable[Event], expandable: bool = False, capacity: int | No
         expandable: with `expandable_segments:True`.
         capacity: bytes of the device; endless if None.
 
-    Errors: `NoMemory`; `KeyError` for a block that is not in use.
+    Raises: `NoMemory`; `KeyError` for a block that is not in use.
     """
     cache = _Cache(expandable, ENDLESS if capacity is None else capacity)
     used: dict[int, tuple[_Block, int]] = {}
@@ -190,7 +190,7 @@ class _Cache:
         self.reserved = 0
 
     def allocate(self, size: int, stream: int) -> _Block:
-        """Errors: `NoMemory`."""
+        """Raises: `NoMemory`."""
         size = -(-size // ROUND) * ROUND
         key = stream, size <= SMALL
         if (pool := self._pools.get(key)) is None:

@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "allocator"
 
 
 def measure(jobs: Sequence[Job]) -> dict[str, Any]:
-    """What the rank has found. Errors: `CalledProcessError` where it fails; what it says is on the standard error."""
+    """What the rank has found. Raises: `CalledProcessError` where it fails; what it says is on the standard error."""
     library()  # built before it is waited for
     with tempfile.TemporaryDirectory(prefix="terrazzo-allocator-") as folder:
         rows = Path(folder) / "rows.json"

@@ -41,7 +41,7 @@ def cases(suite: str) -> list[str]:
 
 
 def run_suite(suite: str, chosen: Sequence[str], command: str) -> dict[str, Any]:
-    """Everything simulated, for JSON. Errors: `SystemExit` with a rank's output where one fails."""
+    """Everything simulated, for JSON. Raises: `SystemExit` with a rank's output where one fails."""
     begun = time.perf_counter()
     library()  # built before anybody waits for a rank
     outcomes = [outcome for layout in chosen for outcome in _simulated(layout)]

@@ -29,7 +29,7 @@ def meets(recipe: Recipe) -> bool:
 def meet(recipe: Recipe, label: Label, numbers: Sequence[int]) -> list[int]:
     """Each the highest of the `numbers` of all data ranks, which meet at `label`; blocks.
 
-    Errors: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
+    Raises: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
     transport whose messages carry no labels.
     """
     axes, trail = recipe.axes, _trail(recipe)
@@ -62,7 +62,7 @@ def _rates(recipe: Recipe) -> array[float]:
 
 
 def _compare_trails(recipe: Recipe, label: Label) -> None:
-    """The trails of the ranks differ. Errors: `RanksApart` naming steps, learning rates, denominators, or the first
+    """The trails of the ranks differ. Raises: `RanksApart` naming steps, learning rates, denominators, or the first
     exchange in which they do.
     """
     axes, own_steps, divisor = recipe.axes, recipe.tally.steps, recipe.denominator.unscaled
