@@ -16,7 +16,7 @@ from terrazzo import checkpoint
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import data_mesh, engine_of
 from terrazzo.errors import BadInput
-from terrazzo.exchange import gather_json, on_first, together
+from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.telemetry import resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
@@ -27,7 +27,7 @@ from terrazzo.train.model.decoder import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.lora import load_base
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.optimizer import build_optimizer, build_schedule
+from terrazzo.train.optimizer import build_optimizer, build_schedule, resume_schedule
 from terrazzo.train.plan import (
     build_offload,
     build_plan,
@@ -128,7 +128,7 @@ class Session:
                 " back, or start anew with checkpoint.resume=never."
             )
         extra, ranks = resumed.extra, self.ranks
-        if missing := sorted({"step", "tokens", "best", "schedule", "data", "config"} - extra.keys()):
+        if missing := sorted({"step", "tokens", "best", "schedule", "data", "evaluation", "config"} - extra.keys()):
             raise BadInput(
                 f"The newest checkpoint in {self.keeper.folder} is not of 'terrazzo train': its extra has no"
                 f" {', '.join(missing)}. Go on with it by tz.checkpoint.load in a loop of your own, or use another"
@@ -136,7 +136,7 @@ class Session:
             )
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.best = extra["best"]
-        self.schedule.load_state_dict(extra["schedule"])
+        resume_schedule(self.schedule, extra["schedule"])
         self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
         self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
         self.resume_notes += resume_notes(self.config, extra["config"])
@@ -169,7 +169,7 @@ def open_session(config: Config, ranks: Ranks, notes: Sequence[str] = ()) -> Ses
 def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) -> Session:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
-    data = load_data(config, builds=ranks.builds_shared_files, together=partial(together, failed=BadInput))
+    data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput))
     _check_validation(config, data, ranks.world_size)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_swap_folders(config)

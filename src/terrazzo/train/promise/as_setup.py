@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, replace
 
 import torch
@@ -14,7 +13,7 @@ from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_sha
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
-from terrazzo.train.launch.starting import resolve_device
+from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.prepare import decoder_config, vocab_size_of
@@ -27,7 +26,7 @@ from terrazzo.train.plan import (
     micro_batches_per_rank,
 )
 
-__all__ = ["matmul_format", "ranks_here", "setup_of"]
+__all__ = ["matmul_format", "setup_of"]
 
 
 def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) -> Setup:
@@ -75,11 +74,6 @@ def _of_one_rank(device: Device, world_size: int) -> Device:
         return device
     ranks = ranks_here(world_size)
     return replace(device, memory_bytes=device.memory_bytes // ranks, per_node=ranks)
-
-
-def ranks_here(world_size: int) -> int:
-    """Ranks that share this machine: all, where neither torchrun nor Slurm says otherwise."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def _shape_of(config: Config) -> ModelShape:
