@@ -274,7 +274,7 @@ def test_what_a_table_adds_to_conversations_is_taken_away(library: Any, tmp_path
 
 def test_the_library_is_asked_for_by_its_extra(rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.save_to_disk(tmp_path / "one")
-    monkeypatch.setattr("terrazzo.train.data.hub.find_spec", lambda _: None)
+    monkeypatch.setattr("terrazzo.train.data.datasets_folder.find_spec", lambda _: None)
     with pytest.raises(BadInput, match=r"pip install 'terrazzo\[datasets\]'"):
         find_files(str(tmp_path / "one"))
     assert importlib.util.find_spec("datasets") is not None

@@ -87,7 +87,7 @@ def on_ranks_of_a_run(ranks: int, config: Config, work: Callable[[Session], Any]
             return work(session)
         finally:
             session.loader.close()
-            session.keeper.release()
+            session.keeper.abandon()
 
     return run_in_threads(ranks, body)
 

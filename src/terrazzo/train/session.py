@@ -23,7 +23,7 @@ from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, re
 from terrazzo.train.data import Loader, TokenData, evaluated, load_data
 from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.model.decoder import num_flops_per_token
+from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.lora import load_base
 from terrazzo.train.model.prepare import prepare_model
@@ -75,6 +75,10 @@ class Session:
         """Tokens that go through the model in a step over all ranks, learnt or not."""
         return self.config.batch.global_batch * self.config.batch.sequence_length
 
+    def flops_per_s(self, steps: int, seconds: float) -> float:
+        """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
+        return steps * self.places_per_step / seconds / self.ranks.world_size * self.flops_per_token
+
     def validated(self, loss: float) -> None:
         """Note a validation loss of the current step: its checkpoint is kept by it."""
         self.newest = {"loss": loss, "step": self.step}
@@ -95,7 +99,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the folder to others, and close. Of a run that failed, nothing that is being read is waited for."""
         try:
-            self.keeper.leave()
+            self.keeper.abandon()
             if kind is None:
                 self.loader.close()
         finally:
@@ -162,7 +166,7 @@ def open_session(config: Config, ranks: Ranks, notes: Sequence[str] = ()) -> Ses
     try:
         return _open(config, ranks, keeper, notes)
     except BaseException:
-        keeper.release()
+        keeper.abandon()
         raise
 
 
@@ -231,7 +235,7 @@ def _seed(seed: int, step: int, rank: int) -> int:
 
 def _model(config: Config, data: TokenData) -> tuple[nn.Module, int]:
     """The model before it is sharded, and what a token costs in floating-point operations."""
-    model = prepare_model(config, data.tokenizer.vocab_size)
+    model = prepare_model(config, data.tokenizer)
     vocab_size = cast(Any, model).config.vocab_size
     data.check_vocabulary(vocab_size)
     return model, num_flops_per_token(model, config.batch.sequence_length)

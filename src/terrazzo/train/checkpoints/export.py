@@ -92,7 +92,7 @@ def describe_model(config: Config) -> ModelDescription:
         assert config.model.path is not None
         return describe_folder(config.model.path)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
-    values = asdict(decoder_config(config, tokenizer.vocab_size))
+    values = asdict(decoder_config(config, tokenizer))
     return decoder_as_llama(values, _tokenizer(config), tokenizer.end_of_document)
 
 

@@ -18,8 +18,8 @@ from terrazzo.train.data.cache import CacheHeader, TokenCache, cache_key, open_c
 from terrazzo.train.data.chat import chat_fingerprint, load_chat
 from terrazzo.train.data.packing import Packing, arrange
 from terrazzo.train.data.sequences import SequenceDataset, held_out_whole, split_documents, split_of
+from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
-from terrazzo.train.data.stored import SourceFile
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["TokenData", "load_data"]

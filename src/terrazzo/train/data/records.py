@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.train.data.stored import COMPRESSIONS, SourceFile
+from terrazzo.train.data.source_file import COMPRESSIONS, SourceFile
 
 __all__ = [
     "ASSISTANT",

@@ -26,7 +26,7 @@ CONFIG_FILE = "config.json"
 
 
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
-    """See `terrazzo.train.model.decoder.build_model`, which is the public way in."""
+    """See `terrazzo.train.model.causal_lm.build_model`, which is the public way in."""
     transformers = _import_transformers()
     values = dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec))
     config = _causal_lm_config(transformers, values)

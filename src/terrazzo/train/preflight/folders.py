@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-from glob import has_magic
 from pathlib import Path
 
 from terrazzo.config import Config, without_passwords
 from terrazzo.errors import BadInput
 from terrazzo.files import read_json
 from terrazzo.train.checkpoints.resume import resume_from
-from terrazzo.train.data.hub import folder_of_source
-from terrazzo.train.data.sources import PYTHON_STDLIB
-from terrazzo.train.data.stored import is_url, is_visible
+from terrazzo.train.data.datasets_folder import folder_of_source
+from terrazzo.train.data.source_file import is_url, is_visible, plain_part
+from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
 
 __all__ = ["check_written"]
 
 
 def check_written(config: Config) -> None:
     """Checkpoints and logs must not be mixed with the data that is read, nor with another run's."""
-    given = [config.data.source, config.data.validation_source]
-    sources = [source for one in given if one for source in ([one] if isinstance(one, str) else one)]
-    local = [source for source in sources if source != PYTHON_STDLIB and not is_url(source)]
+    local = [source for source in named_sources(config.data) if source != PYTHON_STDLIB and not is_url(source)]
     paths = [folder_of_source(source)[0] for source in local]
-    read = {_without_globs(path).resolve() for path in paths}
+    read = {Path(plain_part(str(path))).resolve() for path in paths}
     whole = {path.resolve() for path in paths if path.is_dir()}  # with the folders in them
     folders = {"log.folder": config.log.folder}
     if "://" not in config.checkpoint_folder:
@@ -74,11 +71,6 @@ def _check_metrics(config: Config) -> None:
         " log.folder, or that run's checkpoint.folder to continue it. To begin anew in its place:"
         " checkpoint.resume=never with checkpoint.overwrite=true."
     )
-
-
-def _without_globs(path: Path) -> Path:
-    """The folder that `data/*.txt` looks in; a path without wildcards is itself."""
-    return next((folder for folder in (path, *path.parents) if not has_magic(str(folder))), path)
 
 
 def _check_writable(key: str, folder: Path) -> None:

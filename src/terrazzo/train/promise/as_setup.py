@@ -16,7 +16,7 @@ from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import with_adapters
-from terrazzo.train.model.prepare import decoder_config, vocab_size_of
+from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.optimizer import optimizer_class
 from terrazzo.train.plan import (
     build_offload,
@@ -79,7 +79,7 @@ def _of_one_rank(device: Device, world_size: int) -> Device:
 def _shape_of(config: Config) -> ModelShape:
     """The model's tensors by the units that the engine finds by itself, whatever `plan.units` says."""
     if config.model.kind == "decoder":
-        return _decoder_shape(decoder_config(config, vocab_size_of(config)))
+        return _decoder_shape(decoder_config(config))
     assert config.model.path is not None
     return with_adapters(model_shape(config.model.path), config.lora)
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -16,7 +17,16 @@ from fsspec.implementations.local import LocalFileSystem
 
 from terrazzo.errors import BadInput
 
-__all__ = ["COMPRESSIONS", "SourceFile", "folder_files", "is_url", "is_visible", "reading", "stored_files"]
+__all__ = [
+    "COMPRESSIONS",
+    "SourceFile",
+    "folder_files",
+    "is_url",
+    "is_visible",
+    "plain_part",
+    "reading",
+    "stored_files",
+]
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
 """The extra of ours that a protocol needs; of others fsspec says what to install."""
@@ -132,7 +142,7 @@ def _listed(fs: Any, path: str) -> tuple[list[dict[str, Any]], str | None]:
     except FileNotFoundError:
         pass
     try:
-        return (list(fs.glob(path, detail=True).values()), _plain_part(path)) if glob.has_magic(path) else ([], path)
+        return (list(fs.glob(path, detail=True).values()), plain_part(path)) if glob.has_magic(path) else ([], path)
     except FileNotFoundError:
         return [], path
 
@@ -155,10 +165,10 @@ def _stored(fs: Any, info: dict[str, Any], name: str, *, required: bool) -> Sour
     return SourceFile(info["name"], name, required, None if size is None else int(size), str(fs.ukey(info["name"])), fs)
 
 
-def _plain_part(path: str) -> str:
-    """The leading parts of a glob that have no wildcard."""
-    parts = path.split("/")
-    return "/".join(parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
+def plain_part(pattern: str) -> str:
+    """The leading parts of a path or a glob that have no wildcard: `/texts` of `/texts/*/a.txt`."""
+    plain = "/".join(takewhile(lambda part: not glob.has_magic(part), pattern.split("/")))
+    return plain or "/" * pattern.startswith("/")
 
 
 def is_visible(name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.train.data.records import ROWS_PER_READ, Document, columns_to_read, document_of, record_of
-from terrazzo.train.data.stored import SourceFile, folder_files
+from terrazzo.train.data.source_file import SourceFile, folder_files
 
 __all__ = ["dataset_of", "folder_of_source", "read_dataset"]
 
