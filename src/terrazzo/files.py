@@ -1,6 +1,6 @@
 """Reading small files that a stranger may have made: plain files of a bounded size, JSON of a bounded depth.
 
-And what writers of files and streams share.
+And what writers of files and streams share, and the way to a store behind a URL.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
-
-from fsspec.core import url_to_fs
 
 from terrazzo.errors import BadInput, install
 
@@ -141,13 +139,14 @@ def open_store(url: str, what: str) -> tuple[Any, str]:
     Raises:
         BadInput: its package is not installed, or it is no URL that fsspec knows.
     """
+    from fsspec.core import url_to_fs  # only those that have URLs wait for it
+
     try:
         fs, path = url_to_fs(url)
     except ImportError as error:
         extra = _EXTRAS.get(url.partition("://")[0])
-        raise BadInput(
-            f"{what} needs a package that is not installed. {install(extra) if extra else error}."
-        ) from error
+        edit = install(extra) if extra else str(error)
+        raise BadInput(f"{what} needs a package that is not installed. {edit}.") from error
     except ValueError as error:
         raise BadInput(f"{what} cannot be opened: {error}. Correct the URL.") from error
     return fs, path.rstrip("/")

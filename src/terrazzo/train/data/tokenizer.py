@@ -167,8 +167,8 @@ def _convert_backend(folder: Path) -> Any:
 def missing_extra(package: str) -> BadInput:
     """The error for a package that is not installed."""
     return BadInput(
-        f"A Hugging Face tokenizer was asked for, but the package {package!r} is not installed. {install('hf')}, or set "
-        f"data.tokenizer to '{BYTES}'."
+        f"A Hugging Face tokenizer was asked for, but the package {package!r} is not installed. {install('hf')}, or"
+        f" set data.tokenizer to '{BYTES}'."
     )
 
 

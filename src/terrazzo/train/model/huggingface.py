@@ -48,8 +48,8 @@ def _import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise BadInput(
-            f"A Hugging Face model was asked for, but the package 'transformers' is not installed. {install('hf')}. The "
-            "built-in decoder needs nothing."
+            f"A Hugging Face model was asked for, but the package 'transformers' is not installed. {install('hf')}."
+            " The built-in decoder needs nothing."
         ) from error
     return transformers
 
