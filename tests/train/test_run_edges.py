@@ -68,6 +68,28 @@ def test_a_folder_inside_the_data_is_refused(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["log", "checkpoint"])
+def test_a_folder_whose_files_a_glob_would_read_is_refused(tmp_path: Path, key: str) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.json").write_text("the number 1\n" * 100)
+    sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}, key: {"folder": str(data / "run")}}
+    for pattern in ("**/*.json", "**"):
+        with pytest.raises(BadInput, match=rf"{key}\.folder is '{data}/run', which is inside the data, '{data}'"):
+            check(config_from_dict({**sections, "data": {"source": f"{data}/{pattern}"}}), 1)
+    (data / "a.txt").write_text("the number 1\n" * 100)
+    for pattern in ("*.json", "**/*.txt"):
+        check(config_from_dict({**sections, "data": {"source": f"{data}/{pattern}"}}), 1)
+
+
+@pytest.mark.parametrize("key", ["log", "checkpoint"])
+def test_a_home_that_nobody_has_expanded_is_refused(tmp_path: Path, key: str) -> None:
+    """It would be a folder called ~ in the current one."""
+    sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}, key: {"folder": "~/run"}}
+    with pytest.raises(BadInput, match=rf"{key}\.folder is '~/run', .*write '{Path.home()}/run'"):
+        check(config_from_dict(sections), 1)
+
+
+@pytest.mark.parametrize("key", ["log", "checkpoint"])
 def test_the_root_is_no_folder_for_a_run(tmp_path: Path, key: str) -> None:
     sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}}
     sections[key] = {"folder": "/tmp/.."}
