@@ -18,8 +18,9 @@ from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.failure import Failure, first_failure
 from terrazzo.train.launch.here import resolve_device, set_threads
-from terrazzo.train.launch.ranks import join
+from terrazzo.train.launch.ranks import _agree_on_device, join
 from terrazzo.train.launch.starting import _report, adopt_slurm, environment_of, first_host, ranks_to_start
+from tests.helpers.threads import run_in_threads
 
 RANK = """
 import os, sys, torch, torch.distributed as dist
@@ -227,6 +228,18 @@ def test_a_rank_that_is_told_half_of_where_it_is_is_refused(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(BadInput, match=rf"RANK and WORLD_SIZE are set, and {missing} is not.*torchrun"):
         join(LaunchConfig(device=device, timeout_s=1))
+
+
+def test_ranks_with_other_kinds_of_devices_are_refused() -> None:
+    def body(rank: int) -> str:
+        with pytest.raises(BadInput) as caught:
+            _agree_on_device("cpu" if rank == 1 else "cuda")
+        return str(caught.value)
+
+    said = run_in_threads(3, body)
+    assert len(set(said)) == 1
+    assert said[0].startswith("launch.device is cuda on rank 0 and cpu on rank 1: ")
+    run_in_threads(2, lambda rank: _agree_on_device("cpu"))
 
 
 def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

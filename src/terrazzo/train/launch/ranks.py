@@ -46,7 +46,7 @@ def join(launch: LaunchConfig) -> Ranks:
 
     Raises:
         BadInput: this rank was not told where it is, the ranks cannot meet at the address that they were given, or
-            some do not come.
+            some do not come, or with another kind of device.
     """
     here.require_place()
     rank, world_size, local_rank = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), here.local_rank()
@@ -59,7 +59,19 @@ def join(launch: LaunchConfig) -> Ranks:
     timeout = timedelta(seconds=launch.timeout_s)
     backend = devices.backend_for(device.type)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _agree_on_device(device.type)
     return Ranks(rank, world_size, device, local_rank)
+
+
+def _agree_on_device(kind: str) -> None:
+    """Raise `BadInput` on every rank where `launch.device=auto` has found GPUs on some machines only. Collective."""
+    kinds = gather_json(kind)
+    other = next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None)
+    if other is not None:
+        raise BadInput(
+            f"launch.device is {kinds[0]} on rank 0 and {kinds[other]} on rank {other}: all ranks compute on one"
+            " kind of device. Use launch.device=cpu, or machines that all have GPUs, which `nvidia-smi` lists."
+        )
 
 
 def agree_on_config(config: Config) -> None:
