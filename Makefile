@@ -7,6 +7,8 @@ STAMP := .venv/.installed
 BENCH_STAMP := .venv/.bench-installed
 # Kernels of one thread: ranks share the cores, and sums come out the same on every machine.
 export OMP_NUM_THREADS ?= 1
+# Compiled once, also where the environment says otherwise: tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo test test-long mutations lint format bench gpu clean
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +18,7 @@ pytest_plugins = ["tests.helpers.stuck"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what is long, skip GPU tests where there is none, and keep tests with real processes on two xdist workers."""
+    """Say what is long, skip GPU tests where there is none, and keep tests with real processes on one xdist worker."""
     mark_what_is_long(items)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
@@ -27,14 +26,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if alone.runs_elsewhere(item):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-        elif "processes" in item.keywords:  # a pool of ranks lives in each of two workers
-            item.add_marker(pytest.mark.xdist_group(f"processes {zlib.crc32(item.path.name.encode()) % 2}"))
+        elif "processes" in item.keywords:  # one worker has the pools of ranks
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Whatever has been imported stays, and need not be looked at whenever garbage is collected."""
+    if hasattr(session.config, "workerinput"):
+        _check_groups(session.items)
     gc.collect()
     gc.freeze()
+
+
+def _check_groups(items: list[pytest.Item]) -> None:
+    """Raises when xdist and pytest do not understand each other: then modules run twice, and nothing says so."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+            raise pytest.UsageError(f"pytest-xdist has not seen the group of {item.nodeid}")
 
 
 @pytest.hookimpl(tryfirst=True)
