@@ -42,7 +42,7 @@ def two_nodes(rate_mbit: int, delay_ms: float) -> Iterator[Nodes]:
         rate_mbit: megabits per second, each way.
         delay_ms: milliseconds, each way.
 
-    Errors: `Impossible`.
+    Raises: `Impossible`.
     """
     if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise Impossible("Making network namespaces takes Linux, root, and the programs ip and tc.")
@@ -89,7 +89,7 @@ def run_ranks(nodes: Nodes, per_node: int, arguments: Callable[[Path], Sequence[
         arguments: of the interpreter, for a rank that is to write its report to this path.
         limit_s: seconds for all of it.
 
-    Errors: `RuntimeError` if a rank fails or time runs out.
+    Raises: `RuntimeError` if a rank fails or time runs out.
     """
     ranks = range(per_node * len(nodes.names))
     processes: list[subprocess.Popen[bytes]] = []

@@ -100,7 +100,7 @@ class Setup:
 def measure(setup: Setup = Setup()) -> dict[str, Any]:
     """Time the contenders; raw numbers and medians, or why it was not possible here. Takes up to `setup.limit_s`.
 
-    Errors: `RuntimeError` if a rank fails or the contenders do not train the same.
+    Raises: `RuntimeError` if a rank fails or the contenders do not train the same.
     """
     about = {
         "setup": asdict(setup),
@@ -260,7 +260,7 @@ def predicted_bytes(engine: Engine) -> int:
     """What this rank sends to other nodes in a step, by the engine's own account of what it sends at all.
 
     The engine promises totals by kind of collective. Which axis they go along follows from the plan, and the sums over
-    the axes must be those totals. Errors: `RuntimeError` if they are not.
+    the axes must be those totals. Raises: `RuntimeError` if they are not.
     """
     axes = {axis: engine.axes.along(axis) for axis in engine.axes.names}
     sizes = {axis: along.size for axis, along in axes.items()}

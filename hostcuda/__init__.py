@@ -23,7 +23,7 @@ def load() -> None:
 
     Also changes `queue.SimpleQueue`: modules that ask for it by name have to be imported afterwards.
 
-    Errors: `Unbuildable`; `RuntimeError` when torch has been imported before.
+    Raises: `Unbuildable`; `RuntimeError` when torch has been imported before.
     """
     native.load()
     from hostcuda import collectives, surface, threads  # these import torch

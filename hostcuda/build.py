@@ -41,7 +41,7 @@ def library(cache: Path | None = None) -> Path:
     Args:
         cache: the folder that the build's folder is in; `build/` beside this package if not given.
 
-    Errors: `Unbuildable`.
+    Raises: `Unbuildable`.
     """
     if (why := obstacle()) is not None:
         raise Unbuildable(why)

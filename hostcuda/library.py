@@ -47,7 +47,7 @@ class _Native:
     """The functions of `interface.cpp`, without their prefix, once they are loaded."""
 
     def load(self) -> None:
-        """Errors: `RuntimeError` when torch has been imported before."""
+        """Raises: `RuntimeError` when torch has been imported before."""
         if "torch" in sys.modules:
             raise RuntimeError("hostcuda.load() comes too late: torch has been imported, and has asked for CUDA.")
         library = ctypes.CDLL(str(build.library()), mode=ctypes.RTLD_GLOBAL)

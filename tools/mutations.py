@@ -293,7 +293,7 @@ class Verdict(NamedTuple):
 
 
 def apply(mutation: Mutation, tree: Path) -> str:
-    """Put it into `tree`; the file as it was. Errors: `SystemExit` where its text is not there once."""
+    """Put it into `tree`; the file as it was. Raises: `SystemExit` where its text is not there once."""
     path = tree / "src" / "terrazzo" / mutation.file
     text = path.read_text()
     if text.count(mutation.old) != 1:

@@ -24,7 +24,7 @@ class Failed(RuntimeError):
 
 
 class Seat:
-    """A process that holds `make(*arguments)`; its methods are called from here. Errors: `Failed`."""
+    """A process that holds `make(*arguments)`; its methods are called from here. Raises: `Failed`."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")

@@ -168,7 +168,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_room(setup: Setup, available_bytes: int) -> None:
-    """Errors: `NoRoom` before anything is allocated."""
+    """Raises: `NoRoom` before anything is allocated."""
     needed = needed_bytes(setup)
     if needed > available_bytes:
         raise NoRoom(f"needs about {needed / 2**30:.0f} GiB, {available_bytes / 2**30:.0f} GiB are free")

@@ -79,7 +79,7 @@ def outcomes(rows: Iterable[Row]) -> list[Outcome]:
 
 
 def summary(errors: Sequence[float]) -> Summary:
-    """Errors: `ValueError` if there are none."""
+    """Raises: `ValueError` if there are none."""
     sizes = sorted(abs(error) for error in errors)
     return Summary(len(sizes), median(sizes), sizes[max(0, -(-9 * len(sizes) // 10) - 1)], median(errors))
 

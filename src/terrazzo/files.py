@@ -63,7 +63,7 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
 
 
 def read_json(path: Path, limit_bytes: int) -> Any:
-    """What a JSON file holds. Errors: those of `read_plain`; `BadInput` where it is no JSON, or is nested too deep."""
+    """What a JSON file holds. Raises: those of `read_plain`; `BadInput` where it is no JSON, or is nested too deep."""
     data = read_plain(path, limit_bytes)
     try:
         text = data.decode("utf-8-sig")

@@ -17,7 +17,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 def check_optimizers(model: torch.nn.Module, optimizer: Optimizers) -> None:
-    """Errors: `BadInput` unless these are the optimizers that step the model, in any order."""
+    """Raises: `BadInput` unless these are the optimizers that step the model, in any order."""
     if optimizer is None:
         return
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

@@ -189,7 +189,7 @@ def _count(text: str) -> float:
 
 
 def _source(asked: Asked) -> str:
-    """What describes the model. Errors: `BadInput` unless it is exactly one."""
+    """What describes the model. Raises: `BadInput` unless it is exactly one."""
     sources = {"CONFIG": asked["config"], "--model": asked["model"], "--params": asked["params"]}
     named = [name for name, value in sources.items() if value is not None]
     if len(named) != 1:

@@ -17,7 +17,7 @@ __all__ = ["check_files", "emit"]
 
 
 def check_files(emitted: Path | None, picture: Path | None) -> None:
-    """Refuse names that cannot be written. Errors: `BadInput`."""
+    """Refuse names that cannot be written. Raises: `BadInput`."""
     for option, path, suffixes in (("--emit", emitted, (".yaml", ".yml", ".json")), ("--picture", picture, SUFFIXES)):
         if path is None:
             continue
@@ -35,7 +35,7 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
     Args:
         model: what `--model` was.
 
-    Errors: `BadInput` where the plan cannot fit or run, and for a folder that holds another model.
+    Raises: `BadInput` where the plan cannot fit or run, and for a folder that holds another model.
     """
     if estimate.memory.fits is False:
         raise BadInput(f"--emit: nothing is written, because the plan {verdict(estimate.memory)}.")

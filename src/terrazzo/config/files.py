@@ -55,7 +55,7 @@ class Loaded:
 
 
 def load(path: str | Path) -> Loaded:
-    """Read a file: JSON or TOML if its name ends so, else YAML. Errors: `BadInput` for all that the module refuses."""
+    """Read a file: JSON or TOML if its name ends so, else YAML. Raises: `BadInput` for all that the module refuses."""
     path = Path(path)
     text, kind = read_text(path)
     return Loaded(path, parse(text, kind, str(path)), text, kind, kind == "json" and _strict(text) != text)
@@ -67,7 +67,7 @@ def read_text(path: Path) -> tuple[str, Format]:
 
 
 def parse(text: str, kind: Format, origin: str = "the text") -> dict[str, Any]:
-    """Plain data from text. Errors: `BadInput`, naming `origin`."""
+    """Plain data from text. Raises: `BadInput`, naming `origin`."""
     document = parse_value(text, kind, origin)
     if document is None or (kind == "toml" and not document):
         raise BadInput(f"'{origin}' is empty: there is nothing to read.")

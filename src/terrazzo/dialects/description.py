@@ -318,7 +318,7 @@ class Description:
         return Plan(**placed, name=self.row or "custom")
 
     def replace(self, changed: Mapping[str, Setting[Any]], extras: tuple[Extra, ...] | None = None) -> Description:
-        """The same with other settings at some paths. Errors: `KeyError` for a path that there is not."""
+        """The same with other settings at some paths. Raises: `KeyError` for a path that there is not."""
         by_section: dict[str, dict[str, Setting[Any]]] = {}
         for path, setting in changed.items():
             if path not in MEANING:

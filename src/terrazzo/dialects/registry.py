@@ -26,7 +26,7 @@ NAMES = tuple(_CLASSES)
 
 @cache
 def dialect(name: str) -> Dialect:
-    """The dialect of that name. Errors: `BadInput` with the nearest name."""
+    """The dialect of that name. Raises: `BadInput` with the nearest name."""
     if name not in _CLASSES:
         raise BadInput(f"There is no dialect {name!r}.{did_you_mean(name, NAMES)} Dialects are {', '.join(NAMES)}.")
     module, _, attribute = _CLASSES[name].rpartition(".")
@@ -37,7 +37,7 @@ def dialect(name: str) -> Dialect:
 def recognise(document: Document, where: str) -> Dialect:
     """The dialect that a document is written in.
 
-    Errors: `BadInput` where it is none's, or several could be meant.
+    Raises: `BadInput` where it is none's, or several could be meant.
     """
     found = [each for each in map(dialect, NAMES) if each.recognises(document)]
     if len(found) == 1:

@@ -36,7 +36,7 @@ def understand(path: str | Path, name: str | None = None, context: Context = NO_
         name: of its dialect; None: as it looks.
         context: what the file does not say; its `folder` is set to the file's.
 
-    Errors: `BadInput` for a file that cannot be loaded, or is of no dialect or of several.
+    Raises: `BadInput` for a file that cannot be loaded, or is of no dialect or of several.
     """
     loaded = load(path)
     found = dialect(name) if name else recognise(loaded.document, str(path))

@@ -141,7 +141,7 @@ class Bucket(BucketSpec):
     def check_members(self) -> None:
         """Notice what the user has done to parameters since the model was sharded.
 
-        Other `data` of the same kind is taken over where weights are whole. Errors: `Misuse` for parameters that have
+        Other `data` of the same kind is taken over where weights are whole. Raises: `Misuse` for parameters that have
         been frozen, unfrozen or replaced, and for other `data` in any other case.
         """
         trainable, start = self.trainable, self.full.data.data_ptr()

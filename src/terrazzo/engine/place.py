@@ -72,7 +72,7 @@ class Place:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Tier to its share of the units; device first, nvme last. Errors: `BadInput` for what is no tier or share."""
+        """Tier to its share of the units; device first, nvme last. Raises: `BadInput` for what is no tier or share."""
         return dict(_shares(self.tier))
 
     def tier_of(self, index: int, units: int) -> str:
@@ -98,7 +98,7 @@ class Place:
         return tuple(dict.fromkeys(axes))
 
     def resolve(self, mesh_axes: Sequence[str], state: str, plan: str) -> Place:
-        """The same place in axes that `mesh_axes` has. Errors: `BadInput` for an absent axis or an unusable tier."""
+        """The same place in axes that `mesh_axes` has. Raises: `BadInput` for an absent axis or an unusable tier."""
         try:
             _ = self.shares
         except BadInput as error:
@@ -210,7 +210,7 @@ class Plan:
     def named(cls, name: str) -> Plan:
         """The preset of that name: `zero3`, `zero3@cpu`, or `zero3@cpu:0.7` with that share of the units offloaded.
 
-        Errors: `BadInput` with the nearest name. A share that is none is found by `resolve`.
+        Raises: `BadInput` with the nearest name. A share that is none is found by `resolve`.
         """
         base, at, offload = name.strip().lower().partition("@")
         offload, colon, share = offload.replace("_", "-").partition(":")

@@ -83,7 +83,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """The preset of that name. Errors: `BadInput` with the nearest name."""
+        """The preset of that name. Raises: `BadInput` with the nearest name."""
         if name not in PRECISIONS:
             known = ", ".join(PRECISIONS)
             raise BadInput(f"There is no precision {name!r}.{did_you_mean(name, PRECISIONS)} Presets are {known}.")

@@ -234,7 +234,7 @@ def _mergeable(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
 
 
 def _peft(model: nn.Module) -> Any:
-    """`model` as PEFT's class. Errors: `BadInput` for another."""
+    """`model` as PEFT's class. Raises: `BadInput` for another."""
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):

@@ -43,7 +43,7 @@ def settle(path: str | os.PathLike[str]) -> bool:
     Returns:
         Whether there is anything under the name, as rank 0 sees it.
 
-    Errors: `BadInput` where that cannot be done.
+    Raises: `BadInput` where that cannot be done.
     """
     return on_first(lambda: _settle(_named(path)), BadInput)
 

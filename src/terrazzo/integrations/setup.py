@@ -143,7 +143,7 @@ def setup_for(description: Description, device: torch.device, loaded: torch.dtyp
         device: of this rank.
         loaded: the model's dtype, which stacks that say no dtype leave as it is.
 
-    Errors: `BadInput` for what a door cannot do, `Misuse` without a process group where the mesh needs one.
+    Raises: `BadInput` for what a door cannot do, `Misuse` without a process group where the mesh needs one.
     """
     _check_extras(description)
     _check_units(description)

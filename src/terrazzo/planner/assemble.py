@@ -72,13 +72,13 @@ def _verdict_style(memory: Memory) -> str:
 def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
     """Memory, traffic and time of one setup, with what the gate knows against it.
 
-    Errors: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
+    Raises: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
     """
     return assemble(setup, memory_under(setup, calibration), calibration, findings(setup))
 
 
 def memory_under(setup: Setup, calibration: Calibration | None) -> Memory:
-    """Memory of one setup, with what was measured. Errors: `BadInput` for a setup that cannot be."""
+    """Memory of one setup, with what was measured. Raises: `BadInput` for a setup that cannot be."""
     check(setup)
     memory = memory_of(setup)
     return memory if calibration is None else measured_memory(memory, calibration, setup)

@@ -27,7 +27,7 @@ def make_log_folder(config: Config) -> None:
 
 
 def swap_folders(config: Config) -> tuple[Path, ...]:
-    """Where swap files go; none where no state is on nvme. Errors: `BadInput` where one is and no folder is named."""
+    """Where swap files go; none where no state is on nvme. Raises: `BadInput` where one is and no folder is named."""
     if not any("nvme" in place.shares for place in build_plan(config).places().values()):
         return ()
     folders = build_offload(config).folders

@@ -48,7 +48,7 @@ def _quick_turns() -> Iterator[None]:
 
 
 def on_processes(program: Program, pool: Pool) -> list[Result]:
-    """The same on processes, which are started where the pool has none. Errors: as on threads."""
+    """The same on processes, which are started where the pool has none. Raises: as on threads."""
     pool.run(abs, 0, timeout_s=START_TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:
         try:

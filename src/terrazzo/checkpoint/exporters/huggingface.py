@@ -109,7 +109,7 @@ def export_huggingface(
 def describe_folder(folder: Path) -> ModelDescription:
     """The description in the Hugging Face folder that a model was built from.
 
-    Errors: `BadInput` for a bad config, and for files that are links to elsewhere, too large or no plain files.
+    Raises: `BadInput` for a bad config, and for files that are links to elsewhere, too large or no plain files.
     """
     path = folder / CONFIG_FILE
     if not os.path.lexists(path):
@@ -122,7 +122,7 @@ def describe_folder(folder: Path) -> ModelDescription:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of the tokenizer in a Hugging Face folder, by name. Errors: those of `describe_folder`."""
+    """The files of the tokenizer in a Hugging Face folder, by name. Raises: those of `describe_folder`."""
     return _read_files(folder, TOKENIZER_PATTERNS)
 
 

@@ -111,7 +111,7 @@ def parallelism_section(config: Any) -> dict[str, Any]:
 
 
 def fsdp_section(plugin: Any) -> dict[str, Any]:
-    """The `fsdp_config` of a `FullyShardedDataParallelPlugin`. Errors: `BadInput` for what no configuration can say."""
+    """The `fsdp_config` of a `FullyShardedDataParallelPlugin`. Raises: `BadInput` for what no configuration can say."""
     if plugin.mixed_precision_policy is not None:
         raise BadInput(
             f"fsdp_plugin.mixed_precision_policy is {plugin.mixed_precision_policy}: say it as mixed_precision='bf16', "

@@ -158,7 +158,7 @@ def _tier(reader: Reader, key: str) -> Setting[Any] | None:
 
 
 def _shortest(tier: str) -> str:
-    """The text that means the same, its tiers in the same order. Errors: `BadInput`."""
+    """The text that means the same, its tiers in the same order. Raises: `BadInput`."""
     shares = {name: share for name, share in Place(tier=tier).shares.items() if name != "device"}
     named = sorted(shares, key=tier.index)
     return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"

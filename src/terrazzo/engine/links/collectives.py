@@ -41,7 +41,7 @@ class Collectives(ABC):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Errors: `Misuse` in a forked child, which has no part in it."""
+        """Raises: `Misuse` in a forked child, which has no part in it."""
         require_own(self._process)
         return self._group
 

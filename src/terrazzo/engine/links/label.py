@@ -75,7 +75,7 @@ class Label:
         return replace(self, purpose=purpose, unit=rest % (1 << _UNIT_BITS), number=rest >> _UNIT_BITS)
 
     def check(self, code: int, who: str) -> None:
-        """Errors: `RanksApart` naming both, if `code` of another rank is not this one's."""
+        """Raises: `RanksApart` naming both, if `code` of another rank is not this one's."""
         if code != self.code:
             raise RanksApart(
                 f"The ranks have not run the same: here it is the turn of {self}, and on {who} of {self.of_code(code)}."

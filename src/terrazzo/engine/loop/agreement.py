@@ -58,7 +58,7 @@ class Agreement:
         Args:
             late: units to which a gradient came after their reduction had been started.
 
-        Errors: `RanksApart` if the ranks have not run the same.
+        Raises: `RanksApart` if the ranks have not run the same.
         """
         schedule = self._schedule
         if schedule.this_pass is Pass.FINISHES:

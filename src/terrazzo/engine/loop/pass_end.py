@@ -28,7 +28,7 @@ def meets(recipe: Recipe) -> bool:
 def meet(axes: Axes, label: Label, numbers: Sequence[int]) -> list[int]:
     """Each the highest of the `numbers` of all data ranks, which meet at `label`; blocks.
 
-    Errors: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
+    Raises: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
     transport whose messages carry no labels.
     """
     trail = _trail(axes)
@@ -56,7 +56,7 @@ def _trail(axes: Axes) -> int:
 
 
 def _compare_trails(axes: Axes, label: Label) -> None:
-    """The trails of the ranks differ. Errors: `RanksApart` naming the first exchange in which they do, or steps, or
+    """The trails of the ranks differ. Raises: `RanksApart` naming the first exchange in which they do, or steps, or
     denominators.
     """
     steps = axes.rows(torch.tensor([axes.steps], device=axes.control_device)).flatten().tolist()

@@ -50,7 +50,7 @@ def checkpoint_activations(
         ops: names of aten operators such as `"mm"`, every overload of which is meant, for `selective`.
         offload: keep the units' inputs in host memory; see `offload.activations`.
 
-    Errors: `BadInput` for an unknown mode, operator or count, for an offload without checkpointing, and for `ops` in
+    Raises: `BadInput` for an unknown mode, operator or count, for an offload without checkpointing, and for `ops` in
     another mode than `selective`.
     """
     if mode not in MODES:

@@ -35,7 +35,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     It is changed in place, as by `tz.shard`, which takes it with less host memory for states on `cpu`. A model may have
     several, over disjoint parameters: each steps, and forgets the gradients of, its own.
 
-    Errors: `BadInput` as from `tz.shard`, and for parameters that have an optimizer; `Misuse` for a model with states
+    Raises: `BadInput` as from `tz.shard`, and for parameters that have an optimizer; `Misuse` for a model with states
     on drives.
     """
     engine = engine_of(model)
@@ -64,7 +64,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
 
 
 def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
-    """Errors: `BadInput` for several optimizers where only one can be."""
+    """Raises: `BadInput` for several optimizers where only one can be."""
     if count < 2:
         return
     if precision.loss_scaling:

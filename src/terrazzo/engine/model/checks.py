@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def _check_module(model: object) -> None:
-    """Errors: `BadInput` for what is no module, such as an optimizer that came first."""
+    """Raises: `BadInput` for what is no module, such as an optimizer that came first."""
     if isinstance(model, Optimizer):
         raise BadInput(
             f"tz.shard was given a {type(model).__name__} in place of a model: the model comes first, as in "
@@ -57,7 +57,7 @@ def _check_module(model: object) -> None:
 
 
 def check_group() -> None:
-    """Errors: `Misuse` without a process group, through which ranks hear of each other's errors."""
+    """Raises: `Misuse` without a process group, through which ranks hear of each other's errors."""
     if not dist.is_initialized():
         raise Misuse(
             "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first; "
@@ -66,7 +66,7 @@ def check_group() -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Errors: `Misuse` for a sharded model, `BadInput` for what cannot be laid out flat."""
+    """Raises: `Misuse` for a sharded model, `BadInput` for what cannot be laid out flat."""
     _check_module(model)
     if getattr(model, "_terrazzo", None) is not None or any(hasattr(m, "_terrazzo") for m in model.modules()):
         raise Misuse(f"This {type(model).__name__} is already sharded. Build a new model to shard it differently.")
@@ -87,7 +87,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_sparse(model: nn.Module) -> None:
-    """Errors: `BadInput` for embeddings whose gradients would be sparse tensors."""
+    """Raises: `BadInput` for embeddings whose gradients would be sparse tensors."""
     embeddings = (
         (name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
     )
@@ -104,7 +104,7 @@ def check_dtypes(model: nn.Module, precision: Precision) -> None:
 
     16 and 32 bits stand for each other, as when a model that was loaded in bf16 is trained in fp32.
 
-    Errors: `BadInput` for float64 parameters that the precision would round. Warns of trainable parameters in several
+    Raises: `BadInput` for float64 parameters that the precision would round. Warns of trainable parameters in several
     dtypes, which all become one.
     """
     floating = [(name, each) for name, each in model.named_parameters() if each.is_floating_point()]
@@ -139,7 +139,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_kind(kind: str) -> None:
-    """Errors: `BadInput` for a mesh on devices whose streams and pinned memory this version does not know."""
+    """Raises: `BadInput` for a mesh on devices whose streams and pinned memory this version does not know."""
     if kind not in devices.KINDS:
         raise BadInput(
             f"The mesh is on {kind!r}; this version runs on {' and '.join(devices.KINDS)}, AMD's GPUs being cuda to "
@@ -148,7 +148,7 @@ def check_kind(kind: str) -> None:
 
 
 def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
-    """Errors: `BadInput` for a mesh without data axes, with unknown axes, or with a backend that cannot serve it."""
+    """Raises: `BadInput` for a mesh without data axes, with unknown axes, or with a backend that cannot serve it."""
     dims = mesh.mesh_dim_names or ()
     beside = [dim for dim in dims if dim not in axes.names]
     if not axes.names or beside:
@@ -167,7 +167,7 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
 
 
 def check_device(model: nn.Module, device: torch.device) -> None:
-    """Errors: `BadInput` for parameters on an accelerator that is not the mesh's device."""
+    """Raises: `BadInput` for parameters on an accelerator that is not the mesh's device."""
     for name, parameter in model.named_parameters():
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise BadInput(
@@ -177,7 +177,7 @@ def check_device(model: nn.Module, device: torch.device) -> None:
 
 
 def check_precision(precision: Precision, axes: Axes) -> None:
-    """Errors: `BadInput` where the device cannot compute in the dtype asked for, or NCCL would lose gradients."""
+    """Raises: `BadInput` where the device cannot compute in the dtype asked for, or NCCL would lose gradients."""
     device = axes.device
     groups = [axes.along(axis).group for axis in axes.live(axes.names)]
     if precision.reduce == torch.float16 and any(backend_of(group, device) == "nccl" for group in groups):
@@ -196,7 +196,7 @@ def check_precision(precision: Precision, axes: Axes) -> None:
 
 
 def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
-    """Errors: `BadInput` for units captured in CUDA graphs whose weights come and go: a graph reads fixed addresses."""
+    """Raises: `BadInput` for units captured in CUDA graphs whose weights come and go: a graph reads fixed addresses."""
     for unit in units:
         if devices.is_cuda(device) and unit.captured and unit.transient:
             raise BadInput(
@@ -208,7 +208,7 @@ def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
 
 
 def check_versions(axes: Axes) -> None:
-    """Errors: `BadInput` on every rank where ranks run other versions; before anything else is exchanged."""
+    """Raises: `BadInput` on every rank where ranks run other versions; before anything else is exchanged."""
     check_agreement(axes, versions(), "Install the same on every machine.")
 
 
@@ -221,7 +221,7 @@ def versions() -> dict[str, object]:
 def check_agreement(
     axes: Axes, facts: Mapping[str, object], fix: str = "Give every rank the same model and arguments."
 ) -> None:
-    """Compare what each rank was told. Errors: `BadInput` on every rank, naming the facts that differ.
+    """Compare what each rank was told. Raises: `BadInput` on every rank, naming the facts that differ.
 
     Args:
         facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.
@@ -240,7 +240,7 @@ def check_agreement(
 
 
 def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:
-    """Errors: `BadInput` for settings of offload that cannot work with the tiers in use."""
+    """Raises: `BadInput` for settings of offload that cannot work with the tiers in use."""
     if "nvme" in tiers and not offload.folders:
         raise BadInput(
             "The plan places states on nvme, but no folder is given for them: pass offload=tz.Offload(path=...), or "
@@ -254,7 +254,7 @@ def check_offload(tiers: Collection[str], precision: Precision, offload: Offload
 
 
 def together(axes: Axes, action: Callable[[], T]) -> T:
-    """What `action` returns. Errors: what it raises here, and `BadInput` where it raises on another rank."""
+    """What `action` returns. Raises: what it raises here, and `BadInput` where it raises on another rank."""
     problem: Exception | None = None
     try:
         result = action()

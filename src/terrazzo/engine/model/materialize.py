@@ -71,7 +71,7 @@ def _kept(module: nn.Module, fresh: Collection[Tensor], loaded: Collection[Tenso
 
 
 def check_initializable(model: nn.Module) -> None:
-    """Errors: `BadInput` for meta parameters or buffers in a module that has no way to initialise them."""
+    """Raises: `BadInput` for meta parameters or buffers in a module that has no way to initialise them."""
     if callable(getattr(model, "_init_weights", None)):
         return
     for module in model.modules():

@@ -102,7 +102,7 @@ def shard(  # structure: signature fixed by the design
         prefetch: how many units ahead of the running one are gathered; 0 for none.
         offload: how states that the plan places on `cpu` or `nvme` are kept and updated; see `tz.Offload`.
 
-    Errors: `BadInput` or `Misuse` on every rank, before anything is changed.
+    Raises: `BadInput` or `Misuse` on every rank, before anything is changed.
     """
     options = _Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = _prepare(model, optimizer, plan, options)
@@ -248,7 +248,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
         local: add their gradients on this rank and send nothing (fewer bytes), or reduce each micro-batch to the plan's
             `grad` place (less memory). By default local where the plan does not split `grad`, else reduced.
 
-    Errors: `BadInput` for `local=False` under a plan that keeps whole gradients.
+    Raises: `BadInput` for `local=False` under a plan that keeps whole gradients.
     """
     engine = engine_of(model)
     before = engine.schedule.this_pass

@@ -72,7 +72,7 @@ class _Shelf:
         self.shown = []
 
     def dropped(self) -> list[int]:
-        """Parameters whose `.grad` someone has set to None. Errors: `Misuse` for one that was set to a tensor."""
+        """Parameters whose `.grad` someone has set to None. Raises: `Misuse` for one that was set to a tensor."""
         seen, indices = self.bucket.gradient.seen, list[int]()
         for index, parameter, stand_in in self.shown:
             grad = parameter.grad
@@ -194,7 +194,7 @@ class _StandIns:
         bucket.gradient.change(index, change)
 
     def _prepare_change(self, name: str) -> None:
-        """Errors: `Misuse` where the gradient of `name` cannot be changed now."""
+        """Raises: `Misuse` where the gradient of `name` cannot be changed now."""
         self._check_finished(name)
         for driver in self._engine.drivers:
             if driver.background is not None and driver.background.in_backward:
@@ -328,7 +328,7 @@ def _divide(grad: _StandIn, divisor: Any) -> _StandIn:
 
 
 def _check_numbers(*numbers: Any) -> None:
-    """Errors: `Misuse` for one per element, which ranks that hold other elements would take from the wrong places."""
+    """Raises: `Misuse` for one per element, which ranks that hold other elements would take from the wrong places."""
     for number in numbers:
         if torch.is_tensor(number) and number.numel() != 1:
             raise Misuse(

@@ -22,7 +22,7 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
-    Errors: `Diverged`, with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
+    Raises: `Diverged`, with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
     axes, split = recipe.axes, recipe.plan.optim.axes
     gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]

@@ -44,7 +44,7 @@ def unhooked_step(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Errors: `BadInput` for an optimizer that is not known to be elementwise."""
+    """Raises: `BadInput` for an optimizer that is not known to be elementwise."""
     name = type(optimizer).__name__
     if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
         raise BadInput(
@@ -58,7 +58,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], first: int = 0) -> None:
     """Note on each member which param group owns it, counting those of all optimizers on from `first`.
 
-    Errors: `BadInput`, with nothing noted, for parameters that are not the model's or have an optimizer already.
+    Raises: `BadInput`, with nothing noted, for parameters that are not the model's or have an optimizer already.
     """
     by_parameter = {member.parameter: member for member in members}
     groups = enumerate((group for each in optimizers for group in each.param_groups), first)

@@ -199,7 +199,7 @@ def leaves_to_parent(owner: _Owner) -> None:
 
 
 def require_own(process: int, what: str = "sharded model") -> None:
-    """Errors: `Misuse` if this is not `process` but a fork of it, which has none of its threads and connections."""
+    """Raises: `Misuse` if this is not `process` but a fork of it, which has none of its threads and connections."""
     if process != os.getpid():
         raise Misuse(
             f"This {what} belongs to the process that this one was forked from (pid {process}), and cannot be used "

@@ -48,7 +48,7 @@ class Job(Future[None]):
         self._process = os.getpid()
 
     def wait(self) -> None:
-        """Return once it is done. Errors: what it raised."""
+        """Return once it is done. Raises: what it raised."""
         error = self.failure()
         if error is not None:
             raise again(error)  # a copy: with frames of whoever waits, the job would hold on to who holds it
@@ -83,7 +83,7 @@ class Worker:
         _end(self._jobs, len(self._threads))
 
     def submit(self, job: Callable[[], None]) -> Job:
-        """Errors: `Misuse` in a forked child."""
+        """Raises: `Misuse` in a forked child."""
         require_own(self._process)
         done = Job()
         self._jobs.put((done, job))

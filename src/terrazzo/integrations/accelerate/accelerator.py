@@ -44,7 +44,7 @@ class Accelerator(accelerate.Accelerator):
         arguments: Accelerate's own. `mixed_precision="bf16"` is autocast over fp32 weights, as there;
             `precision="bf16"` is Terrazzo's, with 16-bit weights and fp32 masters.
 
-    Errors: `BadInput` naming the setting, for what was asked and cannot be honoured.
+    Raises: `BadInput` naming the setting, for what was asked and cannot be honoured.
     """
 
     def __init__(  # structure: signature fixed by Accelerate and tz.shard
@@ -163,7 +163,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients of one whole model by their global norm, and return that norm, fp32.
 
-        Errors: `BadInput` for a part of a sharded model's parameters, or those of several models.
+        Raises: `BadInput` for a part of a sharded model's parameters, or those of several models.
         """
         given, model = self._owned(parameters)
         if model is None:
@@ -252,7 +252,7 @@ def _refuse_keywords(given: dict[str, Any], name: str) -> None:
 
 
 def _partners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.Module, Optimizer]:
-    """Which optimizer is which model's. Errors: `BadInput` where that is not one to one."""
+    """Which optimizer is which model's. Raises: `BadInput` where that is not one to one."""
     found: dict[nn.Module, Optimizer] = {}
     for optimizer in optimizers:
         own = {each for group in optimizer.param_groups for each in group["params"]}

@@ -61,7 +61,7 @@ class Asked:
         mixed: Accelerate's mixed_precision.
         deepspeed: DeepSpeed's configuration is there, which says the precision as well.
 
-    Errors: `BadInput` naming the setting that cannot be honoured.
+    Raises: `BadInput` naming the setting that cannot be honoured.
     """
 
     def __init__(self, given: dict[str, Any], words: TerrazzoArguments, alone: bool) -> None:
@@ -172,7 +172,7 @@ def _one_plugin(given: dict[str, Any]) -> Any:
 
 
 def _compile(given: dict[str, Any]) -> bool:
-    """Whether units are compiled. Errors: `BadInput` for another compiler, or options that would be lost."""
+    """Whether units are compiled. Raises: `BadInput` for another compiler, or options that would be lost."""
     said = dynamo_section(os.environ, given.pop("dynamo_plugin", None), given.pop("dynamo_backend", None))
     chosen = said.get("backend", "no")
     if chosen == "no":

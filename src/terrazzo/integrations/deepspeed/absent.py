@@ -25,7 +25,7 @@ _INSTEAD = {
 
 
 class Absent(ModuleType):
-    """A name that stands for something that is not here. Errors: `BadInput` when it is called or subclassed."""
+    """A name that stands for something that is not here. Raises: `BadInput` when it is called or subclassed."""
 
     __path__: list[str] = []
 

@@ -36,7 +36,7 @@ class Answers:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of micro-batches per step. Errors: `BadInput` where it does not come out whole."""
+        """Another number of micro-batches per step. Raises: `BadInput` where it does not come out whole."""
         at_once = self.train_micro_batch_size_per_gpu() * self.world_size
         if train_batch_size <= 0 or train_batch_size % at_once:
             raise BadInput(

@@ -53,7 +53,7 @@ class Checkpoints:
             client_state: plain JSON values that `load_checkpoint` gives back; those of rank 0.
             save_latest: name it in `save_dir/latest`.
 
-        Errors: `BadInput` for state that JSON cannot hold, and for `exclude_frozen_parameters`.
+        Raises: `BadInput` for state that JSON cannot hold, and for `exclude_frozen_parameters`.
         """
         if exclude_frozen_parameters:
             raise BadInput("save_checkpoint(exclude_frozen_parameters=True): a checkpoint here is whole; leave it out.")
@@ -89,7 +89,7 @@ class Checkpoints:
         Returns:
             The path and the script's own state; None twice where there was no `latest`.
 
-        Errors: `BadInput` for arguments that cannot be honoured, and for what does not fit; `Damaged`.
+        Raises: `BadInput` for arguments that cannot be honoured, and for what does not fit; `Damaged`.
         """
         if custom_load_fn is not None or not load_module_strict:
             raise BadInput("load_checkpoint takes no custom_load_fn, and loads strictly: leave both out.")

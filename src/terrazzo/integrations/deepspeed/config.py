@@ -86,7 +86,7 @@ class Configuration:
 def read(config: str | os.PathLike[str] | Mapping[str, Any], world: int, device: torch.device) -> Configuration:
     """Read a file or a mapping.
 
-    Errors: `BadInput` listing every key that is refused, each with why.
+    Raises: `BadInput` listing every key that is refused, each with why.
     """
     loaded = _loaded(config)
     found, context = dialect("deepspeed"), Context(world=world, folder=loaded.path.parent)

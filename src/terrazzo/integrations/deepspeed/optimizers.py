@@ -28,7 +28,7 @@ def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> Op
         params: the JSON's `optimizer.params`.
         parameters: parameters, param groups or a module.
 
-    Errors: `BadInput` for one that cannot run on flat shards, and for arguments that it does not take.
+    Raises: `BadInput` for one that cannot run on flat shards, and for arguments that it does not take.
     """
     if name not in _KNOWN:
         raise BadInput(

@@ -65,7 +65,7 @@ def fully_shard(  # structure: signature fixed by torch.distributed.fsdp.fully_s
     Returns:
         `module`.
 
-    Errors: `BadInput` and `Misuse`, when the model is sharded.
+    Raises: `BadInput` and `Misuse`, when the model is sharded.
     """
     arguments = {name: value for name, value in locals().items() if name != "module"}
     for each in module if isinstance(module, list) else [module]:

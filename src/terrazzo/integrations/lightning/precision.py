@@ -21,7 +21,7 @@ _PLUGINS = (LightningPrecision, MixedPrecision, HalfPrecision)
 def precision_of(plugin: Any, asked: Precision | None) -> Precision:
     """The engine's precision for one of Lightning's plugins, unless the strategy has been told another.
 
-    Errors: `BadInput` for a plugin that does what the engine cannot, or one beside the strategy's own precision.
+    Raises: `BadInput` for a plugin that does what the engine cannot, or one beside the strategy's own precision.
     """
     if type(plugin) not in _PLUGINS or plugin.precision not in _NAMES:
         raise BadInput(

@@ -25,7 +25,7 @@ def to_json(value: Any, where: str = "checkpoint") -> Any:
     Args:
         where: what errors call the value.
 
-    Errors: `BadInput` for anything else, naming where it is.
+    Raises: `BadInput` for anything else, naming where it is.
     """
     if value is None or isinstance(value, bool | int | str):
         return value

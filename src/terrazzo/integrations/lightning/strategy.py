@@ -53,7 +53,7 @@ class TerrazzoStrategy(ParallelStrategy):
         process_group_backend: gloo on the CPU, and with nccl on CUDA, by default.
         timeout: of the process group.
 
-    Errors: `BadInput` for what the engine cannot do, when the Trainer starts.
+    Raises: `BadInput` for what the engine cannot do, when the Trainer starts.
     """
 
     is_distributed = True

@@ -29,7 +29,7 @@ _THEIRS = ("optimizer.", "schedule.", "training.clip")
 
 
 def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Description:
-    """What TrainingArguments ask of Terrazzo. Errors: `BadInput` for what they ask and it cannot do."""
+    """What TrainingArguments ask of Terrazzo. Raises: `BadInput` for what they ask and it cannot do."""
     document = args.to_dict()
     if args.parallelism_config is not None:
         said = vars(args.parallelism_config).items()
@@ -59,7 +59,7 @@ def _check_deepspeed(document: Mapping[str, Any], context: Context) -> None:
 
 
 def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype:
-    """The dtype of what is trained. Errors: `BadInput` for what the Trainer can do and this door cannot."""
+    """The dtype of what is trained. Raises: `BadInput` for what the Trainer can do and this door cannot."""
     told = int(os.environ.get("WORLD_SIZE", "1"))
     problems = {
         "one process with several GPUs (DataParallel): start one process per GPU with torchrun": args.n_gpu > 1,

@@ -46,7 +46,7 @@ class TerrazzoTrainerMixin(_Base):
     Args:
         terrazzo: plan and precision; by default the class's `terrazzo`, which leaves all to the TrainingArguments.
 
-    Errors: `BadInput` for arguments that cannot be honoured, before anything is changed.
+    Raises: `BadInput` for arguments that cannot be honoured, before anything is changed.
     """
 
     terrazzo = TerrazzoArguments()

@@ -39,7 +39,7 @@ def train_config(setup: Setup, model: Model, model_folder: str | Path = "model")
         model: what the setup's shape was made from.
         model_folder: where the caller will write `model_config` as config.json, if there is one.
 
-    Errors: `BadInput` where this version cannot run the setup, or cannot build the model.
+    Raises: `BadInput` where this version cannot run the setup, or cannot build the model.
     """
     _check_runnable(setup)
     section, model_config = _model(setup.model, model, str(model_folder))

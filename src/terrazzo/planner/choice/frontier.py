@@ -107,7 +107,7 @@ class Frontier:
 def nearest(frontier: Frontier, estimate: Callable[[Setup], Estimate]) -> Estimate:
     """Where nothing fits: of what was refused for its memory, what lacks least.
 
-    Errors: `BadInput` where memory is no reason.
+    Raises: `BadInput` where memory is no reason.
     """
     least = frontier.nearest
     if least is None or least.setup is None:

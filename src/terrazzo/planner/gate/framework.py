@@ -34,7 +34,7 @@ class Framework:
 
     @classmethod
     def parse(cls, text: str) -> Framework:
-        """`"deepspeed"`, `"deepspeed@0.18.2"`. Errors: `BadInput` with the nearest name."""
+        """`"deepspeed"`, `"deepspeed@0.18.2"`. Raises: `BadInput` with the nearest name."""
         name, at, version = text.strip().lower().partition("@")
         if name not in FRAMEWORKS:
             raise BadInput(

@@ -72,7 +72,7 @@ class Fields:
         return next((key for key in keys if key in self.values), keys[0])
 
     def check_spelling(self) -> None:
-        """Errors: `BadInput` where a key that decides a shape is missing and one that is none of them is nearly it.
+        """Raises: `BadInput` where a key that decides a shape is missing and one that is none of them is nearly it.
 
         Other keys are ignored: configs are full of them.
         """

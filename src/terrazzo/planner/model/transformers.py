@@ -128,7 +128,7 @@ def _unit(values: Mapping[str, Any]) -> UnitShape:
 
 
 def harmless(values: Mapping[str, Any], name: str, depth: int = 0) -> dict[str, Any]:
-    """A config without what could fetch or run anything, with every number in bounds. Errors: `BadInput`."""
+    """A config without what could fetch or run anything, with every number in bounds. Raises: `BadInput`."""
     if depth > MAX_DEPTH:
         raise BadInput(f"{name}: the config is nested more than {MAX_DEPTH} deep, so it is no model config.")
     if "auto_map" in values:

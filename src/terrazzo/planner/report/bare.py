@@ -38,7 +38,7 @@ class BareAnswer:
 
     @cached_property
     def setups(self) -> list[Setup]:
-        """One for each stage. Errors: `BadInput` for ranks that the strategy cannot use."""
+        """One for each stage. Raises: `BadInput` for ranks that the strategy cannot use."""
         asked = self.request.plan
         plans = [Plan.named(stage) for stage in STAGES] if asked is None else [asked]
         setups = [build_setup(replace(self.request, strategy=plan)) for plan in plans]

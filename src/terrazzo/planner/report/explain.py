@@ -21,7 +21,7 @@ def explained(estimate: Estimate, wanted: str) -> ExplainedReport:
     Args:
         wanted: name of a term (`gathered`, `gathered weights`), key of a formula (`memory.gathered`), or its last part.
 
-    Errors: `BadInput` with all names where nothing is called so.
+    Raises: `BadInput` with all names where nothing is called so.
     """
     terms = list(_terms(estimate))
     found = [(part, term) for part, term in terms if wanted.lower() in _names(term)]

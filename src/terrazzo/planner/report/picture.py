@@ -63,7 +63,7 @@ Shape = Box | Stroke | Label
 
 
 def save_picture(chart: Chart, path: Path) -> None:
-    """Write a chart in the format that the file's name ends with. Errors: `BadInput` where it ends otherwise."""
+    """Write a chart in the format that the file's name ends with. Raises: `BadInput` where it ends otherwise."""
     if path.suffix.lower() not in SUFFIXES:
         raise BadInput(f"A picture's name must end with {' or '.join(SUFFIXES)}: '{path}' does not.")
     if path.suffix.lower() == ".svg":

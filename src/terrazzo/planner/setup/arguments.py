@@ -39,7 +39,7 @@ def checked(fields: Mapping[str, Any], optional: Collection[str]) -> dict[str, A
     Args:
         optional: those that None leaves open.
 
-    Errors: `BadInput` for a number that is none or out of range, another kind of value, an empty or unknown name, and
+    Raises: `BadInput` for a number that is none or out of range, another kind of value, an empty or unknown name, and
     options that exclude each other.
     """
     found = {

@@ -18,7 +18,7 @@ MOST = 10**18
 
 
 def check_number(name: str, value: float, *, whole: bool = False, least: float | None = None) -> None:
-    """Errors: `BadInput` for what is no finite number, not above 0 (or below `least`), above `MOST`, or not `whole`."""
+    """Raises: `BadInput` for what is no finite number, not above 0 (or below `least`), above `MOST`, or not `whole`."""
     if isinstance(value, int) and abs(value) > MOST:
         raise BadInput(f"{name} is a number of {value.bit_length()} bits; give one of at most {MOST:.0e}.")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -33,7 +33,7 @@ def check_number(name: str, value: float, *, whole: bool = False, least: float |
 
 
 def check(setup: Setup) -> None:
-    """Errors: `BadInput` for a setup that cannot be, with the numbers and the edit that fixes it."""
+    """Raises: `BadInput` for a setup that cannot be, with the numbers and the edit that fixes it."""
     _check_sizes(setup)
     _check_world(setup)
     _check_plan(setup)

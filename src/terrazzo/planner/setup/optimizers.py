@@ -58,7 +58,7 @@ OPTIMIZERS = {recipe.name: recipe for recipe in _ROWS}
 
 
 def optimizer(name: str) -> OptimizerRecipe:
-    """What the optimizer of that name keeps. Errors: `BadInput` with the nearest name."""
+    """What the optimizer of that name keeps. Raises: `BadInput` with the nearest name."""
     key = name.lower().replace("_", "-")
     if key not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)

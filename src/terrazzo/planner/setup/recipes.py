@@ -48,7 +48,7 @@ CHECKPOINTING = ("none", "selective", "full", "every_N")
 def strategy(name: str) -> Plan:
     """The plan of any name that `Plan.named` takes, or of `fsdp`, `fsdp2` and `hsdp` in place of its first part.
 
-    Errors: `BadInput` with the nearest name.
+    Raises: `BadInput` with the nearest name.
     """
     base, at, offload = name.strip().lower().replace("_", "-").partition("@")
     base = base.replace("-", "_")
@@ -61,7 +61,7 @@ def strategy(name: str) -> Plan:
 
 
 def precision(name: str) -> tuple[Precision, str]:
-    """Dtypes, and the format of matrix products, of that name. Errors: `BadInput` with the nearest name."""
+    """Dtypes, and the format of matrix products, of that name. Raises: `BadInput` with the nearest name."""
     key = name.strip().lower().replace("_", "-")
     key = PRECISION_SYNONYMS.get(key, key)
     if key not in RECIPES:
@@ -72,7 +72,7 @@ def precision(name: str) -> tuple[Precision, str]:
 
 
 def checkpointing(name: str) -> tuple[Checkpointing, int]:
-    """Mode and `every` of `none`, `selective`, `full` or `every_N`. Errors: `BadInput` with the nearest name."""
+    """Mode and `every` of `none`, `selective`, `full` or `every_N`. Raises: `BadInput` with the nearest name."""
     if match := re.fullmatch(r"every_([1-9][0-9]{0,8})", name):
         return "full", int(match[1])
     for mode in get_args(Checkpointing):

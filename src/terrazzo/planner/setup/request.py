@@ -63,7 +63,7 @@ class Request:
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
         rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
 
-    Errors: `BadInput` for what a field cannot hold, and for options that exclude each other.
+    Raises: `BadInput` for what a field cannot hold, and for options that exclude each other.
     """
 
     model: Model
@@ -122,7 +122,7 @@ class Request:
 def build_setup(request: Request) -> Setup:
     """The setup that a request means, with every default filled in; `checks.check` says whether it can be.
 
-    Errors: `BadInput` for unknown names, and for ranks or batches that do not factor.
+    Raises: `BadInput` for unknown names, and for ranks or batches that do not factor.
     """
     model, cluster = shape_of(request.model), build_cluster(request)
     plan = request.plan or recipes.strategy(STRATEGY)
@@ -180,7 +180,7 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
 
 
 def shape_of(model: Model) -> ModelShape:
-    """The shape behind a request's `model`. Errors: `BadInput` where there is none."""
+    """The shape behind a request's `model`. Raises: `BadInput` where there is none."""
     if isinstance(model, ModelShape):
         return model
     if isinstance(model, (int, float)):
@@ -193,7 +193,7 @@ def shape_of(model: Model) -> ModelShape:
 def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
     """The numbers of devices that a request allows: one, or in a range every whole number of hosts.
 
-    Below one host, powers of two. Errors: `BadInput` for what is neither a number nor a range.
+    Below one host, powers of two. Raises: `BadInput` for what is neither a number nor a range.
     """
     if isinstance(request.gpus, int):
         return (_range(str(request.gpus))[0],)

@@ -209,7 +209,7 @@ def measured_memory(memory: Memory, record: Calibration, setup: Setup) -> Memory
 
 
 def load_calibration(path: Path) -> Calibration:
-    """The record in a file that the user names. Errors: `BadInput` where it is none."""
+    """The record in a file that the user names. Raises: `BadInput` where it is none."""
     try:
         return Calibration.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -60,7 +60,7 @@ class Chat(Protocol):
     """Renders conversations one by one."""
 
     def render(self, document: Document) -> Rendered:
-        """Errors: `BadInput` that names the document, for one that the template cannot or does not fully render."""
+        """Raises: `BadInput` that names the document, for one that the template cannot or does not fully render."""
 
 
 def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss_on: LossOn) -> Chat:

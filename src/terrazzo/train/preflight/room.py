@@ -49,7 +49,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
 
     Returns lines for the header of the run: warnings, memory that is close, or why nothing was checked.
 
-    Errors: `BadInput` that names the reason, the largest terms of memory and edits that would help.
+    Raises: `BadInput` that names the reason, the largest terms of memory and edits that would help.
     """
     setup = _setup(config, world_size)
     if setup is None:

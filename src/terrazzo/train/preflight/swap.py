@@ -24,7 +24,7 @@ RATED_BYTES = 600e12
 
 
 def check_folders(config: Config) -> list[str]:
-    """What speaks against the folders for swap files, a line each. Errors: `BadInput` where they cannot be used."""
+    """What speaks against the folders for swap files, a line each. Raises: `BadInput` where they cannot be used."""
     folders = swap_folders(config)
     if config.offload.path is not None and not folders:
         return ["no state is on nvme, so nothing is written to offload.path"]

@@ -36,7 +36,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         cluster: where it will run, by default the part of this machine that `launch.device` names. A CPU is a whole
             host; its ranks get equal shares of its memory.
 
-    Errors: `BadInput` for settings that do not fit together, and for a model that the planner cannot describe.
+    Raises: `BadInput` for settings that do not fit together, and for a model that the planner cannot describe.
     """
     micro_batches = micro_batches_per_rank(config.batch, world_size)
     precision = build_precision(config)
@@ -110,7 +110,7 @@ def optimizer_recipe(config: Config) -> OptimizerRecipe:
     From a table: a class's first step, which would tell as well, imports torch's compiler, and that takes a second.
     `amsgrad`, `momentum` and `centered` each keep one tensor more.
 
-    Errors: `BadInput` for a class that torch.optim does not have, or that is not in the table.
+    Raises: `BadInput` for a class that torch.optim does not have, or that is not in the table.
     """
     optimizer, options = config.optimizer, config.optimizer.options
     optimizer_class(optimizer)

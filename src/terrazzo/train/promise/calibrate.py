@@ -33,7 +33,7 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
 
     Returns the record and where it lies.
 
-    Errors: `BadInput` for a configuration that cannot run here; `TerrazzoError` when its steps failed.
+    Raises: `BadInput` for a configuration that cannot run here; `TerrazzoError` when its steps failed.
     """
     with Scratch(f"calibrate-{os.getpid()}") as folder:
         out = Path(folder, "trials.json")

@@ -40,7 +40,7 @@ def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estim
     Args:
         cluster: as for `setup_of`.
 
-    Errors: `BadInput` as of `setup_of`, and for a setup that cannot be.
+    Raises: `BadInput` as of `setup_of`, and for a setup that cannot be.
     """
     setup = setup_of(config, ranks, cluster)
     record, note = find_calibration(setup)
