@@ -11,14 +11,14 @@ from terrazzo.engine import device as devices
 from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.errors import BadInput
 
-__all__ = ["local_rank", "ranks_here", "require_place", "resolve_device", "set_threads"]
+__all__ = ["local_rank", "ranks_here", "require_environment", "resolve_device", "set_threads"]
 
-_PLACE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TOLD = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def require_place() -> None:
-    """Raise `BadInput` for a rank that was not told all of where it is: all would take the first GPU, and all CPUs."""
-    if missing := [name for name in _PLACE if not os.environ.get(name)]:
+def require_environment() -> None:
+    """Raise `BadInput` for a rank that was not told all of where it is: each would take the first GPU, and all CPUs."""
+    if missing := [name for name in _TOLD if not os.environ.get(name)]:
         raise BadInput(
             f"RANK and WORLD_SIZE are set, and {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not. Start"
             " ranks with torchrun or srun, which tell each where it is; or set LOCAL_RANK, which counts the ranks of a"

@@ -48,7 +48,7 @@ def join(launch: LaunchConfig) -> Ranks:
         BadInput: this rank was not told where it is, the ranks cannot meet at the address that they were given, or
             some do not come, or with another kind of device.
     """
-    here.require_place()
+    here.require_environment()
     rank, world_size, local_rank = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), here.local_rank()
     device = torch.device(here.resolve_device(launch))
     here.set_threads(launch, here.ranks_here(world_size))
