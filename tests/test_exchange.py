@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +13,7 @@ import torch.distributed as dist
 import terrazzo as tz
 from terrazzo import exchange
 from terrazzo.errors import TerrazzoError
-from terrazzo.exchange import on_first, together
+from terrazzo.exchange import on_first, patiently, together
 from tests.helpers.threads import run_in_threads
 
 KINDS = [each for each in vars(tz).values() if isinstance(each, type) and issubclass(each, TerrazzoError)]
@@ -63,3 +67,46 @@ def test_what_the_first_rank_does_all_ranks_hear_of(said: object) -> None:
     untold = "rank 0: TypeError: Object of type object is not JSON serializable"
     assert run_in_threads(2, body) == [said if type(said) is not object else untold] * 2
     assert done == [0]
+
+
+def test_long_work_on_one_rank_keeps_no_other_waiting_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, waits = exchange.gather_json, []
+
+    def timed(value: Any) -> list[Any]:
+        start = time.monotonic()
+        found = real(value)
+        waits.append(time.monotonic() - start)
+        return found
+
+    monkeypatch.setattr(exchange, "gather_json", timed)
+    monkeypatch.setattr(exchange, "ROUND_S", 0.05)
+    done = run_in_threads(2, lambda rank: patiently(lambda: time.sleep(1.5 * (1 - rank)) or rank, tz.BadInput))
+    assert done == [0, 1]
+    assert max(waits) < 0.75
+
+
+@pytest.mark.parametrize("rank_of_it", [0, 1])
+def test_an_error_of_long_work_is_raised_on_all_ranks(rank_of_it: int) -> None:
+    def body(rank: int) -> str:
+        def work() -> None:
+            if rank == rank_of_it:
+                raise tz.Misuse("what happened")
+
+        with pytest.raises(tz.Misuse) as caught:
+            patiently(work, tz.BadInput)
+        return str(caught.value)
+
+    assert run_in_threads(2, body) == ["what happened"] * 2
+
+
+def test_long_work_is_left_behind_where_another_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def gone(value: Any) -> list[Any]:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(exchange, "gather_json", gone)
+    monkeypatch.setattr(exchange, "ROUND_S", 0.05)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        patiently(lambda: goes_on.wait(60), tz.BadInput)
+    goes_on.set()

@@ -28,6 +28,7 @@ __all__ = [
     "SwapFailed",
     "TerrazzoError",
     "did_you_mean",
+    "install",
     "printable",
 ]
 
@@ -68,6 +69,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'zero3'?"` when a known word is close to `word`, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def install(extra: str) -> str:
+    """The edit for a package that is not there, without the full stop."""
+    return f"Install the extra: pip install 'terrazzo[{extra}]'"
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,9 +12,13 @@ import torch
 import torch.distributed as dist
 
 from terrazzo import errors
+from terrazzo.engine import device as devices
 from terrazzo.errors import SaveFailed, TerrazzoError
 
-__all__ = ["agree", "gather_json", "on_first", "timeout_s", "together"]
+__all__ = ["agree", "gather_json", "on_first", "patiently", "timeout_s", "together"]
+
+ROUND_S = 1.0
+"""How long ranks that have done their part of `patiently` wait until they ask again."""
 
 T = TypeVar("T")
 _ERRORS: dict[str, type[TerrazzoError]] = {
@@ -42,9 +47,7 @@ def _device() -> torch.device:
     `init_process_group()` without a backend, and with `cuda:nccl`, makes a group for CUDA tensors alone.
     """
     kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+    return devices.here("cpu" if "cpu" in kinds else kinds[0])
 
 
 def timeout_s() -> float:
@@ -71,6 +74,22 @@ def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
     result, problem = _tried(work, failed)
     _refuse(gather_json(problem))
     return result  # type: ignore[return-value]
+
+
+def patiently(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
+    """As `together`, for work that may take one rank longer than ranks wait for each other. Collective.
+
+    It is done in a thread, and must not talk to other ranks. Meanwhile all ranks ask in rounds whether everybody is
+    done: a rank that is gone is noticed as in any collective, one that takes its time is waited for.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-patiently")
+    try:
+        doing = pool.submit(work)
+        while not all(gather_json(bool(wait([doing], ROUND_S).done))):
+            pass
+        return together(doing.result, failed)
+    finally:
+        pool.shutdown(wait=False)  # where another rank is gone, nobody waits for the work
 
 
 def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) -> T:

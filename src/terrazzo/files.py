@@ -1,6 +1,6 @@
 """Reading small files that a stranger may have made: plain files of a bounded size, JSON of a bounded depth.
 
-And what writers of files and streams share.
+And what writers of files and streams share, and the way to a store behind a URL.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, install
 
 __all__ = [
     "GIB",
     "brackets",
     "check_model_file",
     "is_deeper",
+    "open_store",
     "read_json",
     "read_plain",
     "size_inside",
@@ -31,6 +32,8 @@ __all__ = [
 
 GIB = 2**30
 MAX_DEPTH = 64
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
+"""The extra of ours that a protocol needs; of others fsspec says what to install."""
 
 
 def read_plain(path: Path, limit_bytes: int) -> bytes:
@@ -128,6 +131,25 @@ def check_model_file(path: Path, limit_bytes: int, folder: Path | None = None) -
         raise BadInput(f"'{path}' cannot be read: {error}.") from None
     if size_bytes > limit_bytes:
         raise BadInput(f"'{path}' is {size_bytes:,} bytes, and at most {limit_bytes:,} are read: is it another file?")
+
+
+def open_store(url: str, what: str) -> tuple[Any, str]:
+    """Fsspec's file system for a URL, and the path in it; `what` is what errors call it.
+
+    Raises:
+        BadInput: its package is not installed, or it is no URL that fsspec knows.
+    """
+    from fsspec.core import url_to_fs  # only those that have URLs wait for it
+
+    try:
+        fs, path = url_to_fs(url)
+    except ImportError as error:
+        extra = _EXTRAS.get(url.partition("://")[0])
+        edit = install(extra) if extra else str(error)
+        raise BadInput(f"{what} needs a package that is not installed. {edit}.") from error
+    except ValueError as error:
+        raise BadInput(f"{what} cannot be opened: {error}. Correct the URL.") from error
+    return fs, path.rstrip("/")
 
 
 def sync_folder(path: Path) -> None:

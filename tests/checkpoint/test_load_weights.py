@@ -9,7 +9,7 @@ import torch
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.train.model.decoder import build_model
+from terrazzo.train.model.causal_lm import build_model
 from tests.helpers.threads import exclusive, run_in_threads
 
 transformers = pytest.importorskip("transformers")

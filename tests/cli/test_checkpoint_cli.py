@@ -30,7 +30,8 @@ from terrazzo.checkpoint import audit, compare, convert, describe, local
 from terrazzo.checkpoint import source as sources
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.train.model.decoder import Decoder, logits_of
+from terrazzo.train.model.causal_lm import logits_of
+from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -538,7 +539,7 @@ def saved_by_a_run(path: Path, model: nn.Module, settings: dict[str, Any]) -> No
 def test_a_runs_checkpoint_says_itself_what_model_it_is(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     settings = {"model": {"dim": 24, "layers": 2, "heads": 4, "kv_heads": 2}, "batch": {"sequence_length": 16}}
-    decoder = Decoder(decoder_config(config_from_dict(settings), 257)).eval()
+    decoder = Decoder(decoder_config(config_from_dict(settings))).eval()
     saved_by_a_run(tmp_path / "step-00000001", decoder, settings)
     assert run("convert", tmp_path / "step-00000001", tmp_path / "hf", "--to", "hf").exit_code == 0
     llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()

@@ -45,7 +45,7 @@ def peak_bytes_of_step(raw: dict[str, Any], world_size: int, device: str = "cpu"
 
 
 def _train(config: Any, world_size: int, device: torch.device, steps: int) -> None:
-    model: Any = prepare_model(config, config.model.vocab_size)
+    model: Any = prepare_model(config)
     vocab_size = model.config.vocab_size
     optimizer = build_optimizer(config.optimizer, model)
     model, optimizer = tz.shard(

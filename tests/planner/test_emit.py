@@ -130,7 +130,7 @@ def test_an_optimizer_is_emitted_as_one_that_the_engine_takes_or_refused(name: s
 def test_the_model_that_is_trained_has_the_parameters_that_were_planned(model: Any, tmp_path: Path) -> None:
     config, files = emitted(tmp_path, model)
     assert files.model_config is not None
-    built = prepare_model(config, vocab_size=0)
+    built = prepare_model(config)
     assert sum(parameter.numel() for parameter in built.parameters()) == model_shape(model).numel
 
 
@@ -153,7 +153,7 @@ def test_the_built_in_decoder_is_recognised_by_its_tensors(tied: bool, tmp_path:
     model = config.model
     assert (model.kind, model.vocab_size, model.dim, model.layers) == ("decoder", 300, 64, 3)
     assert (model.heads, model.kv_heads, model.ffn_dim, model.tie_embeddings) == (4, 2, 192, tied)
-    built = prepare_model(config, vocab_size=0)
+    built = prepare_model(config)
     assert sum(p.numel() for p in built.parameters()) == sum(p.numel() for p in module.parameters())
 
 

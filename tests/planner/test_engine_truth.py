@@ -26,7 +26,8 @@ from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.recipes import strategy
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
-from terrazzo.train.model.decoder import DecoderConfig, build_model
+from terrazzo.train.model.causal_lm import build_model
+from terrazzo.train.model.decoder import DecoderConfig
 from tests.engine.census import census, live_bytes
 from tests.engine.toys import EVERY_PLAN, TABLE_2D, on_ranks
 from tests.helpers.cover import places

@@ -23,7 +23,8 @@ from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape, Role
-from terrazzo.train.model.decoder import DecoderConfig, build_model
+from terrazzo.train.model.causal_lm import build_model
+from terrazzo.train.model.decoder import DecoderConfig
 from tests.planner.test_shapes import CONFIGS, EXPERTS, SMALL, assert_same_units, label, on_meta, tensors_of
 
 DECODER = DecoderConfig(vocab_size=500, dim=96, layers=3, heads=6, kv_heads=2, ffn_dim=160, max_sequence_length=64)

@@ -283,6 +283,18 @@ def test_a_cache_that_one_rank_cannot_open_is_refused_on_all(
     assert one == "rank 1: OverflowError: too many words" if foreign else "not visible to this rank" in one
 
 
+@pytest.mark.parametrize("fraction", [0.01, 0.001])
+def test_a_part_held_out_that_has_nothing_to_learn_is_told_of(tmp_path: Path, fraction: float) -> None:
+    """Of 101 tokens the hundredth part is one token, which predicts nothing, and a smaller one is none at all."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("x" * 100)
+    data = load_data(config_of(tmp_path / "texts", validation_fraction=fraction))
+    assert data.validation is None
+    assert [note for note in data.notes if f"data.validation_fraction is {fraction}" in note]
+    assert load_data(config_of(tmp_path / "texts", validation_fraction=0.0)).notes == ()
+    assert load_data(config_of(tmp_path / "texts", validation_fraction=0.1)).notes == ()
+
+
 def test_a_validation_source_of_its_own(texts: Path, tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("quite another text")

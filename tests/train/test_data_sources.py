@@ -13,7 +13,7 @@ from terrazzo.errors import BadInput
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.sources import PYTHON_STDLIB, Skipped, find_files, read_documents
 from terrazzo.train.data.tokenizer import ByteTokenizer, load_tokenizer
-from terrazzo.train.model.prepare import vocab_size_of
+from terrazzo.train.model.prepare import decoder_config
 from tests.helpers.data import data_config
 
 
@@ -219,8 +219,9 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_decoders_vocabulary_is_of_the_tokenizer_with_the_end_that_is_given(tmp_path: Path) -> None:
     stated = word_tokenizer(tmp_path / "words", eos_token="absent")
     with pytest.raises(BadInput, match=r"Set data\.end_of_document"):
-        vocab_size_of(data_config("python-stdlib", 16, tokenizer=str(stated)))
-    assert vocab_size_of(data_config("python-stdlib", 16, tokenizer=str(stated), end_of_document="<end>")) == 9
+        decoder_config(data_config("python-stdlib", 16, tokenizer=str(stated)))
+    given = data_config("python-stdlib", 16, tokenizer=str(stated), end_of_document="<end>")
+    assert decoder_config(given).vocab_size == 9
 
 
 def test_a_folder_without_any_tokenizer(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from terrazzo.checkpoint import latest
 from terrazzo.config import config_from_dict, without_passwords
 from terrazzo.errors import BadInput
 from terrazzo.train.checkpoints.resume import resume_notes
@@ -140,6 +141,8 @@ def test_a_store_whose_package_is_absent(protocol: str, package: str, extra: str
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(BadInput, match=rf"pip install 'terrazzo\[{extra}\]'"):
         find_files(f"{protocol}://bucket/a.txt")
+    with pytest.raises(BadInput, match=rf"The checkpoints' place .* pip install 'terrazzo\[{extra}\]'"):
+        latest(f"{protocol}://bucket/runs/a")
 
 
 def test_a_store_that_fails_on_the_way(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +277,7 @@ def test_what_a_table_adds_to_conversations_is_taken_away(library: Any, tmp_path
 
 def test_the_library_is_asked_for_by_its_extra(rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.save_to_disk(tmp_path / "one")
-    monkeypatch.setattr("terrazzo.train.data.hub.find_spec", lambda _: None)
+    monkeypatch.setattr("terrazzo.train.data.datasets_folder.find_spec", lambda _: None)
     with pytest.raises(BadInput, match=r"pip install 'terrazzo\[datasets\]'"):
         find_files(str(tmp_path / "one"))
     assert importlib.util.find_spec("datasets") is not None

@@ -22,7 +22,7 @@ from terrazzo.train.data import rendering
 from terrazzo.train.data.chat import chat_fingerprint, load_chat
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.tokenizer import load_tokenizer
-from terrazzo.train.model.decoder import build_model
+from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.huggingface import build_causal_lm, read_config
 from terrazzo.train.preflight import check
 from tests.helpers.chat import save_tokenizer, turns

@@ -17,15 +17,10 @@ from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.failure import Failure, first_failure
-from terrazzo.train.launch.starting import (
-    _report,
-    adopt_slurm,
-    environment_of,
-    first_host,
-    ranks_to_start,
-    resolve_device,
-    set_threads,
-)
+from terrazzo.train.launch.here import resolve_device, set_threads
+from terrazzo.train.launch.ranks import _agree_on_device, join
+from terrazzo.train.launch.starting import _report, adopt_slurm, environment_of, first_host, ranks_to_start
+from tests.helpers.threads import run_in_threads
 
 RANK = """
 import os, sys, torch, torch.distributed as dist
@@ -200,6 +195,51 @@ def test_a_slurm_task_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     adopt_slurm()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [os.environ[name] for name in names] == ["5", "8", "1", "4", "n07", "32345"]
+
+
+@pytest.mark.parametrize(
+    ("told", "node", "here"),
+    [("4,2", 0, 4), ("4,2", 1, 2), ("3(x2),1", 1, 3), ("3(x2),1", 2, 1), ("2(x3)", 2, 2), ("8", 0, 8)],
+)
+def test_a_slurm_task_counts_the_ranks_of_its_own_node(
+    told: str, node: int, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    slurm = {"PROCID": "0", "STEP_ID": "0", "STEP_NUM_TASKS": "8", "STEP_TASKS_PER_NODE": told, "NODEID": str(node)}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    adopt_slurm()
+    assert os.environ["LOCAL_WORLD_SIZE"] == str(here)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_rank_that_is_told_half_of_where_it_is_is_refused(
+    missing: str, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all ranks would take the first GPU, or each all of the CPUs."""
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(BadInput, match=rf"RANK and WORLD_SIZE are set, and {missing} is not.*torchrun"):
+        join(LaunchConfig(device=device, timeout_s=1))
+
+
+def test_ranks_with_other_kinds_of_devices_are_refused() -> None:
+    def body(rank: int) -> str:
+        with pytest.raises(BadInput) as caught:
+            _agree_on_device("cpu" if rank == 1 else "cuda")
+        return str(caught.value)
+
+    said = run_in_threads(3, body)
+    assert len(set(said)) == 1
+    assert said[0].startswith("launch.device is cuda on rank 0 and cpu on rank 1: ")
+    run_in_threads(2, lambda rank: _agree_on_device("cpu"))
 
 
 def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

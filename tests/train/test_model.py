@@ -16,15 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from terrazzo.errors import BadInput
-from terrazzo.train.model.decoder import (
-    Block,
-    Decoder,
-    DecoderConfig,
-    build_model,
-    generate,
-    logits_of,
-    num_flops_per_token,
-)
+from terrazzo.train.model.causal_lm import build_model, generate, logits_of, num_flops_per_token
+from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.huggingface import weight_files
 
 SMALL = {

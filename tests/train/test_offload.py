@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -186,19 +187,24 @@ def test_disks_must_hold_the_files_of_all_ranks(tmp_path: Path, monkeypatch: pyt
     assert host_lacks_room(asked, bill, 2) is None
 
 
-def test_files_of_runs_that_are_gone_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(Offload(tmp_path, direct=False), 0, 1 << 20)
-    left = [path.name for path in tmp_path.iterdir()]
-    content = [(path.name, path.stat().st_size) for path in tmp_path.iterdir()]
-    disk.close()
-    for name, size in content:
-        (tmp_path / name).write_bytes(bytes(size))
-    asked = on_drives(str(tmp_path), tmp_path)
+def test_files_of_runs_that_are_gone_count_as_room_and_are_left_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked before a start changes nothing; a run removes them when it opens its own."""
+    asked = on_drives([str(tmp_path), str(tmp_path)], tmp_path)
     bill = memory_of(setup_of(asked, 1))
-    monkeypatch.setattr(offload, "free_bytes", lambda path: 0 if list(tmp_path.iterdir()) else GIB)
-    assert left
-    assert host_lacks_room(asked, bill, 1) is None
-    assert not list(tmp_path.iterdir())
+    needed = round(sum(term.value for term in bill.disk))
+    disk = Disk(Offload(tmp_path, direct=False), 0, needed + (1 << 20))
+    (mine,) = disk.paths
+    monkeypatch.setattr(offload, "free_bytes", lambda path: 0)
+    assert "Swap files" in str(host_lacks_room(asked, bill, 1)), "they are of a run that goes on"
+    size = mine.stat().st_size
+    disk.close()
+    mine.write_bytes(bytes(size))
+    with mine.open("rb") as other_rank:
+        fcntl.flock(other_rank, fcntl.LOCK_SH)  # as one that asks at the same moment
+        assert host_lacks_room(asked, bill, 1) is None
+    assert list(tmp_path.iterdir()) == [mine]
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
@@ -242,6 +248,21 @@ def test_on_a_cpu_the_host_and_the_device_are_one_memory(monkeypatch: pytest.Mon
             check_plan(config(**small, plan=plan), 1)
     there = {"path": "/", "grad": "nvme", "block_mib": 0.0625}
     check_plan(config(**small, plan="zero3@nvme-all", offload=there), 1)
+
+
+def test_on_a_cpu_no_advice_is_to_move_states_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor to take more ranks, which share its memory: the largest term here is no state."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(fit, "available_host_bytes", lambda: 1 << 20)
+    there = {"path": "/", "grad": "nvme", "block_mib": 0.0625}
+    small = {"batch": {"micro_batch": 1, "global_batch": 1, "sequence_length": 2}, "plan": "zero3@nvme-all"}
+    for more in ({"offload": there}, {"offload": there, "precision": "bf16-pure"}):
+        with pytest.raises(BadInput, match=r"Largest: disk buffers.*Use ") as caught:
+            check_plan(config(**small, **more), 1)
+        assert "offload.optim=cpu" not in str(caught.value)
+        assert "more ranks" not in str(caught.value)
+    with pytest.raises(BadInput, match=r"Use a smaller model\.dim or model\.layers\."):
+        check_plan(config(**small, offload=there, precision="bf16-pure"), 1)
 
 
 def test_what_a_run_wears_off_its_drives_is_said(tmp_path: Path) -> None:

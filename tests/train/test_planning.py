@@ -83,9 +83,9 @@ def test_the_matrix_format_is_what_is_computed_in(precision: str, matmul: str) -
 def test_the_decoders_shape_is_that_of_its_modules(model: dict[str, Any]) -> None:
     settings = config(model=model)
     shape = setup_of(settings, 1, HOST).model
-    built = prepare_model(settings, 128)
+    built = prepare_model(settings)
     assert shape.numel == sum(parameter.numel() for parameter in built.parameters())
-    assert shape.matmul_numel == decoder_config(settings, 128).matmul_numel
+    assert shape.matmul_numel == decoder_config(settings).matmul_numel
     assert shape.layers == (0 if model.get("layers") == 1 else 3)  # one block is no repeated one: all is one unit
     measured = shape_of_module(built)
     for ours, theirs in zip(shape.units, measured.units, strict=True):

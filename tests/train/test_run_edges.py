@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrazzo import checkpoint
+from terrazzo import checkpoint, exchange
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
+from terrazzo.train.data import load as load_module
 from terrazzo.train.evaluate import evaluate
 from terrazzo.train.launch.failure import INTERRUPTED
 from terrazzo.train.launch.ranks import Ranks
@@ -67,6 +68,28 @@ def test_a_folder_inside_the_data_is_refused(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["log", "checkpoint"])
+def test_a_folder_whose_files_a_glob_would_read_is_refused(tmp_path: Path, key: str) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.json").write_text("the number 1\n" * 100)
+    sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}, key: {"folder": str(data / "run")}}
+    for pattern in ("**/*.json", "**"):
+        with pytest.raises(BadInput, match=rf"{key}\.folder is '{data}/run', which is inside the data, '{data}'"):
+            check(config_from_dict({**sections, "data": {"source": f"{data}/{pattern}"}}), 1)
+    (data / "a.txt").write_text("the number 1\n" * 100)
+    for pattern in ("*.json", "**/*.txt"):
+        check(config_from_dict({**sections, "data": {"source": f"{data}/{pattern}"}}), 1)
+
+
+@pytest.mark.parametrize("key", ["log", "checkpoint"])
+def test_a_home_that_nobody_has_expanded_is_refused(tmp_path: Path, key: str) -> None:
+    """It would be a folder called ~ in the current one."""
+    sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}, key: {"folder": "~/run"}}
+    with pytest.raises(BadInput, match=rf"{key}\.folder is '~/run', .*write '{Path.home()}/run'"):
+        check(config_from_dict(sections), 1)
+
+
+@pytest.mark.parametrize("key", ["log", "checkpoint"])
 def test_the_root_is_no_folder_for_a_run(tmp_path: Path, key: str) -> None:
     sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}}
     sections[key] = {"folder": "/tmp/.."}
@@ -86,7 +109,7 @@ def on_ranks_of_a_run(ranks: int, config: Config, work: Callable[[Session], Any]
             return work(session)
         finally:
             session.loader.close()
-            session.keeper.release()
+            session.keeper.abandon()
 
     return run_in_threads(ranks, body)
 
@@ -128,6 +151,41 @@ def test_slow_data_are_waited_for_and_measured(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(SequenceDataset, "batch", slow)
     assert trained(config_in(tmp_path, train={"steps": 3}, checkpoint={"every": None})) == 0
     assert [line["data_wait"] > 0.5 for line in metrics(tmp_path)] == [True] * 3
+
+
+def test_a_rank_that_makes_the_token_cache_keeps_no_other_waiting_in_one_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens may take hours, and a collective is given up after launch.timeout_s."""
+    write, gather = load_module.write_cache, exchange.gather_json
+    making: list[float] = []
+    waits: list[tuple[float, float]] = []
+
+    def slow(*arguments: Any) -> Any:
+        making.append(time.monotonic())
+        time.sleep(1.5)
+        making.append(time.monotonic())
+        return write(*arguments)
+
+    def timed(value: Any) -> list[Any]:
+        begins = time.monotonic()
+        found = gather(value)
+        waits.append((begins, time.monotonic()))
+        return found
+
+    monkeypatch.setattr(load_module, "write_cache", slow)
+    monkeypatch.setattr(exchange, "gather_json", timed)
+    monkeypatch.setattr(exchange, "ROUND_S", 0.05)
+    config = config_in(tmp_path)
+
+    def body(rank: int) -> int:
+        with open_session(config, Ranks(rank, 2, torch.device("cpu"), local_rank=rank)) as session:
+            return len(session.data.train)
+
+    first, second = run_in_threads(2, body)
+    assert first == second
+    began, ended = making
+    assert max(end - begin for begin, end in waits if begin < ended and end > began) < 0.75
 
 
 def test_an_evaluation_without_anything_to_learn_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
 from terrazzo.train.model.huggingface import weight_files
+from terrazzo.train.optimizer import learning_rate_share
 from terrazzo.train.preflight import check
 from terrazzo.train.session import open_session
 from tests.helpers.threads import run_in_threads
@@ -154,6 +155,26 @@ def test_a_resumed_run_names_what_differs_and_which_value_is_used(
     assert "precision:" in header
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_text())
     assert {group["initial_lr"] for group in manifest["optimizer"]["groups"]} == {0.003}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"schedule": {"name": "linear", "final_fraction": 0.0}}, {"schedule": {"name": "constant"}}, {}],
+    ids=["another schedule", "no schedule", "a longer run"],
+)
+def test_a_resumed_runs_first_step_takes_the_learning_rate_of_its_own_schedule(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    trained(config_in(tmp_path))
+    config = config_in(tmp_path, **changed, train={"steps": 10})
+
+    def body(rank: int) -> list[float]:
+        with open_session(config, ALONE) as session:
+            assert session.step == 4
+            return [group["lr"] for group in session.optimizer.param_groups]
+
+    expected = 0.003 * learning_rate_share(config.schedule, 10, 4)
+    assert run_in_threads(1, body) == [[expected] * 2]
 
 
 def test_an_overwriting_run_that_cannot_start_removes_nothing(tmp_path: Path) -> None:

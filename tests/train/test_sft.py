@@ -20,7 +20,7 @@ from terrazzo.train.checkpoints.export import describe_model
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
-from terrazzo.train.model.decoder import build_model
+from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.lora import add_adapters, with_adapters
 from terrazzo.train.preflight import check
 from terrazzo.train.session import open_session

@@ -15,9 +15,9 @@ __all__ = ["check_imports"]
 # A subpackage may import from its own layer and the layers below. "" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "lazy", "tether"),
-    ("ending", "exchange", "files"),
+    ("ending", "files"),
     ("engine",),
-    ("config",),
+    ("config", "exchange"),
     ("checkpoint", "dialects", "planner", "telemetry"),
     ("",),
     ("train", "integrations"),

@@ -14,6 +14,7 @@ from typing import Any
 from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, reading
 from terrazzo.errors import BadInput, Damaged
+from terrazzo.files import open_store
 
 __all__ = ["RemoteStore"]
 
@@ -24,13 +25,8 @@ class RemoteStore(Store):
     """Checkpoints as prefixes of a URL."""
 
     def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs  # most checkpoints are in folders, and need none of its imports
-
-        try:
-            self._fs, self._root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise BadInput(f"The checkpoints' place '{url}' cannot be opened: {error}.") from None
-        self._root, self.where = self._root.rstrip("/"), url
+        self._fs, self._root = open_store(url, f"The checkpoints' place '{url}'")
+        self.where = url
 
     def names(self) -> list[str]:
         self._fs.invalidate_cache()  # another process may have committed

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.train.data import IGNORED, Batch, evaluation_batches
-from terrazzo.train.model.decoder import generate, logits_of
+from terrazzo.train.model.causal_lm import generate, logits_of
 from terrazzo.train.session import Session, evaluation_limit
 
 __all__ = ["Validation", "evaluate", "sample_text", "summed_loss"]

@@ -63,13 +63,13 @@ class Trainer:
             stopped, broken = self.stop.agreed(session.keeper.failed() or lost is not None)
             if broken:
                 refuse_lost(lost)
-                session.keeper.settle()
+                session.keeper.wait()
             last = stopped or session.step == train.steps
             if last or session.step % session.config.log.every == 0:
                 self.log()
             with self.watch.pause():
                 self.between_steps(finished=session.step == train.steps, last=last)
-        session.keeper.close()
+        session.keeper.finish()
         if session.step == train.steps and session.config.checkpoint.save_format == "hf":
             self.report.exported(export(session, trained=session.step > first_step))
         self.report.end(stopped=stopped and session.step < train.steps)
@@ -103,7 +103,7 @@ class Trainer:
             communication_s=self.wait_s,
             peak_memory_bytes=self.memory.peak_bytes,
         )
-        self.report.train(measured)
+        self.report.log_step(measured)
         self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
         self.watch.reset()
 

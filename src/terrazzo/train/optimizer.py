@@ -28,6 +28,7 @@ __all__ = [
     "construct",
     "learning_rate_share",
     "optimizer_class",
+    "resume_schedule",
 ]
 
 
@@ -134,3 +135,13 @@ def learning_rate_share(config: ScheduleConfig, steps: int, step: int) -> float:
 def build_schedule(config: ScheduleConfig, steps: int, optimizer: Optimizer) -> LambdaLR:
     """A torch scheduler over every parameter group of `optimizer`; call its `step()` after each optimizer step."""
     return LambdaLR(optimizer, partial(learning_rate_share, config, steps))
+
+
+def resume_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
+    """Go on after `state`, a scheduler's state dict, at the peaks that it has, but by the schedule's own shares.
+
+    The optimizer holds the next step's rate as the schedule of the run that saved it had it.
+    """
+    schedule.load_state_dict(state)
+    for group, peak, share in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = peak * share(schedule.last_epoch)

@@ -17,7 +17,7 @@ from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoar
 from terrazzo.train.evaluate import Validation
 from terrazzo.train.plan import build_precision
 from terrazzo.train.promise.as_setup import matmul_format
-from terrazzo.train.promise.summary import Pace, summarize, summary_lines
+from terrazzo.train.promise.summary import Pace, mfu, summarize, summary_lines
 from terrazzo.train.session import Session
 
 __all__ = ["Measured", "Report"]
@@ -66,7 +66,6 @@ class Report:
 
     def _open(self) -> None:
         session, log = self._session, self._session.config.log
-        log.folder.mkdir(parents=True, exist_ok=True)
         config = without_passwords(session.config.model_dump(mode="json"))
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (log.folder / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -105,7 +104,7 @@ class Report:
         if session.step:
             self._say("\n".join([f"resumed at step {session.step}", *session.resume_notes]))
 
-    def train(self, measured: Measured) -> None:
+    def log_step(self, measured: Measured) -> None:
         """A log step."""
         self._pace.add(measured.steps, measured.tokens, measured.total_s)
         self._peak_bytes = measured.peak_memory_bytes
@@ -199,8 +198,7 @@ class Report:
     def _metrics(self, measured: Measured) -> StepMetrics:
         session = self._session
         per_second = measured.tokens / measured.total_s
-        places = measured.steps * session.places_per_step
-        flops = places / measured.total_s / session.ranks.world_size * session.flops_per_token
+        flops = session.flops_per_s(measured.steps, measured.total_s)
         fp16 = bool(session.optimizer.scaler_state())
         return StepMetrics(
             step=session.step,
@@ -215,7 +213,7 @@ class Report:
             peak_memory_bytes=measured.peak_memory_bytes,
             grad_norm=measured.grad_norm,
             tflops=flops / 1e12 if flops else None,
-            mfu=flops / self._peak_flops if flops and self._peak_flops else None,
+            mfu=mfu(flops, self._peak_flops),
             loss_scale=session.optimizer.loss_scale if fp16 else None,
             skipped_steps=session.optimizer.skipped_steps if fp16 else None,
             **self._offload_rates(),

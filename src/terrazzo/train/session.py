@@ -16,18 +16,18 @@ from terrazzo import checkpoint
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import data_mesh, engine_of
 from terrazzo.errors import BadInput
-from terrazzo.exchange import gather_json, on_first, together
+from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.telemetry import resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
 from terrazzo.train.data import Loader, TokenData, evaluated, load_data
 from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.model.decoder import num_flops_per_token
+from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.lora import load_base
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.optimizer import build_optimizer, build_schedule
+from terrazzo.train.optimizer import build_optimizer, build_schedule, resume_schedule
 from terrazzo.train.plan import (
     build_offload,
     build_plan,
@@ -75,6 +75,10 @@ class Session:
         """Tokens that go through the model in a step over all ranks, learnt or not."""
         return self.config.batch.global_batch * self.config.batch.sequence_length
 
+    def flops_per_s(self, steps: int, seconds: float) -> float:
+        """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
+        return steps * self.places_per_step / seconds / self.ranks.world_size * self.flops_per_token
+
     def validated(self, loss: float) -> None:
         """Note a validation loss of the current step: its checkpoint is kept by it."""
         self.newest = {"loss": loss, "step": self.step}
@@ -95,7 +99,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the folder to others, and close. Of a run that failed, nothing that is being read is waited for."""
         try:
-            self.keeper.leave()
+            self.keeper.abandon()
             if kind is None:
                 self.loader.close()
         finally:
@@ -128,7 +132,7 @@ class Session:
                 " back, or start anew with checkpoint.resume=never."
             )
         extra, ranks = resumed.extra, self.ranks
-        if missing := sorted({"step", "tokens", "best", "schedule", "data", "config"} - extra.keys()):
+        if missing := sorted({"step", "tokens", "best", "schedule", "data", "evaluation", "config"} - extra.keys()):
             raise BadInput(
                 f"The newest checkpoint in {self.keeper.folder} is not of 'terrazzo train': its extra has no"
                 f" {', '.join(missing)}. Go on with it by tz.checkpoint.load in a loop of your own, or use another"
@@ -136,7 +140,7 @@ class Session:
             )
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.best = extra["best"]
-        self.schedule.load_state_dict(extra["schedule"])
+        resume_schedule(self.schedule, extra["schedule"])
         self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
         self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
         self.resume_notes += resume_notes(self.config, extra["config"])
@@ -162,14 +166,14 @@ def open_session(config: Config, ranks: Ranks, notes: Sequence[str] = ()) -> Ses
     try:
         return _open(config, ranks, keeper, notes)
     except BaseException:
-        keeper.release()
+        keeper.abandon()
         raise
 
 
 def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) -> Session:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
-    data = load_data(config, builds=ranks.builds_shared_files, together=partial(together, failed=BadInput))
+    data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput))
     _check_validation(config, data, ranks.world_size)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_swap_folders(config)
@@ -231,7 +235,7 @@ def _seed(seed: int, step: int, rank: int) -> int:
 
 def _model(config: Config, data: TokenData) -> tuple[nn.Module, int]:
     """The model before it is sharded, and what a token costs in floating-point operations."""
-    model = prepare_model(config, data.tokenizer.vocab_size)
+    model = prepare_model(config, data.tokenizer)
     vocab_size = cast(Any, model).config.vocab_size
     data.check_vocabulary(vocab_size)
     return model, num_flops_per_token(model, config.batch.sequence_length)

@@ -9,14 +9,14 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from terrazzo.engine.layout import PAGE_BYTES
 from terrazzo.engine.offload.disk_folder import free_bytes, is_network, require_folder
 from terrazzo.errors import BadInput, SwapFailed, TerrazzoError
 
-__all__ = ["SwapFile", "lost", "sweep"]
+__all__ = ["SwapFile", "left_behind_bytes", "lost", "sweep"]
 
 _NAME = re.compile(r"terrazzo-swap-.+-rank\d{5,}\.bin")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -145,12 +145,22 @@ def sweep(folders: Sequence[str | os.PathLike[str]]) -> list[str]:
     A living process holds a lock on its file. Left alone are files where locks do not tell: those that cannot be opened
     or locked by this user, and all on network file systems, where other hosts' locks may not be seen.
     """
-    removed = []
-    for folder in map(Path, folders):
-        if folder.is_dir() and not is_network(folder):
-            names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
-            removed += [str(folder / name) for name in names if _removed(folder / name)]
-    return removed
+    return [str(path) for folder in folders for path in _swap_files(Path(folder)) if _is_dead(path, os.unlink)]
+
+
+def left_behind_bytes(folder: str | os.PathLike[str]) -> int:
+    """What `sweep` would make free; nothing is removed, and several processes may ask at once."""
+    sizes: list[int] = []
+    for path in _swap_files(Path(folder)):
+        _is_dead(path, lambda dead: sizes.append(dead.stat().st_blocks * 512), fcntl.LOCK_SH)
+    return sum(sizes)
+
+
+def _swap_files(folder: Path) -> list[Path]:
+    """Of whichever run, where their locks can be relied on."""
+    if not folder.is_dir() or is_network(folder):
+        return []
+    return [folder / name for name in sorted(os.listdir(folder)) if _NAME.fullmatch(name)]
 
 
 def lost(path: Path, position: int, what: str) -> SwapFailed:
@@ -171,16 +181,16 @@ def _create(folder: Path, name: str) -> tuple[Path, int]:
         os.close(descriptor)  # a sweep came between making and locking it, and removes it
 
 
-def _removed(path: Path) -> bool:
-    """Whether this call removed the file, because no process has it locked."""
+def _is_dead(path: Path, then: Callable[[Path], None], lock: int = fcntl.LOCK_EX) -> bool:
+    """Whether no process has the file locked, and `then` was done with it under our own lock."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _lock(descriptor):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _lock(descriptor, lock):
             return False
-        os.unlink(path)
+        then(path)
     except OSError:
         return False
     finally:
@@ -188,10 +198,10 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def _lock(descriptor: int) -> bool | None:
+def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
     """Whether the file is locked by us now; None where there are no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         return False if isinstance(error, BlockingIOError) else None
     return True

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, install
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.tether import tethered
@@ -71,8 +71,8 @@ def shape_of_built(values: Mapping[str, Any], name: str) -> ModelShape:
     if find_spec("transformers") is None:
         raise BadInput(
             f"The architecture {model_type!r} is not among those whose shape is known here, and the package "
-            "'transformers', which could tell, is not installed. Install the extra: pip install 'terrazzo[hf]'. Known "
-            f"without it: {', '.join(FAMILIES)}."
+            f"'transformers', which could tell, is not installed. {install('hf')}. Known without it: "
+            f"{', '.join(FAMILIES)}."
         )
     try:
         request = json.dumps({"name": name, "model_type": model_type, "values": kept})

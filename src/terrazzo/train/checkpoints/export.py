@@ -18,8 +18,8 @@ from terrazzo.checkpoint.exporters.huggingface import (
     tokenizer_files,
 )
 from terrazzo.config import Config
-from terrazzo.errors import BadInput
-from terrazzo.exchange import on_first
+from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.exchange import on_first, patiently
 from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
@@ -46,7 +46,12 @@ def export(session: Session, *, trained: bool) -> Path:
         save_adapter(session.model, out)
     else:
         path = checkpoint.step_path(session.config.checkpoint_folder, session.step)
-        on_first(lambda: export_huggingface(checkpoint.open_source(path), out, describe_model(session.config)))
+
+        def write() -> None:
+            if session.ranks.is_first:
+                export_huggingface(checkpoint.open_source(path), out, describe_model(session.config))
+
+        patiently(write, SaveFailed)
     on_first(lambda: _note(out).write_text(json.dumps(origin) + "\n", encoding="utf-8"))
     return out
 
@@ -87,7 +92,7 @@ def describe_model(config: Config) -> ModelDescription:
         assert config.model.path is not None
         return describe_folder(config.model.path)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
-    values = asdict(decoder_config(config, tokenizer.vocab_size))
+    values = asdict(decoder_config(config, tokenizer))
     return decoder_as_llama(values, _tokenizer(config), tokenizer.end_of_document)
 
 

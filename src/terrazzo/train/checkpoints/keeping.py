@@ -89,27 +89,26 @@ class Keeper:
         """Whether a save in the background is known to have failed on this rank."""
         return self._saver is not None and self._saver.failed()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for a save in the background; raises `SaveFailed` on all ranks when it failed on one. Collective."""
         if self._saver is not None:
             self._saver.wait()
 
-    def close(self) -> None:
-        """Finish what is under way, and release. Collective."""
+    def finish(self) -> None:
+        """End a run that went well: what is under way is saved, and others may write to the folder. Collective."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None
             self._prune()
-        self.release()
+        self._release()
 
-    def leave(self) -> None:
-        """For a run that ends with an error: give a save in the background a moment."""
+    def abandon(self) -> None:
+        """End a run that failed: a save in the background is given a moment, and others may write to the folder."""
         if self._saver is not None:
             self._saver.leave()
-        self.release()
+        self._release()
 
-    def release(self) -> None:
-        """Let others write to the folder."""
+    def _release(self) -> None:
         if self._claim is not None:
             self._claim.drop()
 

@@ -1,8 +1,8 @@
 """From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's share.
 
-Read `load` first, which goes through the others in this order: `sources` (with `stored`, `records` and `hub`),
-`tokenizer`, `chat` (with `rendering`), `cache`, `sequences` (with `packing`), `loader`. Nothing here talks to other
-ranks: what they must agree on goes through the function `together` that `load_data` is given.
+Read `load` first, which goes through the others in this order: `sources` (with `source_file`, `records` and
+`datasets_folder`), `tokenizer`, `chat` (with `rendering`), `cache`, `sequences` (with `packing`), `loader`. Nothing
+here talks to other ranks: what they must agree on goes through the function `together` that `load_data` is given.
 
 Example:
     config = load_config("examples/quickstart.yaml")

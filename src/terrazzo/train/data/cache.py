@@ -33,8 +33,8 @@ from terrazzo.errors import BadInput
 from terrazzo.files import sync_folder
 from terrazzo.train.data.chat import Chat
 from terrazzo.train.data.records import ASSISTANT, Document
+from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.data.sources import Skipped
-from terrazzo.train.data.stored import SourceFile
 from terrazzo.train.data.tokenizer import TokenArray, Tokenizer
 
 __all__ = ["CacheHeader", "TokenCache", "cache_key", "open_cache", "write_cache"]

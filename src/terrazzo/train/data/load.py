@@ -18,8 +18,8 @@ from terrazzo.train.data.cache import CacheHeader, TokenCache, cache_key, open_c
 from terrazzo.train.data.chat import chat_fingerprint, load_chat
 from terrazzo.train.data.packing import Packing, arrange
 from terrazzo.train.data.sequences import SequenceDataset, held_out_whole, split_documents, split_of
+from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
-from terrazzo.train.data.stored import SourceFile
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["TokenData", "load_data"]
@@ -165,10 +165,15 @@ def _assemble(config: Config, tokenizer: Tokenizer, caches: list[TokenCache]) ->
         notes += _notes_of(caches[1].header, {"validation": held})
     skipped = Skipped([name for cache in caches for name in cache.header.skipped])
     _check_learns(config, "training", train)
-    if held is not None and held.rows is not None:
+    if held is not None and (len(caches) == 2 or held.rows is not None):
         _check_learns(config, "validation", held)
-    # a single held-out token predicts nothing
-    return TokenData(train, held if held is not None and held.targets_numel else None, tokenizer, skipped, notes)
+    if held is not None and not held.targets_numel:  # a single token, which predicts nothing
+        held = None
+    if held is None and data.validation_fraction:
+        share = f"data.validation_fraction is {data.validation_fraction:g}"
+        edit = "Raise it, give more data, or set it to 0"
+        notes += (f"{share}, and so small a part of the data has no token to learn: there is no validation. {edit}",)
+    return TokenData(train, held, tokenizer, skipped, notes)
 
 
 def _packing_of(data: DataConfig, cache: TokenCache) -> Packing:

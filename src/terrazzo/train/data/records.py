@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.train.data.stored import COMPRESSIONS, SourceFile
+from terrazzo.errors import BadInput, did_you_mean, install
+from terrazzo.train.data.source_file import COMPRESSIONS, SourceFile
 
 __all__ = [
     "ASSISTANT",
@@ -123,8 +123,8 @@ def read_parquet(file: SourceFile, text_field: str) -> Iterator[Document]:
 
 def _needs_pyarrow(file: SourceFile, what: str) -> BadInput:
     return BadInput(
-        f"{file.where!r} is {what}, and reading it needs the package 'pyarrow'. Install the "
-        f"extra: pip install 'terrazzo[data]', or convert the file to JSONL."
+        f"{file.where!r} is {what}, and reading it needs the package 'pyarrow'. {install('data')}, or convert the file "
+        "to JSONL."
     )
 
 

@@ -3,7 +3,8 @@
 A source is a file, a folder (read recursively), a glob, `python-stdlib`, or a URL of one of the first three, which
 fsspec reads; several may be listed. The file's suffix decides: `.jsonl` and `.ndjson`, perhaps compressed, hold one
 document per line, `.parquet` one per row, anything else is one document of text. Files come in sorted order, hidden
-ones and `__pycache__` left out. What the library `datasets` saved, and `FOLDER#SPLIT`, is its to read (`hub`).
+ones and `__pycache__` left out. What the library `datasets` saved, and `FOLDER#SPLIT`, is its to read
+(`datasets_folder`).
 
 A text file met in a folder or by a glob that is binary (a NUL byte near its start) or not UTF-8 is skipped
 and counted, since real folders hold images and archives; one that was named by itself is refused. Nothing is
@@ -20,12 +21,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from terrazzo.config import DataConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.data.hub import dataset_of, read_dataset
+from terrazzo.train.data.datasets_folder import dataset_of, read_dataset
 from terrazzo.train.data.records import Document, is_jsonl, is_parquet, read_jsonl, read_parquet
-from terrazzo.train.data.stored import SourceFile, folder_files, is_url, reading, stored_files
+from terrazzo.train.data.source_file import SourceFile, folder_files, is_url, plain_part, reading, stored_files
 
-__all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "read_documents"]
+__all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "named_sources", "read_documents"]
 
 PYTHON_STDLIB = "python-stdlib"
 # Not the standard library proper: tests, applications, other people's packages, machine-made tables.
@@ -57,13 +59,22 @@ class Skipped:
         return f"{len(self.names)} binary or non-UTF-8 files skipped ({shown})" if self.names else "no file skipped"
 
 
+def named_sources(data: DataConfig) -> list[str]:
+    """Every single source, of training and of validation."""
+    return [*_listed(data.source), *_listed(data.validation_source or [])]
+
+
+def _listed(sources: str | Sequence[str]) -> list[str]:
+    return [sources] if isinstance(sources, str) else list(sources)
+
+
 def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
     """The files of one or several sources, each source's in sorted order.
 
     Raises:
         BadInput: a source that names nothing, or only empty files.
     """
-    listed = [sources] if isinstance(sources, str) else list(sources)
+    listed = _listed(sources)
     if not listed:
         raise BadInput("data.source is an empty list. Give a file, a folder, a glob, or 'python-stdlib'.")
     files = [file for source in listed for file in _files_of(source)]
@@ -91,7 +102,7 @@ def _files_of(source: str) -> list[SourceFile]:
     else:
         found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
     if found:
-        root = path if path.is_dir() else _glob_root(path)
+        root = path if path.is_dir() else Path(plain_part(str(path)))
         return [SourceFile.local(file, file.relative_to(root).as_posix(), required=False) for file in found]
     if path.is_dir():
         raise BadInput(
@@ -103,13 +114,6 @@ def _files_of(source: str) -> list[SourceFile]:
         f"data.source {source!r} does not exist (seen from {os.getcwd()}). Give an existing file, folder or "
         f"glob, or '{PYTHON_STDLIB}', which needs no download."
     )
-
-
-def _glob_root(pattern: Path) -> Path:
-    """The folder that a glob starts from: its leading parts without wildcards."""
-    parts = pattern.parts
-    plain = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    return Path(*parts[:plain])
 
 
 def _stdlib_files() -> list[SourceFile]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, install
 from terrazzo.files import check_model_file, read_json
 
 __all__ = [
@@ -167,8 +167,8 @@ def _convert_backend(folder: Path) -> Any:
 def missing_extra(package: str) -> BadInput:
     """The error for a package that is not installed."""
     return BadInput(
-        f"A Hugging Face tokenizer was asked for, but the package {package!r} is not installed. Install the "
-        f"extra: pip install 'terrazzo[hf]', or set data.tokenizer to '{BYTES}'."
+        f"A Hugging Face tokenizer was asked for, but the package {package!r} is not installed. {install('hf')}, or"
+        f" set data.tokenizer to '{BYTES}'."
     )
 
 

@@ -3,6 +3,7 @@
 starting     which ranks this command starts, or joins because torchrun or Slurm has started them
 local_ranks  the processes that it starts, and the pipes on which they report
 joining      where ranks meet, and who has not come in time
+here         a process on its machine: its number there, the ranks beside it, its device and threads
 ranks        a rank's place in the run, and the same configuration on all
 stop         a signal as a request that all ranks hear of
 failure      who failed first is said once, with the exit code

@@ -117,7 +117,11 @@ class _ToSiblings:
         with contextlib.suppress(OSError):  # such as a full disk: they hear of it from their connections
             part.write_text(json.dumps(asdict(failure)))
             part.rename(part.with_suffix(".json"))
-        _tell_torchrun(error, failure, is_first=_is_first(self._folder / "reported"))
+        is_first = _is_first(self._folder / "reported")
+        if is_first:
+            print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)
+        if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # Slurm has none
+            _tell_torchrun(Path(report), error, failure, is_first=is_first)
 
     def leave(self, code: int) -> None:
         if self._scratch is not None:
@@ -199,16 +203,13 @@ def _folder_of_run(shared: Path, rank: int) -> Path:
     return folder
 
 
-def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) -> None:
-    """Say it on screen, once, and give torchrun's own report the cause.
+def _tell_torchrun(report: Path, error: BaseException, failure: Failure, *, is_first: bool) -> None:
+    """Give torchrun's own report the cause.
 
-    Of what the user can mend that report gets the paragraph from the rank that said it, and no tracebacks: the other
-    ranks, which say the same, wait for torchrun to end them. Slurm has no such report.
+    Of what the user can mend it gets the paragraph from the rank that said it on screen, and no tracebacks: the other
+    ranks, which say the same, wait for torchrun to end them.
     """
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if is_first:
-        print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)
-    if report is None or not isinstance(error, Exception):
+    if not isinstance(error, Exception):
         return
     if isinstance(error, _MENDABLE) and not is_first:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -218,7 +219,7 @@ def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) ->
     if not isinstance(error, _MENDABLE):  # as torch's own handler has it, which would write passwords
         said, more["py_callstack"] = without_passwords(f"{type(error).__name__}: {error}"), failure.text
     with contextlib.suppress(OSError):
-        Path(report).write_text(json.dumps({"message": {"message": said, "extraInfo": more}}))
+        report.write_text(json.dumps({"message": {"message": said, "extraInfo": more}}))
 
 
 def _exit_code(error: BaseException) -> int:

@@ -15,19 +15,20 @@ from terrazzo.config import Config, LaunchConfig, flatten
 from terrazzo.engine import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json
+from terrazzo.train.launch import here
 from terrazzo.train.launch.joining import meet
-from terrazzo.train.launch.starting import resolve_device, set_threads
 
 __all__ = ["Ranks", "agree_on_config", "join"]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands: `rank` of `world_size`, computing on `device`."""
+    """Where this process stands: `rank` of `world_size`, computing on `device`, `local_rank` on its machine."""
 
     rank: int
     world_size: int
     device: torch.device
+    local_rank: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -37,19 +38,20 @@ class Ranks:
     @property
     def builds_shared_files(self) -> bool:
         """Whether this is the first rank of its machine, which makes what the others there read."""
-        return int(os.environ.get("LOCAL_RANK", "0")) == 0
+        return self.local_rank == 0
 
 
 def join(launch: LaunchConfig) -> Ranks:
     """Join the process group that the environment describes: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Raises:
-        BadInput: the ranks cannot meet at the address that they were given, or some do not come.
+        BadInput: this rank was not told where it is, the ranks cannot meet at the address that they were given, or
+            some do not come, or with another kind of device.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(resolve_device(launch))
-    set_threads(launch, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    here.require_environment()
+    rank, world_size, local_rank = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), here.local_rank()
+    device = torch.device(here.resolve_device(launch))
+    here.set_threads(launch, here.ranks_here(world_size))
     if devices.is_cuda(device):
         device = torch.device("cuda", local_rank % devices.count())  # Slurm may show each task only its own
         devices.stand_on(device)
@@ -57,7 +59,19 @@ def join(launch: LaunchConfig) -> Ranks:
     timeout = timedelta(seconds=launch.timeout_s)
     backend = devices.backend_for(device.type)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return Ranks(rank, world_size, device)
+    _agree_on_device(device.type)
+    return Ranks(rank, world_size, device, local_rank)
+
+
+def _agree_on_device(kind: str) -> None:
+    """Raise `BadInput` on every rank where `launch.device=auto` has found GPUs on some machines only. Collective."""
+    kinds = gather_json(kind)
+    other = next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None)
+    if other is not None:
+        raise BadInput(
+            f"launch.device is {kinds[0]} on rank 0 and {kinds[other]} on rank {other}: all ranks compute on one"
+            " kind of device. Use launch.device=cpu, or machines that all have GPUs, which `nvidia-smi` lists."
+        )
 
 
 def agree_on_config(config: Config) -> None:

@@ -12,24 +12,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from terrazzo.config import LaunchConfig
 from terrazzo.engine import device as devices
 from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.failure import BAD_INPUT, FAILED, Failure, first_failure
+from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals
 
-__all__ = [
-    "adopt_slurm",
-    "first_host",
-    "is_rank",
-    "launch_ranks",
-    "ranks_to_start",
-    "resolve_device",
-    "set_threads",
-]
+__all__ = ["adopt_slurm", "first_host", "is_rank", "launch_ranks", "ranks_to_start"]
 
 _SEEN_LATE_NS = 200_000_000
 """By how much a death may be seen too late. The others' errors, of connections to the dead, come as soon as it."""
@@ -38,18 +29,6 @@ _SEEN_LATE_NS = 200_000_000
 def is_rank() -> bool:
     """Whether this process was started as one rank of a run by torchrun, Slurm or this module."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def resolve_device(config: LaunchConfig) -> str:
-    """`cpu` or `cuda`; raises `BadInput` when CUDA is asked for and there is none."""
-    if config.device == "cuda" and not devices.count():
-        raise BadInput(
-            "launch.device is 'cuda', but torch sees no CUDA device: use launch.device=cpu, or install a torch build"
-            " with CUDA and check that `nvidia-smi` lists a GPU."
-        )
-    if config.device == "auto":
-        return "cuda" if devices.count() else "cpu"
-    return config.device
 
 
 def ranks_to_start(config: LaunchConfig) -> int:
@@ -64,27 +43,24 @@ def ranks_to_start(config: LaunchConfig) -> int:
     return config.ranks or count
 
 
-def set_threads(config: LaunchConfig, ranks_here: int) -> None:
-    """Give this rank its share of the CPUs that the machine, or the container, lets the run have."""
-    torch.set_num_threads(config.threads or cpus_of_a_rank(ranks_here))
-
-
 def adopt_slurm() -> None:
     """Inside an `srun` task, set the variables that torchrun would have set. Elsewhere nothing happens."""
     env = os.environ
     if is_rank() or "SLURM_PROCID" not in env or not ({"SLURM_STEP_ID", "SLURM_STEPID"} & set(env)):
         return
     tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
-    env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = (
-        env["SLURM_PROCID"],
-        tasks,
-        env.get("SLURM_LOCALID", "0"),
-    )
-    per_node = env.get("SLURM_STEP_TASKS_PER_NODE", tasks)  # such as "4(x2)" or "4,2"
-    env["LOCAL_WORLD_SIZE"] = re.split(r"[(,]", per_node)[0]
+    env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], tasks, env.get("SLURM_LOCALID", "0")
+    per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    env["LOCAL_WORLD_SIZE"] = str(per_node[int(env["SLURM_NODEID"])] if len(set(per_node)) > 1 else per_node[0])
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
     env.setdefault("MASTER_ADDR", first_host(nodes))
     env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000))
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's short form, node by node: `4(x2),1` → `[4, 4, 1]`."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
 
 
 def first_host(nodes: str) -> str:

@@ -1,7 +1,8 @@
 """The models that are trained: the built-in decoder, those of transformers, and adapters on them.
 
 prepare      from the configuration to what is ready to be sharded
-decoder      the built-in model, and text that a model writes
+causal_lm    any of them, built; its operations, logits, and text that it writes
+decoder      the built-in model
 huggingface  models of transformers, from a folder or its config.json
 lora         adapters on a frozen base
 as_llama     the built-in model and tokenizer as transformers has them

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.files import check_model_file, read_json
 from terrazzo.planner.model.loading import MAX_CONFIG_BYTES
 from terrazzo.planner.model.meta import bounded, refused
@@ -26,7 +26,7 @@ CONFIG_FILE = "config.json"
 
 
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
-    """See `terrazzo.train.model.decoder.build_model`, which is the public way in."""
+    """See `terrazzo.train.model.causal_lm.build_model`, which is the public way in."""
     transformers = _import_transformers()
     values = dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec))
     config = _causal_lm_config(transformers, values)
@@ -48,8 +48,8 @@ def _import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise BadInput(
-            "A Hugging Face model was asked for, but the package 'transformers' is not installed. Install "
-            "the extra: pip install 'terrazzo[hf]'. The built-in decoder needs nothing."
+            f"A Hugging Face model was asked for, but the package 'transformers' is not installed. {install('hf')}."
+            " The built-in decoder needs nothing."
         ) from error
     return transformers
 

@@ -15,7 +15,7 @@ from terrazzo.checkpoint import open_source
 from terrazzo.checkpoint.read import SourceWeights
 from terrazzo.config import Config, LoraConfig
 from terrazzo.engine import parameter_names, persistent_buffers
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner import ModelShape, model_shape
 from terrazzo.planner.model.closed_form import closed_form
@@ -53,8 +53,8 @@ def _import_peft() -> Any:
         import peft
     except ImportError as error:
         raise BadInput(
-            "lora.rank is set, but the package 'peft' is not installed. Install the extra: pip install "
-            "'terrazzo[peft]', or leave lora.rank out to train all weights."
+            f"lora.rank is set, but the package 'peft' is not installed. {install('peft')}, or leave lora.rank out to "
+            "train all weights."
         ) from error
     return peft
 

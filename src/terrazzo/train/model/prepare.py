@@ -6,24 +6,25 @@ from torch import nn
 
 from terrazzo.config import Config
 from terrazzo.engine import checkpoint_activations, compile_units
-from terrazzo.train.data import load_tokenizer
-from terrazzo.train.model.decoder import DecoderConfig, build_model
+from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
+from terrazzo.train.model.causal_lm import build_model
+from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import add_adapters
 
-__all__ = ["decoder_config", "prepare_model", "vocab_size_of"]
+__all__ = ["decoder_config", "prepare_model"]
 
 
-def vocab_size_of(config: Config) -> int:
-    """Of a decoder: as given, or the tokenizer's."""
-    return config.model.vocab_size or load_tokenizer(config.data.tokenizer, config.data.end_of_document).vocab_size
+def decoder_config(config: Config, tokenizer: Tokenizer | None = None) -> DecoderConfig:
+    """The built-in decoder's shape, with the defaults that depend on other settings filled in.
 
-
-def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
-    """The built-in decoder's shape, with the defaults that depend on other settings filled in."""
-    model = config.model
+    Args:
+        tokenizer: of the data; loaded where it is needed and not given.
+    """
+    model, data = config.model, config.data
+    vocab_size = model.vocab_size or (tokenizer or load_tokenizer(data.tokenizer, data.end_of_document)).vocab_size
     ffn_dim = model.ffn_dim or -(-8 * model.dim // 3 // 64) * 64
     return DecoderConfig(
-        vocab_size=model.vocab_size or vocab_size,
+        vocab_size=vocab_size,
         dim=model.dim,
         layers=model.layers,
         heads=model.heads,
@@ -36,12 +37,12 @@ def decoder_config(config: Config, vocab_size: int) -> DecoderConfig:
     )
 
 
-def prepare_model(config: Config, vocab_size: int) -> nn.Module:
+def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Module:
     """The model on the meta device, with adapters, activation checkpointing and compilation, ready to shard.
 
     Its storage is allocated and initialised unit by unit while it is sharded, so no rank ever holds all of it.
     """
-    spec = decoder_config(config, vocab_size) if config.model.kind == "decoder" else config.model.path
+    spec = decoder_config(config, tokenizer) if config.model.kind == "decoder" else config.model.path
     assert spec is not None
     model = add_adapters(build_model(spec, device="meta"), config)
     units = config.plan.units

@@ -6,7 +6,7 @@ from terrazzo.config import Config
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files
-from terrazzo.train.data.tokenizer import load_tokenizer
+from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.huggingface import read_config, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config
@@ -37,16 +37,16 @@ def check(config: Config, world_size: int) -> list[str]:
     mesh_shape(config.plan.mesh, world_size)
     micro_batches_per_rank(config.batch, world_size)
     check_settings(config.optimizer)
-    _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document).vocab_size)
+    _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document))
     _check_data(config)
     check_written(config)
     notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config))]
     return [*notes, *check_plan(config, world_size)]
 
 
-def _check_model(config: Config, vocab_size: int) -> None:
+def _check_model(config: Config, tokenizer: Tokenizer) -> None:
     if config.model.kind == "decoder":
-        decoder_config(config, vocab_size)
+        decoder_config(config, tokenizer)
         return
     assert config.model.path is not None
     harmless(read_config(config.model.path), f"'{config.model.path}'")

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import os
-from glob import has_magic
+from fnmatch import fnmatch
 from pathlib import Path
 
-from terrazzo.config import Config, without_passwords
+from terrazzo.config import Config, DataConfig, without_passwords
 from terrazzo.errors import BadInput
 from terrazzo.files import read_json
 from terrazzo.train.checkpoints.resume import resume_from
-from terrazzo.train.data.hub import folder_of_source
-from terrazzo.train.data.sources import PYTHON_STDLIB
-from terrazzo.train.data.stored import is_url, is_visible
+from terrazzo.train.data.datasets_folder import folder_of_source
+from terrazzo.train.data.source_file import is_url, is_visible, plain_part
+from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
 
 __all__ = ["check_written"]
+
+WRITTEN = ("config.json", "metrics.jsonl")
+"""Files of every run, in log.folder."""
 
 
 def check_written(config: Config) -> None:
     """Checkpoints and logs must not be mixed with the data that is read, nor with another run's."""
-    given = [config.data.source, config.data.validation_source]
-    sources = [source for one in given if one for source in ([one] if isinstance(one, str) else one)]
-    local = [source for source in sources if source != PYTHON_STDLIB and not is_url(source)]
-    paths = [folder_of_source(source)[0] for source in local]
-    read = {_without_globs(path).resolve() for path in paths}
-    whole = {path.resolve() for path in paths if path.is_dir()}  # with the folders in them
     folders = {"log.folder": config.log.folder}
     if "://" not in config.checkpoint_folder:
         folders["checkpoint.folder"] = Path(config.checkpoint_folder)
     for key, folder in folders.items():
-        place = folder.resolve()
-        if place in read or place == Path(place.anchor):
-            raise BadInput(f"{key} is '{folder}', which is the data itself or the root: use a folder of its own.")
-        around = next((one for one in whole if place.is_relative_to(one)), None)
-        if around is not None and is_visible(place.relative_to(around).as_posix()):
-            raise BadInput(
-                f"{key} is '{folder}', which is inside the data, '{around}': the next start would read what this one"
-                " writes as data. Use a folder beside it."
-            )
-        if folder.exists() and not folder.is_dir():
-            raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")
+        if str(folder).startswith("~"):
+            raise BadInput(f"{key} is '{folder}', and ~ is not read as your home here: write '{folder.expanduser()}'.")
+        _check_apart(key, folder, config.data)
         _check_writable(key, folder)
-    for name in ("config.json", "metrics.jsonl"):
+    for name in WRITTEN:
         file = config.log.folder / name
         if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
             raise BadInput(f"'{file}', which the run writes, is no file that can be written to: move it away.")
@@ -53,6 +42,30 @@ def check_written(config: Config) -> None:
     anew = config.checkpoint.resume == "never" and config.checkpoint.overwrite
     if is_new and not anew:
         _check_metrics(config)
+
+
+def _check_apart(key: str, folder: Path, data: DataConfig) -> None:
+    """A folder to write to is not the data, and nothing in it would be read as data by the next start."""
+    place = folder.resolve()
+    local = [source for source in named_sources(data) if source != PYTHON_STDLIB and not is_url(source)]
+    read = {path: Path(plain_part(str(path))).resolve() for path in (folder_of_source(source)[0] for source in local)}
+    if place in read.values() or place == Path(place.anchor):
+        raise BadInput(f"{key} is '{folder}', which is the data itself or the root: use a folder of its own.")
+    for path, around in read.items():
+        if place.is_relative_to(around) and _is_read(place.relative_to(around), path):
+            raise BadInput(
+                f"{key} is '{folder}', which is inside the data, '{around}': the next start would read what this one"
+                " writes as data. Use a folder beside it."
+            )
+
+
+def _is_read(inside: Path, source: Path) -> bool:
+    """Whether `source`, a folder or a glob, reads files of a run that writes to the folder `inside` its plain part."""
+    if source.is_dir():
+        return is_visible(inside.as_posix())
+    glob = str(source).removeprefix(plain_part(str(source))).lstrip("/")
+    names = (f"{inside.as_posix()}/{name}" for name in (*WRITTEN, "step-00000001/manifest.json"))
+    return "**" in source.parts and any(fnmatch(name, glob) and is_visible(name) for name in names)
 
 
 def _check_metrics(config: Config) -> None:
@@ -76,13 +89,10 @@ def _check_metrics(config: Config) -> None:
     )
 
 
-def _without_globs(path: Path) -> Path:
-    """The folder that `data/*.txt` looks in; a path without wildcards is itself."""
-    return next((folder for folder in (path, *path.parents) if not has_magic(str(folder))), path)
-
-
 def _check_writable(key: str, folder: Path) -> None:
     """By what the system says of the folder, or of the one that it will be made in."""
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise BadInput(f"{key} is '{folder}', and '{there}' is a file: use a folder.")

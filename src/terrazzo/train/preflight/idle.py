@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from terrazzo.config import Config, flatten
-from terrazzo.train.data import PYTHON_STDLIB
+from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
 from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.optimizer import optimizer_class
 from terrazzo.train.plan import build_plan
@@ -45,11 +45,6 @@ def _note(keys: list[str], why: str, edit: str) -> str:
     return f"config: {', '.join(keys)} {verb} nothing: {why}. Remove {it}, or {edit}"
 
 
-def _sources(config: Config) -> set[str]:
-    given = [config.data.source, config.data.validation_source]
-    return {source for one in given if one for source in ([one] if isinstance(one, str) else one)}
-
-
 def _without_validation(config: Config) -> bool:
     return config.data.validation_source is None and not config.data.validation_fraction
 
@@ -75,7 +70,7 @@ _RULES = (
     ),
     _Rule(
         "data.text_field data.loss_on",
-        lambda config: _sources(config) == {PYTHON_STDLIB},
+        lambda config: set(named_sources(config.data)) == {PYTHON_STDLIB},
         f"data.source is '{PYTHON_STDLIB}', which has no records",
         "give records as data.source",
     ),

@@ -19,10 +19,10 @@ from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
-from terrazzo.train.launch.starting import resolve_device
+from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.huggingface import read_config
 from terrazzo.train.preflight.swap import host_lacks_room, offload_notes
-from terrazzo.train.promise.as_setup import ranks_here, setup_of
+from terrazzo.train.promise.as_setup import setup_of
 
 __all__ = ["Available", "available", "check_plan"]
 
@@ -127,18 +127,19 @@ def _listed(terms: Sequence[Term]) -> str:
 
 def _edits(config: Config, setup: Setup, largest: Term) -> str:
     """Two edits that shrink the largest term."""
-    batch, edits = config.batch, []
+    batch, on_cpu, edits = config.batch, setup.cluster.device.kind == "cpu", []
     if largest.name in CERTAIN:
         if setup.plan.base not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
             edits.append("plan=zero3 to split all states over the ranks")
         state = _STATE_OF.get(largest.name)
-        if setup.cluster.device.kind == "cpu" and state and "nvme" not in setup.plan.places()[state].shares:
+        if on_cpu and state and "nvme" not in setup.plan.places()[state].shares:
             edits.append(f"offload.{state}=nvme with an offload.path to keep the {largest.name} on a disk")
-        elif not setup.plan.optim.offloaded:
+        if not on_cpu and not setup.plan.optim.offloaded:
             edits.append("offload.optim=cpu to keep optimizer state in host memory")
         if setup.precision.weight == torch.float32 and setup.precision.master == torch.float32:
             edits.append("precision=bf16-pure for 8 bytes per parameter")
-        edits.append("more ranks" if config.launch.device != "cpu" else "a smaller model")
+        if not on_cpu:  # where ranks share one memory
+            edits.append("more ranks")
         edits.append("a smaller model.dim or model.layers" if config.model.kind == "decoder" else "a smaller model")
     else:
         if setup.checkpointing == "none":
@@ -146,7 +147,7 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
         if batch.micro_batch > 1:
             edits.append(f"batch.micro_batch={batch.micro_batch // 2}")
         edits.append(f"batch.sequence_length={batch.sequence_length // 2}")
-    return f"Use {' or '.join(dict.fromkeys(edits[:2]))}"
+    return f"Use {' or '.join(edits[:2])}"
 
 
 def _gib(count_bytes: float) -> str:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import resource
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from terrazzo.config import Config
-from terrazzo.engine.offload.disk_file import sweep
+from terrazzo.engine.offload.disk_file import left_behind_bytes
 from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, mount_of
 from terrazzo.files import GIB
 from terrazzo.planner import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.folders import is_own, swap_folders
-from terrazzo.train.launch.starting import resolve_device
-from terrazzo.train.promise.as_setup import ranks_here
+from terrazzo.train.launch.here import ranks_here, resolve_device
 
 __all__ = ["check_folders", "host_lacks_room", "offload_notes"]
 
@@ -41,12 +39,8 @@ def host_lacks_room(config: Config, memory: Memory, world_size: int) -> str | No
     """
     if resolve_device(config.launch) == "cuda" and (reason := _too_much_on_host(memory, world_size)):
         return reason
-    folders, needed = swap_folders(config), sum(term.value for term in memory.disk) * ranks_here(world_size)
-    reason = _too_much_on_disk(config, folders, needed)
-    if reason is not None:
-        sweep(folders)  # files of runs that are gone
-        reason = _too_much_on_disk(config, folders, needed)
-    return reason
+    needed = sum(term.value for term in memory.disk) * ranks_here(world_size)
+    return _too_much_on_disk(config, swap_folders(config), needed)
 
 
 def offload_notes(config: Config, memory: Memory, world_size: int) -> list[str]:
@@ -90,13 +84,18 @@ def _too_much_on_host(memory: Memory, world_size: int) -> str | None:
 
 
 def _too_much_on_disk(config: Config, folders: Sequence[Path], needed_bytes: float) -> str | None:
-    """Swap files are spread evenly over the folders, of which several may be on one disk."""
-    places = [_existing(config, folder) for folder in folders]
-    on_disk = Counter(os.stat(place).st_dev for place in places)
-    for folder, place in zip(folders, places, strict=True):
-        wanted, free = needed_bytes * on_disk[os.stat(place).st_dev] / len(folders), free_bytes(place)
+    """Swap files are spread evenly over the folders, of which several may be on one disk.
+
+    Files of runs that are gone count as room: they are removed when the run makes its own.
+    """
+    places = {folder: _existing(config, folder) for folder in folders}
+    disks = {folder: os.stat(place).st_dev for folder, place in places.items()}
+    for folder, place in places.items():
+        share = sum(disks[one] == disks[folder] for one in folders) / len(folders)
+        wanted, free = needed_bytes * share, free_bytes(place)
         if mount_of(place).kind in ("tmpfs", "ramfs"):  # which is host memory
             free = min(free, available_host_bytes() or free)
+        free += sum(left_behind_bytes(one) for one in places if disks[one] == disks[folder])
         if wanted > free:
             return (
                 f"Swap files of this machine's ranks would take {_gib(wanted)} on the disk of '{folder}'"

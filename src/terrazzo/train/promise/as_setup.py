@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, replace
 
 import torch
@@ -14,10 +13,10 @@ from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_sha
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
-from terrazzo.train.launch.starting import resolve_device
+from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import with_adapters
-from terrazzo.train.model.prepare import decoder_config, vocab_size_of
+from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.optimizer import optimizer_class
 from terrazzo.train.plan import (
     build_offload,
@@ -27,7 +26,7 @@ from terrazzo.train.plan import (
     micro_batches_per_rank,
 )
 
-__all__ = ["matmul_format", "ranks_here", "setup_of"]
+__all__ = ["matmul_format", "setup_of"]
 
 
 def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) -> Setup:
@@ -77,15 +76,10 @@ def _of_one_rank(device: Device, world_size: int) -> Device:
     return replace(device, memory_bytes=device.memory_bytes // ranks, per_node=ranks)
 
 
-def ranks_here(world_size: int) -> int:
-    """Ranks that share this machine: all, where neither torchrun nor Slurm says otherwise."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-
-
 def _shape_of(config: Config) -> ModelShape:
     """The model's tensors by the units that the engine finds by itself, whatever `plan.units` says."""
     if config.model.kind == "decoder":
-        return _decoder_shape(decoder_config(config, vocab_size_of(config)))
+        return _decoder_shape(decoder_config(config))
     assert config.model.path is not None
     return with_adapters(model_shape(config.model.path), config.lora)
 

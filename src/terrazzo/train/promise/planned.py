@@ -61,7 +61,7 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     if config.train.compile:
         return None
     shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
-    model = prepare_model(_traced(config, shortened), setup.model.vocab)
+    model = prepare_model(_traced(config, setup, shortened))
     names, _ = find_units(model, None)
     try:
         with _one_sequence_per_row():
@@ -98,9 +98,10 @@ def _one_sequence_per_row() -> Iterator[None]:
 _PACKING = "find_packed_sequence_indices"
 
 
-def _traced(config: Config, shortened: bool) -> Config:
+def _traced(config: Config, setup: Setup, shortened: bool) -> Config:
     """What is traced in place of a run; on a CPU activations on the host are where they would be anyway."""
-    model = config.model.model_copy(update={"layers": TRACED_LAYERS}) if shortened else config.model
+    layers = {"layers": TRACED_LAYERS} if shortened else {}
+    model = config.model.model_copy(update={"vocab_size": setup.model.vocab, **layers})
     offload = config.offload.model_copy(update={"activations": "device"})
     return config.model_copy(update={"model": model, "offload": offload})
 

@@ -11,7 +11,7 @@ from terrazzo.planner import Estimate
 from terrazzo.train.promise.planned import planned
 from terrazzo.train.session import Session
 
-__all__ = ["Pace", "summarize", "summary_lines"]
+__all__ = ["Pace", "mfu", "summarize", "summary_lines"]
 
 MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
@@ -101,14 +101,17 @@ def _promised_pace(estimate: Estimate | None, world_size: int) -> dict[str, Any]
 def _measured_pace(session: Session, pace: Pace, peak_flops: float | None) -> dict[str, Any]:
     if not pace.steps:
         return dict.fromkeys(("step_s_measured", "tokens_per_s_measured", "mfu_measured", "learnt_share"))
-    places = pace.steps * session.places_per_step
-    flops = places / pace.seconds / session.ranks.world_size * session.flops_per_token
     return {
         "step_s_measured": pace.seconds / pace.steps,
         "tokens_per_s_measured": pace.tokens / pace.seconds,
-        "mfu_measured": flops / peak_flops if flops and peak_flops else None,
-        "learnt_share": pace.tokens / places,
+        "mfu_measured": mfu(session.flops_per_s(pace.steps, pace.seconds), peak_flops),
+        "learnt_share": pace.tokens / (pace.steps * session.places_per_step),
     }
+
+
+def mfu(flops_per_s: float, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation, a share from 0 to 1; None where either is not known."""
+    return flops_per_s / peak_flops if flops_per_s and peak_flops else None
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:

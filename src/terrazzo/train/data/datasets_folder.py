@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.train.data.records import ROWS_PER_READ, Document, columns_to_read, document_of, record_of
-from terrazzo.train.data.stored import SourceFile, folder_files
+from terrazzo.train.data.source_file import SourceFile, folder_files
 
 __all__ = ["dataset_of", "folder_of_source", "read_dataset"]
 
@@ -43,8 +43,8 @@ def dataset_of(source: str) -> SourceFile | None:
     found = find_spec("datasets")
     if found is None or found.origin is None:  # a folder of that name in the current one is no package
         raise BadInput(
-            f"data.source {source!r} is for the package 'datasets' to read, which is not installed. Install the extra:"
-            " pip install 'terrazzo[datasets]', or convert it to JSONL or parquet."
+            f"data.source {source!r} is for the package 'datasets' to read, which is not installed."
+            f" {install('datasets')}, or convert it to JSONL or parquet."
         )
     files = [(path, path.stat()) for path in folder_files(folder)]
     content = [(path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns) for path, status in files]

@@ -8,18 +8,26 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from terrazzo.errors import BadInput
+from terrazzo.files import open_store
 
-__all__ = ["COMPRESSIONS", "SourceFile", "folder_files", "is_url", "is_visible", "reading", "stored_files"]
+__all__ = [
+    "COMPRESSIONS",
+    "SourceFile",
+    "folder_files",
+    "is_url",
+    "is_visible",
+    "plain_part",
+    "reading",
+    "stored_files",
+]
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
-"""The extra of ours that a protocol needs; of others fsspec says what to install."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 BUFFER_BYTES = 1 << 20
 
@@ -108,7 +116,7 @@ def stored_files(url: str) -> list[SourceFile]:
         BadInput: there are none, the store cannot be reached, or its library is not installed.
     """
     what = f"data.source '{url}'"
-    fs, path = _store_of(url, what)
+    fs, path = open_store(url, what)
     with reading(what):
         fs.invalidate_cache()
         found, root = _listed(fs, path)
@@ -132,22 +140,9 @@ def _listed(fs: Any, path: str) -> tuple[list[dict[str, Any]], str | None]:
     except FileNotFoundError:
         pass
     try:
-        return (list(fs.glob(path, detail=True).values()), _plain_part(path)) if glob.has_magic(path) else ([], path)
+        return (list(fs.glob(path, detail=True).values()), plain_part(path)) if glob.has_magic(path) else ([], path)
     except FileNotFoundError:
         return [], path
-
-
-def _store_of(url: str, what: str) -> tuple[Any, str]:
-    protocol = url.partition("://")[0]
-    try:
-        fs, path = url_to_fs(url)
-    except ImportError as error:
-        extra = EXTRAS.get(protocol)
-        advice = f"Install the extra: pip install 'terrazzo[{extra}]'" if extra else str(error)
-        raise BadInput(f"{what} needs a package that is not installed. {advice}.") from error
-    except ValueError as error:
-        raise BadInput(f"{what} cannot be opened: {error}. Correct the URL.") from error
-    return fs, path.rstrip("/")
 
 
 def _stored(fs: Any, info: dict[str, Any], name: str, *, required: bool) -> SourceFile:
@@ -155,10 +150,10 @@ def _stored(fs: Any, info: dict[str, Any], name: str, *, required: bool) -> Sour
     return SourceFile(info["name"], name, required, None if size is None else int(size), str(fs.ukey(info["name"])), fs)
 
 
-def _plain_part(path: str) -> str:
-    """The leading parts of a glob that have no wildcard."""
-    parts = path.split("/")
-    return "/".join(parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
+def plain_part(pattern: str) -> str:
+    """The leading parts of a path or a glob that have no wildcard: `/texts` of `/texts/*/a.txt`."""
+    plain = "/".join(takewhile(lambda part: not glob.has_magic(part), pattern.split("/")))
+    return plain or "/" * pattern.startswith("/")
 
 
 def is_visible(name: str) -> bool:

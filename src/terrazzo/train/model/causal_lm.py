@@ -1,0 +1,94 @@
+"""The built-in decoder and models of `transformers` alike: built, counted, and asked for logits and text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrazzo.train.model import huggingface
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
+
+__all__ = ["build_model", "generate", "logits_of", "num_flops_per_token"]
+
+
+def build_model(
+    spec: DecoderConfig | Mapping[str, Any] | str | Path, *, device: torch.device | str | None = None
+) -> nn.Module:
+    """The model that `spec` describes: parameters fp32 and random, on `device` (default: the current default device).
+
+    Args:
+        spec: a `DecoderConfig`; or the contents of a `transformers` config.json, or a local folder with one.
+        device: `"meta"` gives a model without storage whose modules all have `reset_parameters()`.
+
+    Raises:
+        BadInput: `transformers` is not installed, or the folder or config cannot be used; the message says how.
+    """
+    target = torch.device(device) if device is not None else torch.get_default_device()
+    if isinstance(spec, DecoderConfig):
+        with target:
+            return Decoder(spec)
+    return huggingface.build_causal_lm(spec, target)
+
+
+def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
+    """Training FLOPs per token of a `Decoder`, or estimated of a `transformers` causal LM; 0 when unknown."""
+    if isinstance(model, Decoder):
+        return model.num_flops_per_token(sequence_length)
+    return huggingface.num_flops_per_token(model, sequence_length)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits `[B, T, vocab_size]` in what a model returned: a tensor, a tuple, or an output object."""
+    if isinstance(output, Tensor):
+        return output
+    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
+    return logits
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    steps: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continues `tokens`, int64 `[B, T]` with T ≥ 1, by `steps` sampled tokens: int64 `[B, T + steps]`.
+
+    Temperature 0 takes the most likely token. There is no early stop, so under sharding every rank calls
+    forward `steps` times; ranks that pass the same tokens and equally seeded CPU generators draw the same
+    text. The model's train or eval mode is restored afterwards.
+    """
+    context = _context_length(model)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(steps):
+            logits = logits_of(model(tokens[:, -context:] if context else tokens))[:, -1]
+            tokens = torch.cat((tokens, _sample(logits, temperature, generator).to(tokens.device)), dim=1)
+    finally:
+        model.train(was_training)
+    return tokens
+
+
+def _context_length(model: nn.Module) -> int:
+    """The longest sequence the model takes; 0 when it does not say."""
+    config = getattr(model, "config", None)
+    for name in ("max_sequence_length", "max_position_embeddings", "n_positions"):
+        length = getattr(config, name, None)
+        if isinstance(length, int):
+            return length
+    return 0
+
+
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """One token per row of `logits` `[B, vocab_size]`, int64 `[B, 1]` on the CPU, drawn in fp32 there."""
+    scores = logits.float().cpu()
+    if temperature == 0.0:
+        return scores.argmax(dim=-1, keepdim=True)
+    return torch.multinomial(F.softmax(scores / temperature, dim=-1), 1, generator=generator)
