@@ -67,15 +67,21 @@ def disagreements(outcomes: Sequence[Outcome], tolerance: float) -> list[str]:
     return found
 
 
-def ratio(contender: str, baseline: str, outcomes: Sequence[Outcome]) -> float | None:
-    """Median over rounds of the ratio of step times within one round of one group; None if they never met."""
+def ratios(contender: str, baseline: str, outcomes: Sequence[Outcome]) -> list[float]:
+    """The ratio of step times within each round of each group in which both met."""
     of_baseline = {outcome.group: outcome.round_s() for outcome in outcomes if outcome.contender == baseline}
-    ratios = []
+    found = []
     for outcome in outcomes:
         if outcome.contender == contender and outcome.group in of_baseline:
             pairs = zip(outcome.round_s(), of_baseline[outcome.group], strict=True)
-            ratios += [own / base for own, base in pairs]
-    return median(ratios) if ratios else None
+            found += [own / base for own, base in pairs]
+    return found
+
+
+def ratio(contender: str, baseline: str, outcomes: Sequence[Outcome]) -> float | None:
+    """Median of `ratios`; None if they never met."""
+    found = ratios(contender, baseline, outcomes)
+    return median(found) if found else None
 
 
 def of_contender(contender: str, outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,31 @@ def test_blocks_run_on_two_ranks(page: Path, two_processes: Pool) -> None:
     for block, outputs in zip(blocks, zip(*by_rank, strict=True), strict=True):
         if block.prints is not None:
             assert "".join(outputs) == block.prints
+
+
+def losses_of(script: str) -> list[float]:
+    """Of a loop that computes a `loss` in each step, in a group that is there already."""
+    begins = "from torch import distributed as dist\n"
+    looped = re.sub(r"^( +)loss\.backward\(\)", r"\1losses.append(loss.item())\n\g<0>", script, flags=re.MULTILINE)
+    names: dict[str, Any] = {"losses": []}
+    exec(compile(begins + looped.replace("dist.init_process_group()", ""), "<diff>", "exec"), names)
+    return list(names["losses"])
+
+
+@pytest.mark.processes
+def test_the_diff_on_the_first_screen_keeps_the_losses(two_processes: Pool) -> None:
+    diff = next(block.code for block in blocks_of(ROOT / "README.md") if block.kind == "diff")
+    lines = diff.splitlines()
+    before, after = ("\n".join(line[1:] for line in lines if line[:1] != out) for out in "+-")
+    whole, parts = losses_of(before), two_processes.run(losses_of, after)
+    assert whole[-1] < whole[0]
+    assert [sum(both) / 2 for both in zip(*parts, strict=True)] == pytest.approx(whole, rel=1e-4)
+
+
+def test_the_extras_on_the_start_page_are_the_packages() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text("start.md"), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -238,8 +264,8 @@ def table_rows(page: Path) -> dict[str, list[str]]:
     return rows
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "concepts/table.md"], ids=page_id)
-def test_the_table_is_the_engines(page: Path) -> None:
+def test_the_table_is_the_engines() -> None:
+    page = DOCS / "concepts/table.md"
     rows = table_rows(page)
     named = {name: Plan.named(name) for name in PLANS}
     presets = [name for name, plan in named.items() if name in ("zero0", "zero3") or not _is_alias(name, named)]

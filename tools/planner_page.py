@@ -19,8 +19,11 @@ from pydantic.fields import FieldInfo
 
 import terrazzo.planner
 from terrazzo import cli
+from terrazzo.planner import Request, estimate_request
 from terrazzo.planner.formulas import FORMULAS
 from terrazzo.planner.report import schema
+from terrazzo.planner.report.bars import chart_of
+from terrazzo.planner.report.picture import save_picture
 
 MODELS = (
     "Report", "SetupReport", "MemoryReport", "RoomReport", "TimeReport", "TrafficReport", "CollectiveReport",
@@ -31,13 +34,16 @@ MODELS = (
 
 PICTURE = ("plan", "--model", "llama3-70b", "--gpu", "h100-sxm", "--min-gpus", "--picture")
 
+FEW = ("zero0", "zero1", "zero3", "zero3@cpu")
+"""What README's picture compares."""
+
 PARTS = ("memory", "traffic", "time")
 
 PLAIN = {"str": "string", "float": "number", "int": "whole number", "bool": "true or false", "None": "null"}
 
 ROOT = Path(__file__).parents[1]
 PLANNER, JSON = ROOT / "docs" / "planner.md", ROOT / "docs" / "reference" / "plan-json.md"
-DRAWN = ROOT / "docs" / "guides" / "memory.svg"
+DRAWN, DRAWN_FEW = ROOT / "docs" / "guides" / "memory.svg", ROOT / "docs" / "memory.svg"
 GUIDES = ROOT / "docs" / "guides"
 PAGES = (PLANNER, JSON, GUIDES / "planning.md", GUIDES / "offload.md", ROOT / "README.md")
 ACCURACY = ROOT / "benchmarks" / "planner" / "results" / "accuracy.md"
@@ -89,6 +95,17 @@ def _example(match: re.Match[str]) -> str:
     return "\n".join([f"```console\n$ {command}\n```\n\n```text", *lines, "```"])
 
 
+def draw_few(path: Path) -> None:
+    """README's picture: one model on one machine under four plans."""
+    estimates = [
+        estimate_request(
+            Request("llama3-8b", 8, "h100-sxm", strategy, micro_batch=2, sequence=4096, checkpointing="full")
+        )
+        for strategy in FEW
+    ]
+    save_picture(chart_of(estimates, estimates[FEW.index("zero3")]), path)
+
+
 def output_of(arguments: list[str]) -> list[str]:
     """Lines that `terrazzo` prints, as in a pipe."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -114,5 +131,6 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     output_of([*PICTURE, str(DRAWN)])
+    draw_few(DRAWN_FEW)
     for page in PAGES:
         page.write_text(update(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -21,10 +21,12 @@ def test_the_pages_are_up_to_date(page: Path, tmp_path: Path, monkeypatch: pytes
     assert planner_page.update(text) == text, "python -m tools.planner_page"
 
 
-def test_the_picture_is_up_to_date(tmp_path: Path) -> None:
+def test_the_pictures_are_up_to_date(tmp_path: Path) -> None:
     planner_page.output_of([*planner_page.PICTURE, str(tmp_path / "memory.svg")])
-    written = [re.findall(r">([^<]+)</t", path.read_text()) for path in (tmp_path / "memory.svg", planner_page.DRAWN)]
-    assert written[0] == written[1], "python -m tools.planner_page"
+    planner_page.draw_few(tmp_path / "few.svg")
+    for new, drawn in (("memory.svg", planner_page.DRAWN), ("few.svg", planner_page.DRAWN_FEW)):
+        written = [re.findall(r">([^<]+)</t", path.read_text()) for path in (tmp_path / new, drawn)]
+        assert written[0] == written[1], "python -m tools.planner_page"
 
 
 def test_every_formula_has_a_text_and_a_source() -> None:
