@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def update(text: str, record: dict[str, Any]) -> str:
     return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: section(record), text, flags=re.DOTALL)
 
 
-def draw(cases: dict[str, Sequence[Outcome]], path: Path) -> None:
+def draw(cases: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     """A bar for each workload, the median, with a line from the smallest to the largest turn; SVG."""
     import matplotlib as mpl
 
