@@ -10,7 +10,7 @@ hostcuda.load()
 import torch._dynamo
 import torch.distributed.fsdp
 
-import terrazzo
+import terrazzo.engine
 import tests.helpers.processes
 
 # isort: split

@@ -557,25 +557,25 @@ REPEATS = {"forward": 1, "backward": 1, "reduce": 0, "last": 1, "update": 1}
 
 def test_communication_behind_longer_blocks_shows_only_at_the_ends() -> None:
     moves = {"forward": 1.0, "backward": 1.0, "last": 2.0}
-    found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=1)
+    found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=1, beside=True)
     assert found.total == 40 and found.exposed == 1 + (1 + 2)
-    tight = block_exposure([BlockRow(10, 0.5, 2.5, moves)], REPEATS, prefetch=1)
+    tight = block_exposure([BlockRow(10, 0.5, 2.5, moves)], REPEATS, prefetch=1, beside=True)
     assert tight.exposed == 1 + 9 * 0.5 + 3 + 9 * 0.5
-    alone = block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=0)
+    alone = block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=0, beside=True)
     assert alone.exposed == 10 + 10 + 2
     halves = [BlockRow(4, 0.5, 2.5, moves), BlockRow(6, 0.5, 2.5, moves)]
-    assert block_exposure(halves, REPEATS, prefetch=1) == tight
+    assert block_exposure(halves, REPEATS, prefetch=1, beside=True) == tight
 
 
 def test_what_a_step_gathers_comes_while_the_next_forward_computes() -> None:
     moves = {"update": 1.0}
-    assert block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=0).exposed == 1
-    assert block_exposure([BlockRow(10, 0.5, 2.5, moves)], REPEATS, prefetch=1).exposed == 10 - 9 * 0.5
+    assert block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=0, beside=True).exposed == 1
+    assert block_exposure([BlockRow(10, 0.5, 2.5, moves)], REPEATS, prefetch=1, beside=True).exposed == 10 - 9 * 0.5
 
 
 def test_silent_micro_batches_gather_but_do_not_reduce() -> None:
     moves, repeats = {"forward": 1.0, "backward": 1.0, "last": 2.0}, {**REPEATS, "forward": 3, "backward": 3}
-    found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], repeats, prefetch=1)
+    found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], repeats, prefetch=1, beside=True)
     assert found.total == 3 * 10 + 3 * 10 + 20
     assert found.exposed == 3 * 1 + 2 * 1 + 3
     assert root_exposure(moves, repeats).exposed == 3 + 3 + 2

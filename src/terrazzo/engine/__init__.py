@@ -1,6 +1,6 @@
 """The engine: one table of places, running.
 
-The core is in this folder. Read it in this order: device, layout, place, precision, spec, scaler, tally, axes and
+The core is in this folder. Read it in this order: device, layout, place, precision, spec, scaler, tally, side, axes and
 recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable,
 reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 

@@ -60,8 +60,10 @@ class Edits:
     def check(self, present: bool) -> None:
         """Notice what has been done to the parameters themselves.
 
-        Other `data` of the same kind is taken over, as if written in place, where weights are `present`. Errors:
-        `Misuse` for parameters that have been frozen, unfrozen or replaced, and for other `data` in any other case.
+        Other `data` of the same kind is taken over, as if written in place, where weights are `present`.
+
+        Raises:
+            Misuse: for parameters that have been frozen, unfrozen or replaced, and for other `data` in any other case.
         """
         trainable, start = self._trainable, self._flat.data_ptr()
         for member, slot, registered, attribute, offset_bytes in self._places:

@@ -162,7 +162,10 @@ def _watched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         if torch.compiler.is_dynamo_compiling():
             return self.detach()  # the same to a graph, which cannot hold what follows; writing into it leaves a trace
         known = vars(self)
-        asks = sys._getframe(1).f_globals.get("__name__", "")
+        frame = sys._getframe(1)
+        if frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+            frame = frame.f_back  # whoever touched it while it was arriving
+        asks = frame.f_globals.get("__name__", "")
         if "terrazzo_asked" in known and not asks.startswith(_COMPILERS):
             known["terrazzo_asked"].add(known["terrazzo_name"])
         value: Tensor = descriptor.__get__(self)

@@ -39,8 +39,8 @@ def a_gather_is_stale(patch: pytest.MonkeyPatch) -> None:
     """Every second gather brings what the one before it brought."""
     gather = Bucket.gather
 
-    def gathered(self: Any) -> Any:
-        full = yield from gather(self)
+    def gathered(self: Any, from_rest: bool = False) -> Any:
+        full = yield from gather(self, from_rest)
         if _struck(self):
             before, self.before = getattr(self, "before", None), None if hasattr(self, "before") else full.clone()
             if before is not None:

@@ -32,9 +32,7 @@ from terrazzo.engine.model.checks import (
     optimizer_facts,
     together,
 )
-from terrazzo.engine.model.materialize import (
-    check_initializable,
-)
+from terrazzo.engine.model.materialize import check_initializable
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, state_of

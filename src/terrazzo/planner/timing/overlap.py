@@ -2,7 +2,8 @@
 
 While a block computes, the next one's weights are gathered and the last one's gradients are reduced. What takes longer
 than the block is exposed, and so are the first gather, the last reduction and all that the root unit moves. What the
-optimizer's step gathers comes while the next step's first forward computes.
+optimizer's step gathers comes while the next step's first forward computes, where collectives have a stream of their
+own.
 """
 
 from __future__ import annotations
@@ -58,18 +59,19 @@ class BlockRow:
     moves: Mapping[str, float]
 
 
-def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetch: int) -> Exposure:
+def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetch: int, beside: bool) -> Exposure:
     """Of all blocks of a stage.
 
     Args:
         repeats: see `root_exposure`.
         prefetch: blocks that are gathered ahead; 0 hides no gather.
+        beside: collectives run on a stream of their own; on a CPU the step waits for what it gathers.
     """
     silent = repeats["backward"] - repeats["reduce"] - repeats["last"]
     passes = ((repeats["reduce"], "reduce"), (repeats["last"], "last"), (silent, ""))
     exposed = repeats["forward"] * _exposed([_Pass.forward(row) for row in rows], prefetch)
     exposed += sum(times * _exposed([_Pass.backward(row, when) for row in rows], prefetch) for times, when in passes)
-    exposed += repeats["update"] * _exposed([_Pass.update(row) for row in rows], prefetch=1)
+    exposed += repeats["update"] * _exposed([_Pass.update(row) for row in rows], prefetch=int(beside))
     total = sum(row.count * seconds * repeats[when] for row in rows for when, seconds in row.moves.items())
     return Exposure(total, exposed)
 

@@ -130,7 +130,8 @@ class Stage:
         rows = [
             BlockRow(part.count, *part.passes, self._unit_moves(part.unit, part.placement)) for part in self._blocks
         ]
-        return root + block_exposure(rows, self._repeats, self._setup.prefetch)
+        beside = self._setup.cluster.device.kind != "cpu"
+        return root + block_exposure(rows, self._repeats, self._setup.prefetch, beside)
 
     def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[str, float]:
         seconds: dict[str, float] = {}
