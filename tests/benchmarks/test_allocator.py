@@ -51,5 +51,5 @@ def test_the_planner_s_reserve_is_what_was_measured() -> None:
     def of_own(kind: str, figure: str) -> list[float]:
         return [share - 1 for name, share in shares(RECORD, kind, figure).items() if not name.startswith("fsdp2")]
 
-    assert round(median(of_own("fixed", "reserved")), 2) == ROOMY_RESERVE
+    assert round(median(of_own("expandable", "reserved")), 2) == ROOMY_RESERVE
     assert ceil(100 * max(of_own("expandable", "least"))) == round(100 * RESERVE)

@@ -111,4 +111,4 @@ def test_what_one_rank_cannot_attach_all_refuse() -> None:
         return str(caught.value)
 
     first, second = on_ranks(2, body)
-    assert "Another rank" in first and "not parameters of this model" in second
+    assert "Rank 1 cannot do its part" in first and "not parameters of this model" in second

@@ -71,6 +71,35 @@ def test_its_step_is_taken_once(plan: str, kind: Any, precision: Any) -> None:
     on_ranks(2, body)
 
 
+class Warming(SGD):
+    """A rate of its own, which its param group counts for."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["mean"] = state.get("mean", torch.zeros_like(parameter)).lerp(parameter.grad, 0.5)
+                    parameter.sub_(state["mean"], alpha=group["lr"] * group["steps"])
+
+
+def test_what_a_step_does_once_for_a_group_is_done_once() -> None:
+    """Also where states of other dtypes have each segment stepped alone."""
+    base = Net()
+
+    def body(rank: int) -> None:
+        found, _, optimizer = steps_of(Warming, "zero3", MOMENTS, rank, base)
+        wanted, _, _ = steps_of(Warming, "zero3", "fp32", rank, base)
+        assert optimizer.param_groups[0]["steps"] == 3
+        assert_close(found, wanted, 1e-2)
+
+    on_ranks(2, body)
+
+
 def test_an_overflow_is_counted_once() -> None:
     base = Net()
 

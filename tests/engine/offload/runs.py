@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import Precision
-from terrazzo.engine.offload import update
+from terrazzo.engine.optim import twin
 from tests.engine import parity
 from tests.engine.models import base_model
 from tests.engine.parity import CUSTOM, Case, Ranks, Trace, assemble, assert_same_bits
@@ -143,14 +143,14 @@ def assert_same(found: Ranks, wanted: Ranks) -> None:
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No update away from the device begins before the event is set; it is set at the end."""
-    gate, step = threading.Event(), update.unhooked_step
+    gate, step = threading.Event(), twin.unhooked_step
 
     def waiting(optimizer: Optimizer) -> None:
         assert gate.wait(30)
         step(optimizer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(update, "unhooked_step", waiting)
+        patch.setattr(twin, "unhooked_step", waiting)
         try:
             yield gate
         finally:

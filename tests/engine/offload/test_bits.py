@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR
 
 import terrazzo as tz
 from terrazzo.engine import LossScaling, Precision
-from terrazzo.engine.offload import update
 from terrazzo.engine.offload.disk_file import SwapFile
+from terrazzo.engine.optim import twin
+from tests.engine.models import base_model
 from tests.engine.offload.runs import (
     MODES,
     MOMENTS,
@@ -305,6 +306,7 @@ def both(case: Case, elsewhere: Case, loop: Callable[[Runner], None]) -> None:
         loop(runner)
         return runner.run()
 
+    base_model(case.variant)  # built here: the threads would share one random generator
     found, wanted = (run_in_threads(c.ranks, functools.partial(on_rank, case=c)) for c in (elsewhere, case))
     assert_same(found, wanted)
 
@@ -414,7 +416,7 @@ def test_delays_change_no_bit(case: Case, tiers: str, tmp_path: Path, monkeypatc
 
         return delayed
 
-    for owner, name in ((update, "unhooked_step"), (SwapFile, "read"), (SwapFile, "write")):
+    for owner, name in ((twin, "unhooked_step"), (SwapFile, "read"), (SwapFile, "write")):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
     check(on_tiers(replace(case, variant="wide"), tiers, tmp_path, MODES[len(tiers) % 3]))
 

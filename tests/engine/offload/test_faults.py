@@ -155,7 +155,7 @@ def test_a_folder_without_room_is_refused_before_anything_is_changed(
 
     first, second = on_ranks(2, body)
     said = sorted((first[0], second[0]), key=len)
-    assert "Another rank" in said[0]
+    assert "cannot do its part" in said[0]
     assert "does not fit" in said[1]
     monkeypatch.undo()
     assert [first[1], second[1]] == on_ranks(2, lambda rank: train(*sharded(base), 1, rank))

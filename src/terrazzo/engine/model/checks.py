@@ -68,9 +68,17 @@ def check_group() -> None:
 def check_model(model: nn.Module) -> None:
     """Raises: `Misuse` for a sharded model, `BadInput` for what cannot be laid out flat."""
     _check_module(model)
-    if getattr(model, "_terrazzo", None) is not None or any(hasattr(m, "_terrazzo") for m in model.modules()):
-        raise Misuse(f"This {type(model).__name__} is already sharded. Build a new model to shard it differently.")
+    sharded = [name for name, module in model.named_modules() if hasattr(module, "_terrazzo")]
+    if sharded:
+        which = f"Its module {sharded[0]!r}" if sharded[0] else f"This {type(model).__name__}"
+        raise Misuse(f"{which} is already sharded. Build a new model to shard it differently.")
     parameters = dict(model.named_parameters())
+    taken = [name for name, parameter in parameters.items() if "terrazzo_name" in vars(parameter)]
+    if taken:
+        raise Misuse(
+            f"{', '.join(taken[:3])}: parameters of a model that is sharded already, and only one may gather and step "
+            "them. Shard the module that holds both models, or give each its own copy."
+        )
     if not parameters:
         raise BadInput(f"{type(model).__name__} has no parameters: there is nothing to shard.")
     exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
@@ -260,11 +268,11 @@ def together(axes: Axes, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         problem = error
-    failed = axes.maximum(torch.tensor([int(problem is not None)], device=axes.device))
+    failed = axes.maximum(torch.tensor([0 if problem is None else dist.get_rank() + 1], device=axes.device))
     if problem is not None:
         raise problem
     if failed.item():
-        raise BadInput("Another rank cannot do its part of this: its own message says why.")
+        raise BadInput(f"Rank {failed.item() - 1} cannot do its part of this: its own message says why.")
     return result
 
 

@@ -11,7 +11,7 @@ __all__ = ["digest"]
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bytes in their order, 0-d int64; equal tensors have equal ones on every rank.
+    """A hash of a tensor's bytes in their order, 0-d int64; equal tensors on one kind of device have equal ones.
 
     On a device it is made there: nothing is waited for.
     """

@@ -8,8 +8,9 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.offload.settings import StepMode
-from terrazzo.engine.offload.update import Twin, Updater
+from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse

@@ -59,7 +59,7 @@ class Offload:
             _check_number("threads", self.threads, 1, 4096)
         _check_number("depth", self.depth, 1, 256)
         sized = isinstance(self.block_mib, int | float) and 0 < self.block_mib <= 64
-        if not sized or self.block_bytes % PAGE_BYTES:
+        if not sized or not self.block_bytes or self.block_bytes % PAGE_BYTES:
             raise BadInput(
                 f"offload: block_mib is {self.block_mib!r}; give a multiple of 4 KiB up to 64 MiB, such as 4 or 0.25."
             )

@@ -11,14 +11,13 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine import device as devices
@@ -29,55 +28,10 @@ from terrazzo.engine.offload.ring import Tray
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to, step_threads
 from terrazzo.engine.optim.segment import Segment, scaled
-from terrazzo.engine.optim.stock import STEP_HOOKS, unhooked_step
+from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.process.worker import Job, again, without_frames
 
-__all__ = ["Twin", "Updater"]
-
-
-class Twin:
-    """An optimizer's arithmetic and hyper-parameters as they are now, to step single tensors with.
-
-    Args:
-        optimizer: may change its hyper-parameters afterwards.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.state: dict[Tensor, dict[str, Any]] = optimizer.state
-        self._settings = [
-            {key: _frozen(value) for key, value in group.items() if key not in ("params", "param_names")}
-            for group in optimizer.param_groups
-        ]
-        self._twin = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
-        ties = ("_driver", "step")  # they lead to the model
-        self._twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
-        self._twin.__dict__.update({key: {} for key in STEP_HOOKS})  # so do these, and torch looks for them
-
-    def step(self, index: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
-
-        Args:
-            index: of its param group in the optimizer.
-            state: what it kept so far; empty before the first step.
-        """
-        twin = self._twin
-        twin.state = defaultdict(dict, {parameter: state} if state else {})
-        twin.param_groups = [{**self._settings[index], "params": [parameter]}]
-        unhooked_step(twin)
-        return dict(twin.state[parameter])
-
-    def changed_since(self, optimizer: Optimizer) -> list[str]:
-        """Hyper-parameters that `optimizer` has other values of now."""
-        pairs = zip(self._settings, optimizer.param_groups, strict=True)
-        return sorted({key for old, new in pairs for key in old if key in new and not _equal(old[key], new[key])})
-
-
-def _frozen(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
-
-
-def _equal(old: Any, new: Any) -> bool:
-    return bool(torch.as_tensor(old == new).all())
+__all__ = ["Updater"]
 
 
 @dataclass

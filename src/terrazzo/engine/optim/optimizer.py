@@ -8,10 +8,9 @@ optimizers of one model, each has its own parameters, and leaves those of the ot
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ from terrazzo.engine.loop.hooks import forget_gradients
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.optim.apart import Apart
 from terrazzo.engine.optim.segment import Segment, segments_of
-from terrazzo.engine.optim.stock import rate_of, unhooked_step
+from terrazzo.engine.optim.stock import rate_of
+from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
@@ -176,12 +176,13 @@ class OptimizerDriver:
         self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, Finished]
     ) -> None:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
-        precision = self.recipe.precision
+        precision, twin = self.recipe.precision, Twin(optimizer)  # the optimizer's own step is still to come
         for segment in segments:
-            segment.parameter.grad = segment.gradient(finished[segment.bucket])
-            _cast_moments(optimizer, segment.parameter, precision.master)
-            with _only(optimizer, segment, segment.group - self.groups.start):
-                unhooked_step(optimizer)
+            parameter = segment.parameter
+            parameter.grad = segment.gradient(finished[segment.bucket])
+            _cast_moments(optimizer, parameter, precision.master)
+            kept = optimizer.state.get(parameter, {})
+            optimizer.state[parameter] = twin.step(segment.group - self.groups.start, parameter, kept)
             _cast_moments(optimizer, segment.parameter, precision.moments)
             segment.parameter.grad = None
 
@@ -303,16 +304,3 @@ def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dt
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             state[key] = value.to(dtype)
-
-
-@contextlib.contextmanager
-def _only(optimizer: Optimizer, segment: Segment, index: int) -> Iterator[None]:
-    """The optimizer with this segment, of its param group `index`, as its only parameter."""
-    groups = optimizer.param_groups
-    group = groups[index]
-    params = group["params"]
-    optimizer.param_groups, group["params"] = [group], [segment.parameter]
-    try:
-        yield
-    finally:
-        optimizer.param_groups, group["params"] = groups, params

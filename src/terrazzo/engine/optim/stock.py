@@ -17,9 +17,9 @@ from terrazzo.errors import BadInput
 
 __all__ = [
     "ELEMENTWISE",
-    "STEP_HOOKS",
     "StateSpec",
     "assign_groups",
+    "bare_copy",
     "check_optimizer",
     "choose_kernel",
     "orphans",
@@ -36,6 +36,15 @@ ELEMENTWISE = frozenset(
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Where torch keeps what is called around an optimizer's step, and around that of its base class."""
+
+
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """One of its class, with its attributes and states, which knows nothing of the model and has no hooks."""
+    copied = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
+    ties = ("_driver", "step")  # they lead to the model
+    copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
+    copied.__dict__.update({key: OrderedDict() for key in STEP_HOOKS})  # so do these, and a base class's step asks
+    return copied
 
 
 def unhooked_step(optimizer: Optimizer) -> None:
@@ -156,9 +165,7 @@ def state_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) 
 def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, StateSpec]:
     tensor = nn.Parameter(torch.zeros(2, device=device))
     tensor.grad = torch.zeros_like(tensor)
-    probe = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
-    probe.__dict__.update(optimizer.__dict__)
-    probe.__dict__.update({key: OrderedDict() for key in STEP_HOOKS})  # a base class's step would call them
+    probe = bare_copy(optimizer)
     probe.state = defaultdict(dict)
     probe.param_groups = [{**group, "params": [tensor]}]
     unhooked_step(probe)

@@ -13,12 +13,12 @@ WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS takes 32 MiB for each thread that multiplies, forward's and backward's (pytorch aten/src/ATen/cuda/
 CublasHandlePool.cpp). Megatron's published steady states exceed their tensors by 70 to 80 MB."""
 
-RESERVE, RESERVE_UPPER = 0.04, 0.12
-ROOMY_RESERVE, ROOMY_RESERVE_UPPER = 0.11, 0.25
+RESERVE, RESERVE_UPPER = 0.05, 0.12
+ROOMY_RESERVE, ROOMY_RESERVE_UPPER = 0.12, 0.25
 """Of allocated bytes, that the caching allocator keeps besides: rounding and fragmentation. It gives blocks back only
 when memory runs out, so more where there is room. From benchmarks/results/allocator, which
-`python -m benchmarks.allocator` makes, over all rows of the table: with room, the median with segments of fixed size,
-torch's default; without, the most on the smallest device, with the expandable segments that `terrazzo train` asks for.
+`python -m benchmarks.allocator` makes, over all rows of the table, with the expandable segments that `terrazzo train`
+asks for: the median with room, and without, the most on the smallest device.
 The upper values are from published runs: 19% more than the 40.2 GiB that were active (pytorch/torchtitan#929), 37% more
 than 60 GB (pytorch/pytorch#147179)."""
 
@@ -34,7 +34,7 @@ FORMULAS |= {
         "pytorch aten/src/ATen/cuda/CublasHandlePool.cpp",
     ),
     "memory.reserved": Formula(
-        "allocated bytes x 1.11 as far as the device has room, x 1.04 where it has not: rounding and fragmentation of "
+        "allocated bytes x 1.12 as far as the device has room, x 1.05 where it has not: rounding and fragmentation of "
         "the caching allocator, which gives blocks back only when memory runs out",
         "python -m benchmarks.allocator",
     ),
