@@ -125,6 +125,12 @@ def test_refused_on_every_rank_with_the_value_and_the_fix(case: str) -> None:
     assert time.monotonic() - start < 10
 
 
+def compiled_on(model: nn.Module, rank: int, one: int) -> nn.Module:
+    if rank == one:
+        tz.compile_units(model, backend="eager")
+    return model
+
+
 DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
     "plan": (lambda m, rank: tz.shard(m, None, "zero3" if rank else "zero1"), "plan"),
     "precision": (lambda m, rank: tz.shard(m, None, precision="bf16" if rank == 2 else "fp32"), "precision"),
@@ -132,6 +138,7 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
     "units": (lambda m, rank: tz.shard(m, None, units=["embed"] if rank else None), "parameters"),
     "frozen": (lambda m, rank: tz.shard(m.requires_grad_(rank != 1), None), "parameters"),
     "shapes": (lambda m, rank: tz.shard(Net(13 + rank), None), "parameters"),
+    "compilation": (lambda m, rank: tz.shard(compiled_on(m, rank, 1), None), "compiled units"),
     "param groups": (
         lambda m, rank: tz.shard(m, adamw(list(m.parameters())[: 15 - rank]), "zero3"),
         "parameters",

@@ -15,7 +15,7 @@ from terrazzo.engine.links.transfer import Moves, Side, Transfer, at_once, for_c
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.spec import Pass
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "compilation_of"]
 
 
 class Unit:
@@ -86,10 +86,7 @@ class Unit:
     def _compilation(self) -> Any:
         """What torch has compiled of its module; None for nothing."""
         module = self._module()
-        if module is None:
-            return None
-        either = (module._compiled_call_impl, module.forward)
-        return next((each for each in either if hasattr(each, "_torchdynamo_orig_callable")), None)
+        return None if module is None else compilation_of(module)
 
     @property
     def fills_gradually(self) -> bool:
@@ -278,3 +275,9 @@ def _publish(buckets: Sequence[Bucket], updates: list[Job]) -> Moves:
             if bucket.resident:
                 bucket.install()
     return buckets[0].full.data
+
+
+def compilation_of(module: nn.Module) -> Any:
+    """What torch has compiled of a module; None for nothing."""
+    either = (module._compiled_call_impl, module.forward)
+    return next((each for each in either if hasattr(each, "_torchdynamo_orig_callable")), None)

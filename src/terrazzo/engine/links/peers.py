@@ -252,7 +252,8 @@ def _permit_siblings(permitted: bool) -> None:
     """Where the Yama security module guards processes, let those that this one's parent started read its memory.
 
     That is: this one's parent and all its descendants, of the same user, may attach to this process as a debugger does,
-    until it is withdrawn. Every read needs it, so it stays while there is a neighbour.
+    until it is withdrawn. Every read needs it, so it stays while there is a neighbour, and is withdrawn when
+    ranks next look for neighbours and find none, or when the process ends.
     """
     if _libc is not None and os.getppid() > 1:
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid() if permitted else 0), 0, 0, 0)

@@ -41,7 +41,7 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.tally import Tally
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.unit import Unit, compilation_of
 from terrazzo.errors import BadInput
 
 __all__ = ["OptimizerLike", "Options", "prepare"]
@@ -97,7 +97,8 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
     facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
-    facts |= {"parameters": model_facts(asked.specs)}
+    compiled = [compilation_of(each.module) is not None for each in asked.specs]  # when they reduce depends on it
+    facts |= {"parameters": model_facts(asked.specs), "compiled units": compiled}
     check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
     recipe = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision, tally)
     return together(axes, lambda: _plan(asked, options, recipe))

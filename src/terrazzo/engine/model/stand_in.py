@@ -305,8 +305,9 @@ def _found(grad: _StandIn) -> tuple[_StandIns, Key]:
 def _norm(grad: _StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
     kind = named.get("ord", named.get("p", kind))
     kind = 2.0 if kind in ("fro", None) else kind
-    if dim is not None or isinstance(kind, str) or not kind > 0:
-        raise Misuse(f"norm({kind!r}, dim={dim}) of a sharded gradient: it can be measured as a whole, by a p-norm.")
+    if dim is not None or keepdim or isinstance(kind, str) or not kind > 0:
+        asked = f"norm({kind!r}, dim={dim}, keepdim={keepdim})"
+        raise Misuse(f"{asked} of a sharded gradient: it can be measured as a whole, by a p-norm.")
     owner, key = _found(grad)
     return owner.norm(key, float(kind)).to(named.get("dtype") or torch.float32)
 
