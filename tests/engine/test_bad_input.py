@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import compile_units, engine_of
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.model.checks import check_graphs, check_kind, check_mesh, check_precision
 from terrazzo.engine.tally import Tally
@@ -127,7 +127,7 @@ def test_refused_on_every_rank_with_the_value_and_the_fix(case: str) -> None:
 
 def compiled_on(model: nn.Module, rank: int, one: int) -> nn.Module:
     if rank == one:
-        tz.compile_units(model, backend="eager")
+        compile_units(model, backend="eager")
     return model
 
 
