@@ -140,7 +140,7 @@ def test_what_megatron_does_is_said_and_not_guessed() -> None:
 def test_a_request_under_model_parallelism_means_megatron_and_says_so() -> None:
     made, plain = (build_setup(Request("llama3-8b", 8, strategy="zero1", tp=tp)) for tp in (2, 1))
     assert (made.whole_gradients, made.fused_update, made.loss) == (True, True, "fused")
-    assert (plain.whole_gradients, plain.fused_update, plain.loss) == (False, False, "full")
+    assert (plain.whole_gradients, plain.fused_update, plain.loss) == (False, True, "full")
     asked = Request("llama3-8b", 8, strategy="zero1", tp=2, loss="full")
     assert build_setup(asked).loss == "full"
     said = [note for note in estimate_request(asked).warnings if "Megatron-core" in note]

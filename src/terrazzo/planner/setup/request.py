@@ -130,6 +130,7 @@ def build_setup(request: Request) -> Setup:
     precision, matmul = recipes.precision(request.precision)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
     micro_batch, model_parallel = request.micro_batch or 1, mesh.tp * mesh.pp > 1
+    recipe = optimizer(request.optimizer)
     return Setup(
         model=model,
         cluster=cluster,
@@ -140,7 +141,7 @@ def build_setup(request: Request) -> Setup:
         micro_batches=_micro_batches(request, mesh, micro_batch),
         precision=precision,
         matmul=matmul,
-        optimizer=optimizer(request.optimizer),
+        optimizer=recipe,
         checkpointing=mode,
         every=every,
         compile=request.compile,
@@ -152,7 +153,7 @@ def build_setup(request: Request) -> Setup:
         virtual_stages=request.virtual_stages,
         pipeline=request.pipeline,
         whole_gradients=model_parallel,
-        fused_update=model_parallel,
+        fused_update=model_parallel or recipe.torch_class in ("Adam", "AdamW"),  # as the engine chooses
     )
 
 

@@ -37,8 +37,8 @@ class Setup:
         sequence_parallel: tensor-parallel ranks also split what lies between their matrices.
         virtual_stages: model chunks per pipeline rank (interleaved schedule).
         whole_gradients: buffers of whole gradients stay allocated from step to step (NVIDIA/Megatron-LM
-            param_and_grad_buffer.py). fused_update: the optimizer updates without memory of its own (NVIDIA/apex
-            FusedAdam).
+            param_and_grad_buffer.py). fused_update: the optimizer updates without memory of its own (torch's
+            `fused`, which the engine takes for Adam and AdamW; NVIDIA/apex FusedAdam).
         offload: how states that the plan has put on other tiers are kept and updated. offload_activations: what
             checkpointing keeps of a block goes to host memory.
         coalesced: a unit's tensors travel as one message, as here and in FSDP; not so in DeepSpeed's ZeRO-3 of 2021.
