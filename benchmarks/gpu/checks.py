@@ -8,6 +8,7 @@ A check raises, or returns numbers by name; the last line of output is both as J
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -294,6 +295,7 @@ def syncs() -> dict[str, float]:
 @check
 def memory() -> dict[str, float]:
     """What is reserved of the device's memory and allocated in it, after steps of the large model."""
+    gc.collect()  # what was there before is not of this model
     torch.cuda.reset_peak_memory_stats()
     workload = SMALL if is_simulated() else LARGE
     mesh, config = data_mesh("cuda", dist.get_world_size()), workload.model
