@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.engine import Plan, Precision
+from terrazzo.engine.optim.stock import choose_kernel
 from terrazzo.planner.api import estimate_request
 from terrazzo.planner.formulas import FORMULAS
 from terrazzo.planner.machine.devices import Cluster, Device
@@ -21,7 +23,7 @@ from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.walk import StepSettings, StepUnit, peak_of
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
-from terrazzo.planner.setup.optimizers import OptimizerRecipe
+from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from tests.planner.subjects import gpt, llama
@@ -135,6 +137,16 @@ def test_what_megatron_does_is_said_and_not_guessed() -> None:
         ]
         assert peaks == sorted(peaks, reverse=True)
         assert peaks[0] > 1.5 * peaks[1]
+
+
+@pytest.mark.parametrize(
+    "recipe", [each for each in OPTIMIZERS.values() if each.torch_class], ids=lambda each: each.name
+)
+def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: OptimizerRecipe) -> None:
+    optimizer = getattr(torch.optim, str(recipe.torch_class))([torch.zeros(2, 2, requires_grad=True)], lr=0.1)
+    choose_kernel(optimizer)
+    planned = build_setup(Request("llama3-8b", 8, strategy="zero1", optimizer=recipe.name)).fused_update
+    assert planned is bool(optimizer.param_groups[0].get("fused"))
 
 
 def test_a_request_under_model_parallelism_means_megatron_and_says_so() -> None:

@@ -71,7 +71,7 @@ def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetc
     passes = ((repeats["reduce"], "reduce"), (repeats["last"], "last"), (silent, ""))
     exposed = repeats["forward"] * _exposed([_Pass.forward(row) for row in rows], prefetch)
     exposed += sum(times * _exposed([_Pass.backward(row, when) for row in rows], prefetch) for times, when in passes)
-    exposed += repeats["update"] * _exposed([_Pass.update(row) for row in rows], prefetch=int(beside))
+    exposed += repeats["update"] * _exposed([_Pass.forward(row, "update") for row in rows], prefetch=int(beside))
     total = sum(row.count * seconds * repeats[when] for row in rows for when, seconds in row.moves.items())
     return Exposure(total, exposed)
 
@@ -86,12 +86,8 @@ class _Pass:
     computation: float
 
     @classmethod
-    def forward(cls, row: BlockRow) -> _Pass:
-        return cls(row.count, row.moves.get("forward", 0.0), 0.0, row.forward_s)
-
-    @classmethod
-    def update(cls, row: BlockRow) -> _Pass:
-        return cls(row.count, row.moves.get("update", 0.0), 0.0, row.forward_s)
+    def forward(cls, row: BlockRow, gather: str = "forward") -> _Pass:
+        return cls(row.count, row.moves.get(gather, 0.0), 0.0, row.forward_s)
 
     @classmethod
     def backward(cls, row: BlockRow, reduction: str) -> _Pass:
