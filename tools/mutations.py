@@ -154,7 +154,7 @@ MUTATIONS = [
     # -- offload
     Mutation(
         "an update that is under way sees a rate set later",
-        "engine/offload/update.py",
+        "engine/optim/twin.py",
         "return value.clone() if isinstance(value, Tensor)",
         "return value if isinstance(value, Tensor)",
         "engine/offload/test_bits.py engine/offload/test_modes.py",

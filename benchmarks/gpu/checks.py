@@ -31,9 +31,10 @@ from torch.nn import functional as F
 import terrazzo as tz
 from benchmarks.gpu.contenders import Workload
 from terrazzo.engine import checkpoint_activations, compile_units
-from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.buffer import Buffer
+from terrazzo.engine.process import device as devices
+from terrazzo.engine.process.device import Stream
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 
 __all__ = ["CHECKS", "LARGE", "MARK"]
@@ -200,12 +201,12 @@ def collectives() -> dict[str, float]:
 @contextlib.contextmanager
 def slow(where: str) -> Iterator[None]:
     """Milliseconds of delay on each side stream that is entered, or after a block's forward and before its backward."""
-    enter = devices.on_stream
+    enter = Stream.inside
 
     @contextlib.contextmanager
-    def late(stream: Any) -> Iterator[None]:
+    def late(stream: Stream) -> Iterator[None]:
         with enter(stream):
-            if stream != torch.cuda.default_stream():  # a chain's results are made on the computation's
+            if torch.cuda.current_stream() != torch.cuda.default_stream():  # a chain's results are the computation's
                 torch.cuda._sleep(5_000_000)
             yield
 
@@ -216,8 +217,8 @@ def slow(where: str) -> Iterator[None]:
                 output.register_hook(lambda gradient: torch.cuda._sleep(5_000_000))
 
     with contextlib.ExitStack() as patches:
-        if where == "lanes":
-            patches.enter_context(mock.patch.object(devices, "on_stream", late))
+        if where == "copies":
+            patches.enter_context(mock.patch.object(Stream, "inside", late))
         elif where == "computation":
             patches.callback(nn.modules.module.register_module_forward_hook(later).remove)
         yield
@@ -228,7 +229,7 @@ STEP_MODES: tuple[Literal["overlapped", "synchronous", "backward"], ...] = ("ove
 
 @check
 def offload() -> dict[str, float]:
-    """States on the host and on drives, three modes of the step, late lanes and late computation: equal bits.
+    """States on the host and on drives, three modes of the step, late copies and late computation: equal bits.
 
     The update runs on the host, whose kernels round otherwise than the GPU's (docs/numerics.md): of `zero3` the weights
     are close, and of each other the offloaded runs have the bits.
@@ -237,7 +238,7 @@ def offload() -> dict[str, float]:
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for plan, mode in product(("@cpu", "@cpu-all", "@nvme"), STEP_MODES):
-            for where in ("nowhere", "lanes", "computation"):
+            for where in ("nowhere", "copies", "computation"):
                 with slow(where):
                     settings = tz.Offload(step=mode, path=folder)
                     weights = Training("zero3" + plan, offload=settings).train(2).weights()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo import errors
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import SaveFailed, TerrazzoError
 
 __all__ = ["agree", "gather_json", "on_first", "patiently", "timeout_s", "together"]
@@ -47,7 +47,7 @@ def _device() -> torch.device:
     `init_process_group()` without a backend, and with `cuda:nccl`, makes a group for CUDA tensors alone.
     """
     kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
-    return devices.here("cpu" if "cpu" in kinds else kinds[0])
+    return devices.current("cpu" if "cpu" in kinds else kinds[0])
 
 
 def timeout_s() -> float:

@@ -65,8 +65,8 @@ def test_what_a_module_lists_is_what_others_import() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         source = path.read_text()
         for node in ast.walk(ast.parse(source)) if "terrazzo.engine" in source else ():
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "devices":  # engine/device.py's name
-                wanted["device"].add(node.attr)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "devices":
+                wanted["process/device"].add(node.attr)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("terrazzo.engine."):
                 module = (node.module or "").removeprefix("terrazzo.engine.").replace(".", "/")
                 wanted.get(module, set()).update(alias.name for alias in node.names)

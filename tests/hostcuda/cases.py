@@ -21,7 +21,7 @@ import terrazzo as tz
 from hostcuda.device import FAULTS, Finding, Watching, report
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from terrazzo.engine.links.transfer import Handle, Transfer
-from terrazzo.engine.offload.lane import Lane
+from terrazzo.engine.process.device import Stream
 from terrazzo.engine.process.worker import Worker
 from tests.helpers.cover import cover
 
@@ -294,7 +294,7 @@ def delayed(seed: int | None) -> Iterator[None]:
         return method
 
     with contextlib.ExitStack() as patches:
-        for owner, name in ((Handle, "wait"), (Lane, "after"), (Transfer, "_start_next"), (Worker, "submit")):
+        for owner, name in ((Handle, "wait"), (Stream, "completing"), (Transfer, "_start_next"), (Worker, "submit")):
             patches.enter_context(mock.patch.object(owner, name, late(getattr(owner, name))))
         yield
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from hostcuda.device import FAULTS, Watching, report
-from terrazzo.engine import device as devices
-from terrazzo.engine import side
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.links.collectives import NativeCollectives
+from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Handle
 from terrazzo.engine.offload.activations import Copy, Route
-from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.process import device as devices
+from terrazzo.engine.process.device import Stream
 from tests.hostcuda.cases import Case, train
 
 __all__ = ["MUTATIONS", "findings_with"]
@@ -64,12 +64,12 @@ def nobody_waits_for_collectives(self: Any) -> None:
     self._works = self._keep = ()
 
 
-@mutation(side._Stream, "lend", ZERO3)
+@mutation(Side, "lend", ZERO3)
 def a_reduction_s_input_is_released_as_if_it_had_been_lent(self: Any, make: Callable[[], Tensor]) -> Tensor:
     return make()
 
 
-@mutation(side._Stream, "wait", ZERO3)
+@mutation(Side, "wait", ZERO3)
 def the_computation_does_not_wait_for_a_chain(self: Any, mark: Any) -> None:
     pass
 
@@ -145,21 +145,22 @@ def weights_come_from_the_host_beside_the_computation(self: Any, into: Tensor) -
 _load = Buffer.load
 
 
-def after(wait: bool, end: bool) -> Callable[..., Any]:
+def completing(wait: bool, end: bool) -> Callable[..., Any]:
     @contextlib.contextmanager
-    def method(self: Any, mark: Any) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            if wait and mark is not None:
-                self._stream.wait_event(mark)
+    def method(self: Any, after: Any) -> Iterator[None]:
+        with self.inside():
+            if wait:
+                self.wait_event(after)
             yield
             if end:
-                self._stream.synchronize()
+                self.mark().synchronize()
 
     return method
 
 
-MUTATIONS["a_lane_does_not_wait_for_the_computation"] = (Lane, "after", after(wait=False, end=True)), ON_CPU
-MUTATIONS["a_lane_does_not_say_when_its_copies_have_ended"] = (Lane, "after", after(wait=True, end=False)), ON_CPU
+too_early, too_soon_complete = completing(wait=False, end=True), completing(wait=True, end=False)
+MUTATIONS["a_thread_s_copies_do_not_wait_for_the_computation"] = (Stream, "completing", too_early), ON_CPU
+MUTATIONS["a_thread_s_copies_are_taken_for_complete_too_early"] = (Stream, "completing", too_soon_complete), ON_CPU
 
 
 @mutation(Segment, "gradient", Case(tier="@cpu", step="backward"))
@@ -170,11 +171,11 @@ def an_update_does_not_wait_for_its_gradient(self: Any, finished: Any) -> Tensor
 
 @mutation(Store, "commit", ON_CPU)
 def a_gradient_s_buffer_is_given_back_before_its_copy_has_ended(self: Any, state: Any, source: Any) -> Any:
-    mark = self.lane.mark()
+    mark = Stream.current(self.device).mark()
 
     def save() -> None:
-        with torch.cuda.stream(self.lane._stream):
-            self.lane._stream.wait_event(mark)
+        with self.copies_out.inside():
+            self.copies_out.wait_event(mark)
             for part in state.cuts(state.range):
                 with state.opened(part, "replace") as data:
                     data.copy_(source.part(part), non_blocking=True)
@@ -186,7 +187,7 @@ def stays(*arguments: Any) -> None:
     """In place of what it is called for."""
 
 
-MUTATIONS["a_thread_that_copies_stands_on_the_first_device"] = (devices, "stand_on", stays), ON_CPU
+MUTATIONS["a_thread_that_copies_uses_the_first_device"] = (devices, "set_current", stays), ON_CPU
 
 
 OFFLOADED = Case(checkpointing="offload")
@@ -199,7 +200,6 @@ def activations_are_used_before_they_are_back(self: Any) -> None:
 
 @mutation(Route, "copy", OFFLOADED)
 def activations_leave_before_they_are_computed(self: Any, source: Tensor, target: Tensor) -> Copy:
-    user = torch.cuda.current_stream(self.device)
-    with torch.cuda.stream(self.stream):
+    with self.stream.inside():
         target.copy_(source, non_blocking=True)
-        return Copy(user, self.stream.record_event())
+    return Copy(Stream.current(self.device), self.stream.mark())

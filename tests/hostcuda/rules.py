@@ -235,12 +235,12 @@ def memory_is_unpinned_once_its_copy_has_ended(wrong: bool) -> None:
 
 
 @rule("race")
-def a_lane_waits_before_it_copies_out(wrong: bool) -> None:
-    x, on_host, lane = torch.empty(64, device="cuda"), pinned(64), side()
+def a_copy_out_waits_for_what_is_copied(wrong: bool) -> None:
+    x, on_host, copies = torch.empty(64, device="cuda"), pinned(64), side()
     x.fill_(1.0)
     if not wrong:
-        lane.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(lane):
+        copies.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(copies):
         on_host.copy_(x, non_blocking=True)
     torch.cuda.synchronize()
 

@@ -27,8 +27,8 @@ from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.snapshot import Snapshot, take
 from terrazzo.checkpoint.store import Draft
 from terrazzo.ending import leaves_to_parent, require_own, start_thread
-from terrazzo.engine import device as devices
 from terrazzo.engine import engine_of
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse, SaveFailed
 from terrazzo.exchange import gather_json, on_first, timeout_s, together
 from terrazzo.tether import tethered
@@ -281,7 +281,7 @@ class _Staging:
                 memmove(start + first, tensor.data_ptr(), last - first)  # a fifth less of a core's time than copy_
             else:
                 self._memory[first:last].view(tensor.dtype).copy_(tensor, non_blocking=self._pinned)
-        if (copied := devices.mark(self._device)) is not None:
+        if (copied := devices.Stream.current(self._device).mark()) is not None:
             copied.synchronize()
 
     def close(self) -> None:

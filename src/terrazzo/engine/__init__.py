@@ -1,10 +1,10 @@
 """The engine: one table of places, running.
 
-The core is in this folder. Read it in this order: device, layout, place, precision, spec, scaler, tally, side, axes and
-recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable,
-reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+The core is in this folder. Read it in this order: layout, place, precision, spec, scaler, tally, axes and recipe, what
+is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable, reductions and
+schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
-    process     threads, memory
+    process     threads, devices, memory
     links       how ranks exchange
     (core)
     loop        how a training loop drives the core
@@ -17,13 +17,14 @@ A module imports from its own folder and from those before it in this list, so t
 offload. Other packages import from here: what they want of a sharded model, they ask its `Engine`. Open to other
 packages:
 
-    device                                            what a device can do beside arithmetic
     offload.disk_file, offload.disk_folder            folders for swap files, for advice on them
     offload.topology                                  CPUs that a rank may use
+    process.device                                    what a device can do beside arithmetic
     process.control_groups                            what this process may use, for those who count memory
     partition, place, spec, layout                    units, where their states rest, what moves: for the planner
     order, schedule, paper.rehearsal                  a step on paper, likewise
-    links.gloo, links.columns, links.transfer         what sums receive, likewise
+    links.side, links.transfer                        chains of collectives on paper, likewise
+    links.gloo, links.columns                         what sums receive, likewise
     offload.needs, offload.store                      what rests away from the device, likewise
 
 `tools/lint_structure.py` checks both.
@@ -31,9 +32,9 @@ packages:
 
 from terrazzo.engine.axes import data_mesh
 from terrazzo.engine.links.transfer import Traffic
-from terrazzo.engine.model.activations import checkpoint_activations, compile_units
 from terrazzo.engine.model.attach import attach
 from terrazzo.engine.model.engine import Engine, engine_of
+from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.model.module import ShardedModule
 from terrazzo.engine.model.names import PersistentBuffer, parameter_names, persistent_buffers
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard

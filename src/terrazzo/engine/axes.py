@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo.engine import device as devices
 from terrazzo.engine.links.backends import backend_of, collectives_for
 from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.side import side_of
 from terrazzo.engine.place import DATA_AXES
-from terrazzo.engine.side import side_of
+from terrazzo.engine.process import device as devices
 from terrazzo.engine.tally import Tally
 
 __all__ = ["Axes", "data_mesh"]
@@ -39,7 +39,7 @@ class Axes:
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
         dims = mesh.mesh_dim_names or ()
         self.names = tuple(axis for axis in DATA_AXES if axis in dims)
-        self.device = devices.here(mesh.device_type)
+        self.device = devices.current(mesh.device_type)
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(mesh.get_group(axis), self.device, tally.traffic, tally.ledger) for axis in self.names
         }

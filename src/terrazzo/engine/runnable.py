@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from terrazzo.engine.links.label import Label
-from terrazzo.engine.links.transfer import Moves, Side
+from terrazzo.engine.links.side import Side
+from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.spec import Pass
 
 __all__ = ["Runnable"]

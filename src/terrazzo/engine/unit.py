@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.links.transfer import Moves, Side, Transfer, at_once, for_computation
+from terrazzo.engine.links.side import Side
+from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.spec import Pass
 

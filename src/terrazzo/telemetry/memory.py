@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
 
 __all__ = ["PeakMemory", "allowed_bytes", "available_host_bytes", "resident_bytes"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
 from terrazzo.train.evaluate import Validation

@@ -16,6 +16,7 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from terrazzo.engine.offload import activations
 from terrazzo.engine.offload.activations import Copy, Route
+from terrazzo.engine.process.device import Stream
 from tests.engine.offload.moving import DEPTH, Block, Logged, Model, gradients, loss, once, same_bits, trains_alike
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, mesh_for, on_ranks, sharded, train
 from tests.helpers.cover import places
@@ -149,14 +150,11 @@ def test_hugging_face_layers_are_moved_as_they_are_called(name: str, log: list[s
 # -- streams, without and with a GPU -----------------------------------------------------------------------------------
 
 
-class Stream:
+class Queue:
     """Notes in one list what every stream is told."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told, self.device = name, told, torch.device("cuda", 0)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.told.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: str) -> None:
         self.told.append(f"{self.name} waits for {event}")
@@ -168,26 +166,26 @@ class Stream:
 
 def test_copies_wait_for_the_computation_and_it_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    current = [Stream("compute", told)]
+    current = [Queue("compute", told)]
 
     @contextlib.contextmanager
-    def use(stream: Stream) -> Iterator[None]:
+    def use(stream: Queue) -> Iterator[None]:
         told.append(f"on {stream.name}")
         yield
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copies", told))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Queue("copies", told))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.cuda, "stream", use)
     route = Route(torch.device("cuda", 0))
     source, target = torch.arange(5.0), torch.empty(5)
     move = route.copy(source, target)
-    assert move is not None and torch.equal(source, target)
-    assert told == ["copies waits for compute", "on copies", "copies records"]
+    assert torch.equal(source, target)
+    assert told == ["compute records", "copies waits for what compute recorded", "on copies", "copies records"]
     assert move.is_for_this_stream
-    current[0] = Stream("another", told)
+    current[0] = Queue("another", told)
     assert not move.is_for_this_stream
     move.wait()
-    assert told[3:] == ["compute waits for what copies recorded"]
+    assert told[4:] == ["compute waits for what copies recorded"]
 
 
 def test_what_came_back_for_another_stream_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +201,7 @@ def test_what_came_back_for_another_stream_is_fetched_again(monkeypatch: pytest.
         def copy(self, source: Tensor, target: Tensor) -> Any:
             fetched.append(source.numel())
             super().copy(source, target)
-            return Elsewhere(None, None)  # type: ignore[arg-type]
+            return Elsewhere(Stream.current(self.device), None)
 
     monkeypatch.setattr(activations, "Route", Odd)
     trains_alike(Model(), once)
@@ -246,7 +244,7 @@ def test_slow_copies_and_slow_computation_change_no_bit(slow: str, monkeypatch: 
 
     class Delayed(Route):
         def copy(self, source: Tensor, target: Tensor) -> Any:
-            with torch.cuda.stream(self.stream if slow == "copies" else torch.cuda.current_stream()):
+            with self.stream.inside() if slow == "copies" else contextlib.nullcontext():
                 torch.cuda._sleep(20_000_000)
             return super().copy(source, target)
 

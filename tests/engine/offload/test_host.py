@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrazzo.engine import device as devices
 from terrazzo.engine.offload import host
 from terrazzo.engine.offload.host import HostArena, HostBuffer, HostPool
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse
 
 PAGE = 4096
@@ -144,7 +144,7 @@ def test_pinning_that_fails_says_what_to_change(cudart: Cudart) -> None:
 
 @pytest.mark.gpu
 def test_pinned_memory_is_copied_from_and_to_a_device() -> None:
-    arena = HostArena(32 << 20, devices.here("cuda"))
+    arena = HostArena(32 << 20, devices.current("cuda"))
     data = arena.take(32 << 20).view(torch.float32)
     assert data.is_pinned() and arena.pinned_bytes == 32 << 20
     data.copy_(torch.randn(data.numel()))

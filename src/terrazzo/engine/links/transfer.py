@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.links.label import Label, moving
+from terrazzo.engine.links.side import Side
 
 __all__ = [
     "Handle",
     "Ledger",
     "Moves",
     "Released",
-    "Side",
     "Traffic",
     "Transfer",
     "at_once",
@@ -130,32 +130,6 @@ class Released:
 
 Moves = Generator[Handle | Released, None, Tensor]
 """A chain of collectives: yields each while it is in flight, and what it releases; returns the moved tensor."""
-
-
-class Side:
-    """Beside the computation: whole chains, one after the other.
-
-    This one has no stream. It is for what only counts: steps on paper, and collectives that move nothing.
-    """
-
-    def chain(self) -> AbstractContextManager[Any]:
-        """What is queued inside comes after all that the computation has queued, and before what waits for `mark`."""
-        return nullcontext()
-
-    def home(self) -> AbstractContextManager[Any]:
-        """Inside of `chain`: memory that is allocated here is the computation's."""
-        return nullcontext()
-
-    def lend(self, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` allocates is the side's memory; the computation may use it, after all chains so far."""
-        return make()
-
-    def mark(self) -> torch.Event | None:
-        """Inside of `chain`: its end."""
-        return None
-
-    def wait(self, mark: torch.Event | None) -> None:
-        """The computation waits for a mark."""
 
 
 class Transfer:

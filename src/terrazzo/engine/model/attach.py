@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine import device as devices
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.listeners import weakly
@@ -22,6 +21,7 @@ from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.optimizer import OptimizerDriver, make_sharded_optimizer
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_kernel, state_of
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["attach", "check_several", "put_on"]

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.process import device as devices
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
-from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.layout import Slot
@@ -39,6 +38,7 @@ from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.process.device import Stream
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
@@ -233,7 +233,7 @@ class Engine:
         self.hooks.adopt_edits()
         self.schedule.rest()
         self.finish_updates()
-        if (queued := devices.mark(self.axes.device)) is not None:
+        if (queued := Stream.current(self.axes.device).mark()) is not None:
             queued.synchronize()  # copies from host memory may still be under way
 
     def finish_updates(self) -> None:

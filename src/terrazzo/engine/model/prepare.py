@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine import device as devices
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.model.attach import check_several
@@ -39,6 +38,7 @@ from terrazzo.engine.optim.stock import assign_groups, check_optimizer, state_of
 from terrazzo.engine.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
+from terrazzo.engine.process import device as devices
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.tally import Tally
 from terrazzo.engine.unit import Unit, compilation_of

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from terrazzo.engine import device as devices
 from terrazzo.engine.loop.saved import others_watch
 from terrazzo.engine.offload.host import HostPool
+from terrazzo.engine.process.device import KINDS, Stream
 from terrazzo.errors import Misuse
 
 __all__ = ["SMALLEST_BYTES", "OffloadedActivations"]
@@ -108,30 +108,27 @@ class OffloadedActivations:
 
 
 class Route:
-    """Between one device and host memory: a pool there, and on CUDA a stream, made once, for copies both ways."""
+    """Between one device and host memory: a pool there, and a stream for copies both ways."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream, self.pool = devices.side_stream(device), HostPool(device)
+        self.stream, self.pool = Stream.beside(device), HostPool(device)
 
-    def copy(self, source: Tensor, target: Tensor) -> Copy | None:
-        """Start copying what this thread's stream has written by then; None if it is done already."""
-        if self.stream is None:
-            target.copy_(source)
-            return None
-        user = devices.stream_of_thread(self.device)
-        self.stream.wait_stream(user)
-        with devices.on_stream(self.stream):
+    def copy(self, source: Tensor, target: Tensor) -> Copy:
+        """Start copying what this thread's stream has written by then."""
+        user = Stream.current(self.device)
+        self.stream.wait_event(user.mark())
+        with self.stream.inside():
             target.copy_(source, non_blocking=True)
-            return Copy(user, self.stream.record_event())
+        return Copy(user, self.stream.mark())
 
 
 @dataclass(frozen=True)
 class Copy:
     """A copy under way, and the stream that the tensor on the device belongs to."""
 
-    user: torch.Stream
-    done: torch.Event
+    user: Stream
+    done: torch.Event | None
 
     def wait(self) -> None:
         """Make that stream wait for the copy: from now on it may use the tensor, or its memory for another one."""
@@ -139,7 +136,7 @@ class Copy:
 
     @property
     def is_for_this_stream(self) -> bool:
-        return self.user == devices.stream_of_thread(self.user.device)
+        return self.user == Stream.current(self.user.device)
 
 
 class Moved:
@@ -260,7 +257,7 @@ def _worth_moving(tensor: Tensor) -> bool:
     """Whether a copy of `tensor` can take its place to the bit, strides included, and saves memory."""
     return (
         type(tensor) is Tensor
-        and tensor.device.type in devices.KINDS
+        and tensor.device.type in KINDS
         and tensor.is_floating_point()
         and tensor.nbytes >= SMALLEST_BYTES
         and tensor.data_ptr() % _ALIGNMENT_BYTES == 0

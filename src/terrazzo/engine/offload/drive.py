@@ -14,7 +14,7 @@ from terrazzo.engine.buffer import Access, Resting, Space
 from terrazzo.engine.layout import Range, padded_bytes, round_up
 from terrazzo.engine.links.transfer import Handle, Moves
 from terrazzo.engine.offload.disk import Disk, Pending, page_aligned
-from terrazzo.engine.offload.lane import Lane
+from terrazzo.engine.process.device import Stream
 from terrazzo.engine.process.worker import Worker
 
 __all__ = ["Drive", "DriveBuffer", "cells"]
@@ -31,10 +31,11 @@ class Drive:
 
     Args:
         buffers: blocks of host memory for weights on their way to the device, uint8 and page-aligned.
+        copies: from there to the device.
     """
 
-    def __init__(self, disk: Disk, cell: int, buffers: Sequence[Tensor], lane: Lane) -> None:
-        self.disk, self.cell, self.buffers, self.lane = disk, cell, buffers, lane
+    def __init__(self, disk: Disk, cell: int, buffers: Sequence[Tensor], copies: Stream) -> None:
+        self.disk, self.cell, self.buffers, self.copies = disk, cell, buffers, copies
         self.reader = Worker("terrazzo-read")
 
 
@@ -70,7 +71,7 @@ class DriveBuffer(Resting):
             self._each(spanned, raw, write=True)
 
     def load(self, into: Tensor) -> Moves:
-        mark = self.drive.lane.mark()
+        mark = Stream.current(into.device).mark()
         yield Handle([self.drive.reader.submit(lambda: self._fill(into, mark))], [into])
         return into
 
@@ -110,7 +111,7 @@ class DriveBuffer(Resting):
         under_way: deque[tuple[Range, Tensor, Pending]] = deque()
         cell_bytes = padded_bytes(min(self.drive.cell, self.range.numel) * self.dtype.itemsize)
         free = [block for block in self.drive.buffers if block.numel() >= cell_bytes] or [page_aligned(cell_bytes)]
-        with self.drive.lane.after(mark):
+        with self.drive.copies.completing(mark):
             for cell in cells(self.range, self.drive.cell):
                 if not free:
                     free.append(self._take(under_way, into))

@@ -19,10 +19,10 @@ from terrazzo.engine.layout import padded_bytes
 from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
-from terrazzo.engine.offload.lane import Lane
 from terrazzo.engine.offload.needs import Need, disk_bytes, host_bytes, ring_length
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.topology import bound_to, step_threads
+from terrazzo.engine.process.device import Stream
 from terrazzo.engine.process.worker import Job, Worker
 
 __all__ = ["Steps", "Store"]
@@ -44,13 +44,13 @@ class Store:
         rank: of this process among all.
 
     Attributes:
-        lane, lane_in: for copies from the device and to it, which PCIe carries at the same time.
+        copies_out, copies_in: from the device and to it, by threads; PCIe carries both at the same time.
         steps: what the updates of offloaded states have done since the start.
     """
 
     def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int) -> None:
         self.device, self.settings, self._need = device, settings, need
-        self.lane, self.lane_in, self.steps = Lane(device), Lane(device), Steps()
+        self.copies_out, self.copies_in, self.steps = Stream.beside(device), Stream.beside(device), Steps()
         self._pin_for = device if settings.pin else None
         arena_bytes = host_bytes(need, settings)
         self.arenas = [self._arena(arena_bytes)] if arena_bytes else []
@@ -62,7 +62,7 @@ class Store:
         settings = self.settings
         disk = Disk(settings, rank, disk_bytes(need))
         buffers = [self.host(padded_bytes(need.load)) for _ in range(settings.depth if need.load else 0)]
-        return Drive(disk, settings.cell_numel, buffers, self.lane_in)
+        return Drive(disk, settings.cell_numel, buffers, self.copies_in)
 
     def _arena(self, size_bytes: int) -> HostArena:
         """Pinning touches its pages, which then lie on the device's NUMA node."""
@@ -93,10 +93,10 @@ class Store:
         if self.device.type == "cpu" and isinstance(state, Buffer):
             state.save(source)
             return None
-        mark = self.lane.mark()
+        mark = Stream.current(self.device).mark()
 
         def save() -> None:
-            with self.lane.after(mark):
+            with self.copies_out.completing(mark):
                 state.save(source)
 
         assert self._writer is not None, "nothing rests away from the device"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
 
 __all__ = ["allowed_cpus", "bind_to", "bound_to", "cpus_of_a_rank", "numa_nodes", "physical_cores", "step_threads"]
@@ -38,7 +38,7 @@ def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tu
     """
     if not devices.is_cuda(device):
         return torch.get_num_threads(), frozenset()
-    index = devices.here("cuda").index if device.index is None else device.index
+    index = devices.current("cuda").index if device.index is None else device.index
     ranks, position = _sharers(index, local_ranks, root)
     near = _near(index, root)
     allowed = allowed_cpus()

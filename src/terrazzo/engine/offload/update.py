@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.ending import require_own, start_thread
-from terrazzo.engine import device as devices
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Finished
 from terrazzo.engine.layout import Range
@@ -29,6 +28,7 @@ from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to, step_threads
 from terrazzo.engine.optim.segment import Segment, scaled
 from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.process.device import Stream, set_current
 from terrazzo.engine.process.worker import Job, again, without_frames
 
 __all__ = ["Updater"]
@@ -81,7 +81,7 @@ class Updater:
     def begin(self, segments: Mapping[Bucket, Sequence[Segment]], twin: Twin) -> Job:
         """Start updating one unit's segments; the job ends when its new weights can be used."""
         require_own(self._process)
-        mark = self._store.lane.mark()
+        mark = Stream.current(self._store.device).mark()
         tasks = []
         for bucket, held in segments.items():
             finished = bucket.gradient.handed_over() if any(segment.due for segment in held) else None
@@ -114,7 +114,7 @@ def _by_window(segments: Sequence[Segment]) -> dict[Range, list[Segment]]:
 
 def _carry(carrier: _Carrier, threads: int, cpus: Collection[int]) -> None:
     torch.set_num_threads(threads)
-    devices.stand_on(carrier.device)
+    set_current(carrier.device)
     if cpus:
         bind_to(cpus)
     with torch.no_grad():
@@ -196,7 +196,7 @@ class _Carrier:
             task.tray.finish_reading()
         if task.mark is not None:
             task.mark.synchronize()  # what was queued before may still read weights in host memory
-        with self._store.lane_in.after(task.mark):
+        with self._store.copies_in.completing(task.mark):
             for segment in task.due:
                 self._step(segment, task)
         if task.tray is not None:

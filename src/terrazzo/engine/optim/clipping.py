@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.device import stacked
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import Diverged
 
-__all__ = ["clip_grad_norm"]
+__all__ = ["clip_grad_norm", "stacked"]
 
 
 def clip_grad_norm(
@@ -50,3 +49,9 @@ def _norm(gradient: Gradient, norm_type: float) -> Tensor:
     dtype = torch.promote_types(grad.dtype, torch.float32)  # 16 bits can neither hold nor sum the squares of gradients
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double()
     return norm
+
+
+def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """0-d tensors as one of [len(values)] on `device`; what lies on the host gets there in one copy, and comes last."""
+    parts = ([value for value in values if (value.device == device) is there] for there in (True, False))
+    return torch.cat([torch.stack(part).to(device) for part in parts if part])

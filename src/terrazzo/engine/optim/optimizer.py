@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.device import stacked
 from terrazzo.engine.gradient import Finished
 from terrazzo.engine.loop.hooks import forget_gradients
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.optim.apart import Apart
+from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.stock import rate_of
 from terrazzo.engine.optim.twin import Twin

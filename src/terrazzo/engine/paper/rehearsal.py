@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from terrazzo.engine.links.label import Label
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Released, Side, Traffic
+from terrazzo.engine.links.side import Side
+from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Released, Traffic
 from terrazzo.engine.loop.agreement import flags_numel
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.order import contains
@@ -49,7 +50,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> tuple[Ledger, Traffic]:
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, ledger, traffic) for unit in units]
     recipe = units[0].buckets[0].recipe
     for each in paper:
-        each.side = recipe.axes.side and Side()
+        each.side = recipe.axes.side and Side(torch.device("meta"))
     meeting = (lambda label, wanted: _meet(recipe, traffic)) if meets(recipe) else None
     schedule = Schedule(paper, step.prefetch, meeting)
     earlier = Pass.ADDS if step.local_sums else Pass.REDUCES

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 
 __all__ = ["get_accelerator", "local_device"]
 
@@ -24,7 +24,7 @@ class _Accelerator:
     """Answers as `torch.cuda` where there are GPUs, else as `torch.cpu`; what is said here goes first."""
 
     def __init__(self) -> None:
-        self._name = devices.here().type
+        self._name = devices.current().type
 
     def device_name(self, device_index: int | None = None) -> str:
         """`cuda:1`, or without an index `cuda`; always `cpu` on a CPU."""
@@ -55,4 +55,4 @@ def get_accelerator() -> _Accelerator:
 
 def local_device() -> torch.device:
     """This rank's device."""
-    return devices.here()
+    return devices.current()

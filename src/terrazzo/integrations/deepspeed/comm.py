@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = ["init_distributed"]
@@ -45,7 +45,7 @@ def init_distributed(  # structure: signature fixed by DeepSpeed
     for name, value in {**alone, **_launched(), **address}.items():
         os.environ.setdefault(name, value)
     if devices.count():
-        devices.stand_on(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+        devices.set_current(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
         backend = devices.backend_for("cuda") if dist_backend in (None, "nccl") else dist_backend
     else:
         backend = "gloo" if dist_backend in (None, "nccl", "ccl") else dist_backend

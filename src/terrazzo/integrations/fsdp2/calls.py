@@ -25,7 +25,7 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
 from terrazzo.engine import attach, on_foreign_step
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2.module import FSDPModule, Mark
 from terrazzo.integrations.setup import Setup, setup_for, trained_dtypes

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, data_mesh, engine_of
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
 from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of

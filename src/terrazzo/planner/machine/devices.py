@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 
-from terrazzo.engine import device as gpus
+from terrazzo.engine.process import device as gpus
 from terrazzo.engine.process.control_groups import control_groups, text_of
 from terrazzo.errors import BadInput
 

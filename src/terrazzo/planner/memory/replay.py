@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from terrazzo.engine.links.transfer import Ledger, Moves, Released, Side, Traffic
+from terrazzo.engine.links.side import Side
+from terrazzo.engine.links.transfer import Ledger, Moves, Released, Traffic
 from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.place import Tiers
 from terrazzo.engine.schedule import Schedule
@@ -124,7 +125,7 @@ class _Player:
         ledgers = (self._ledger, self._sums)
         self._paper = [_Unit(index, unit, setup.compile, *ledgers) for index, unit in enumerate(units)]
         for unit in self._paper:
-            unit.side = None if setup.cluster.device.kind == "cpu" else Side()
+            unit.side = None if setup.cluster.device.kind == "cpu" else Side(torch.device("meta"))
         self._schedule = Schedule(self._paper, setup.prefetch)
         self._local_sums = setup.sums_locally
         names = list(dict.fromkeys(event.unit for event in trace.events))

@@ -7,8 +7,8 @@ import os
 import torch
 
 from terrazzo.config import LaunchConfig
-from terrazzo.engine import device as devices
 from terrazzo.engine.offload.topology import cpus_of_a_rank
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = ["local_rank", "ranks_here", "require_environment", "resolve_device", "set_threads"]

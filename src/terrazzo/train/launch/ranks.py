@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.config import Config, LaunchConfig, flatten
-from terrazzo.engine import device as devices
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json
 from terrazzo.train.launch import here
@@ -54,7 +54,7 @@ def join(launch: LaunchConfig) -> Ranks:
     here.set_threads(launch, here.ranks_here(world_size))
     if devices.is_cuda(device):
         device = torch.device("cuda", local_rank % devices.count())  # Slurm may show each task only its own
-        devices.stand_on(device)
+        devices.set_current(device)
     store = meet(rank, world_size, launch.timeout_s)
     timeout = timedelta(seconds=launch.timeout_s)
     backend = devices.backend_for(device.type)

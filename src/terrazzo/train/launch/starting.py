@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from terrazzo.config import LaunchConfig
-from terrazzo.engine import device as devices
 from terrazzo.engine.offload.topology import cpus_of_a_rank
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.failure import BAD_INPUT, FAILED, Failure, first_failure
 from terrazzo.train.launch.here import resolve_device

@@ -1,8 +1,8 @@
-"""The device of a mesh, beside its arithmetic: threads that stand on it, streams, events and pinned host memory.
+"""The device of a mesh, beside its arithmetic: which one a thread uses, its streams, and pinned host memory.
 
 `torch.cuda` stands in this module alone (`tools/lint_structure.py` sees to that). There are two kinds:
 
-    cpu     a copy is over when its call returns, so there are no streams: they are None
+    cpu     a copy is over when its call returns, so streams hold nothing, and their marks are None
     cuda    NVIDIA's GPUs, and AMD's through torch's ROCm build, which answers to the same names, RCCL as `nccl`
 
 Intel's `xpu` and Apple's `mps` are refused by `tz.shard`: streams and pinned memory have other names there, and what
@@ -11,8 +11,10 @@ nobody has run must not look as if it did.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +23,18 @@ from torch import Tensor
 
 __all__ = [
     "KINDS",
+    "Stream",
     "backend_for",
     "count",
+    "current",
     "generator_state",
-    "here",
     "is_cuda",
     "kind_of_group",
-    "mark",
-    "on_stream",
     "peak_bytes",
     "pin",
     "properties",
+    "set_current",
     "set_generator_state",
-    "side_stream",
-    "stacked",
-    "stand_on",
-    "stream_of_thread",
     "synchronize",
     "unpin",
 ]
@@ -54,14 +52,14 @@ def count() -> int:
     return torch.cuda.device_count()
 
 
-def here(kind: str | None = None) -> torch.device:
+def current(kind: str | None = None) -> torch.device:
     """This thread's device of a kind; by default of `cuda` where there is one."""
     kind = kind or ("cuda" if count() else "cpu")
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def stand_on(device: torch.device) -> None:
-    """Make `device` this thread's own: a fresh thread stands on the first one, and whatever it does starts that up."""
+def set_current(device: torch.device) -> None:
+    """Make `device` this thread's own: a fresh thread has the first one, and whatever it does starts that up."""
     if is_cuda(device):
         torch.cuda.set_device(device)
 
@@ -101,36 +99,51 @@ def peak_bytes(device: torch.device) -> int:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream beside the computation's. Make it once: fresh ones cost memory at every step."""
-    return torch.cuda.Stream(device) if is_cuda(device) else None
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Where work of one device is queued while the host goes on; on a CPU all is done at once."""
 
+    device: torch.device
+    _queue: torch.cuda.Stream | None
 
-def stream_of_thread(device: torch.device) -> torch.cuda.Stream:
-    """The stream that this thread queues work of a CUDA device in."""
-    return torch.cuda.current_stream(device)
+    @classmethod
+    def current(cls, device: torch.device) -> Stream:
+        """The one that this thread queues its work in: the computation's, unless it is inside of another."""
+        return cls(device, torch.cuda.current_stream(device) if is_cuda(device) else None)
 
+    @classmethod
+    def beside(cls, device: torch.device) -> Stream:
+        """A new one, beside the computation's. Make it once: fresh ones cost memory at every step."""
+        return cls(device, torch.cuda.Stream(device) if is_cuda(device) else None)
 
-def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-    """Work inside is queued in `stream`."""
-    return torch.cuda.stream(stream)
+    def mark(self) -> torch.Event | None:
+        """The point that has been queued so far."""
+        return None if self._queue is None else self._queue.record_event()
 
+    def wait_event(self, mark: torch.Event | None) -> None:
+        """What is queued from now on comes after a mark of any stream; the host goes on."""
+        if self._queue is not None and mark is not None:
+            self._queue.wait_event(mark)
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """The point that this thread's stream has reached; None on a CPU, where all is done."""
-    return torch.cuda.current_stream(device).record_event() if is_cuda(device) else None
+    def inside(self) -> AbstractContextManager[Any]:
+        """What this thread queues inside, and the memory that it allocates there, is this stream's."""
+        return contextlib.nullcontext() if self._queue is None else torch.cuda.stream(self._queue)
+
+    @contextlib.contextmanager
+    def completing(self, after: torch.Event | None) -> Iterator[None]:
+        """In a thread that only copies: what it queues inside comes after a mark, and has ended when this returns."""
+        set_current(self.device)
+        with self.inside():
+            self.wait_event(after)
+            yield
+            if self._queue is not None:
+                self._queue.synchronize()
 
 
 def synchronize(device: torch.device) -> None:
     """Return once everything queued on `device` is done."""
     if is_cuda(device):
         torch.cuda.synchronize(device)
-
-
-def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """0-d tensors as one of [len(values)] on `device`; what lies on the host gets there in one copy, and comes last."""
-    parts = ([value for value in values if (value.device == device) is there] for there in (True, False))
-    return torch.cat([torch.stack(part).to(device) for part in parts if part])
 
 
 # -- pinned host memory ------------------------------------------------------------------------------------------------
