@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine.links.collectives import Collectives, NativeCollectives, ThreadedCollectives
+from terrazzo.engine.links.collectives import Collectives, NativeCollectives
 from terrazzo.engine.links.gloo import GlooCollectives
+from terrazzo.engine.links.threaded import ThreadedCollectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.errors import BadInput
 

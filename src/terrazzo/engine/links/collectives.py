@@ -1,4 +1,4 @@
-"""Collectives along a mesh axis, every byte counted: the only caller of those of torch.distributed.
+"""Collectives along a mesh axis, every byte counted: but for `threaded` the only caller of those of torch.distributed.
 
 All sums run in rank order along an axis, ((r0 + r1) + r2) + ..., on every backend but NCCL, which is what makes results
 reproducible bit by bit (see docs/numerics.md).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine.links.label import moving
-from terrazzo.engine.links.sums import add_in_order, divide
+from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic, converted, for_computation
 
-__all__ = ["TRAIL", "Collectives", "NativeCollectives", "ThreadedCollectives"]
+__all__ = ["TRAIL", "Collectives", "NativeCollectives", "all_gather_single"]
 
 TRAIL = 16
 """How many of the last exchanges a rank remembers."""
@@ -76,7 +75,7 @@ class Collectives(ABC):
     def gather_rows(self, values: Tensor) -> Tensor:
         """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks."""
         rows = values.new_empty((self.size, values.numel()))
-        _all_gather_single(rows.view(-1), values.reshape(-1), group=self.group)
+        all_gather_single(rows.view(-1), values.reshape(-1), group=self.group)
         self.traffic.record("control", values.nbytes)
         return rows.view(self.size, *values.shape)
 
@@ -120,7 +119,7 @@ class NativeCollectives(Collectives):
         self._leave_trail()
         whole = _carried(full)
         own = whole.view(self.size, -1)[self.rank]
-        yield self._queued(_all_gather_single(whole, own, group=self.group, async_op=True), full)
+        yield self._queued(all_gather_single(whole, own, group=self.group, async_op=True), full)
         return full
 
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
@@ -155,44 +154,6 @@ def _carried(values: Tensor) -> Tensor:
     return values.view(-1).view(torch.uint8)  # contiguous, as all that is exchanged
 
 
-_compared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many exchanges there have been in a threaded group, by whatever model."""
-
-
-class ThreadedCollectives(Collectives):
-    """For torch's in-process threaded group, where tests run many ranks: blocking, summed in rank order."""
-
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
-        super().__init__(group, traffic, ledger)
-        self._store = dist.distributed_c10d._get_default_store()
-
-    def _compare_labels(self) -> None:
-        """The first rank that comes writes down what it moves, and the others compare."""
-        count = _compared[self.group] = _compared.get(self.group, 0) + 1
-        label = moving.get()
-        key = f"terrazzo/{self.group.group_name}/{count}"
-        first = self._store.compare_set(key, "", str(label.code))
-        label.check(int(first), "another rank")
-
-    def _all_gather(self, full: Tensor) -> Moves:
-        self._compare_labels()
-        own = self._chunks(full)[self.rank]
-        yield Handle([_all_gather_single(full, own, group=self.group)], traffic=self.traffic)
-        return full
-
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
-        self._compare_labels()
-        received = torch.empty_like(full)
-        with self.ledger.holding(received.nbytes):
-            yield Handle([dist.all_to_all_single(received, full, group=self.group)], traffic=self.traffic)
-            total = full.new_empty(full.numel() // self.size, dtype=dtype)
-            add_in_order(self._chunks(received), total)
-            return total
-
-    def receive_bytes(self, full_bytes: int) -> int:
-        return full_bytes
-
-
 # torch 2.13 renamed these two; the old names warn there and are the only ones before.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,53 @@
+"""Collectives of torch's in-process group, whose ranks are threads: tests run many of them in one process."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrazzo.engine.links.collectives import Collectives, all_gather_single
+from terrazzo.engine.links.label import moving
+from terrazzo.engine.links.sums import add_in_order
+from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
+
+__all__ = ["ThreadedCollectives"]
+
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many exchanges there have been in a group, by whatever model."""
+
+
+class ThreadedCollectives(Collectives):
+    """Blocking, and summed in rank order."""
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
+        super().__init__(group, traffic, ledger)
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def _compare_labels(self) -> None:
+        """The first rank that comes writes down what it moves, and the others compare."""
+        count = _compared[self.group] = _compared.get(self.group, 0) + 1
+        label = moving.get()
+        key = f"terrazzo/{self.group.group_name}/{count}"
+        first = self._store.compare_set(key, "", str(label.code))
+        label.check(int(first), "another rank")
+
+    def _all_gather(self, full: Tensor) -> Moves:
+        self._compare_labels()
+        own = self._chunks(full)[self.rank]
+        yield Handle([all_gather_single(full, own, group=self.group)], traffic=self.traffic)
+        return full
+
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
+        self._compare_labels()
+        received = torch.empty_like(full)
+        with self.ledger.holding(received.nbytes):
+            yield Handle([dist.all_to_all_single(received, full, group=self.group)], traffic=self.traffic)
+            total = full.new_empty(full.numel() // self.size, dtype=dtype)
+            add_in_order(self._chunks(received), total)
+            return total
+
+    def receive_bytes(self, full_bytes: int) -> int:
+        return full_bytes
