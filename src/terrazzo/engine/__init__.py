@@ -20,7 +20,7 @@ packages:
     offload.disk_file, offload.disk_folder            folders for swap files, for advice on them
     offload.topology                                  CPUs that a rank may use
     process.device                                    what a device can do beside arithmetic
-    process.control_groups                            what this process may use, for those who count memory
+    process.system                                    what this process may use, for those who count memory
     partition, place, spec, layout                    units, where their states rest, what moves: for the planner
     order, schedule, paper.rehearsal                  a step on paper, likewise
     links.side, links.transfer                        chains of collectives on paper, likewise

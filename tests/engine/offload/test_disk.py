@@ -316,9 +316,10 @@ MOUNTS = """\
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> tuple[Path, Path]:
+def machine(tmp_path: Path) -> Path:
     """A list of mounts below tmp_path, and a /sys that knows a consumer NVMe drive and a RAID of it and a hard disk."""
-    mounts, sys = tmp_path / "mountinfo", tmp_path / "sys"
+    mounts, sys = tmp_path / "proc/self/mountinfo", tmp_path / "sys"
+    mounts.parent.mkdir(parents=True)
     mounts.write_text(MOUNTS.format(root=tmp_path))
     for name, model, rotational in (("nvme0n1", "Samsung SSD 980 PRO 2TB", "0"), ("sdb", "ST18000NM", "1")):
         for file, text in (("device/model", model), ("queue/rotational", rotational)):
@@ -336,7 +337,7 @@ def machine(tmp_path: Path) -> tuple[Path, Path]:
     }
     for link, target in links.items():
         (sys / link).symlink_to(target)
-    return mounts, sys
+    return sys
 
 
 @pytest.mark.parametrize(
@@ -349,15 +350,14 @@ def machine(tmp_path: Path) -> tuple[Path, Path]:
         ("raid", [r"consumer SSD \(Samsung", r"rotating disk \(sdb\)"]),
     ],
 )
-def test_what_speaks_against_a_folder(tmp_path: Path, machine: tuple[Path, Path], folder: str, says: list[str]) -> None:
+def test_what_speaks_against_a_folder(tmp_path: Path, machine: Path, folder: str, says: list[str]) -> None:
     (tmp_path / folder).mkdir(parents=True)
-    mounts, sys = machine
-    found = inspect_folder(tmp_path / folder, sys=sys, mounts=mounts)
+    found = inspect_folder(tmp_path / folder, machine)
     assert len(found) == len(says)
     for warning, pattern in zip(found, says, strict=True):
         assert re.search(pattern, warning)
 
 
 def test_nothing_speaks_against_a_folder_of_which_nothing_is_known(tmp_path: Path) -> None:
-    assert inspect_folder(tmp_path, sys=tmp_path, mounts=tmp_path / "none") == []
+    assert inspect_folder(tmp_path, tmp_path / "none") == []
     assert not os.listdir(tmp_path)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from terrazzo.engine.process.system import SYS, text_of
 from terrazzo.errors import BadInput
 
-__all__ = ["free_bytes", "inspect_folder", "is_network", "mount_of", "require_folder"]
+__all__ = ["free_bytes", "inspect_folder", "is_memory", "is_network", "mount_of", "require_folder"]
 
 _MEMORY = {"tmpfs", "ramfs"}
 _NETWORK = {
@@ -21,7 +22,6 @@ _NETWORK = {
 _CONSUMER = re.compile(
     r"\b(9[0-9]0|8[0-9]0) (PRO|EVO|QVO)|\bWDS|WD[_ ]?(BLACK|Blue)|^CT\d+P|KINGSTON|Sabrent|Corsair", re.I
 )
-_MOUNTS, _SYS = Path("/proc/self/mountinfo"), Path("/sys")
 
 
 class Mount(NamedTuple):
@@ -37,21 +37,22 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
     return system.f_bavail * system.f_frsize
 
 
-def inspect_folder(path: str | os.PathLike[str], *, sys: Path = _SYS, mounts: Path = _MOUNTS) -> list[str]:
-    """What speaks against swap files in `path`, one sentence each.
+def inspect_folder(path: str | os.PathLike[str], root: Path = SYS) -> list[str]:
+    """What speaks against swap files in `path`, one sentence each; of the system as `root` has it.
 
-    Raises `BadInput` if it is missing, not a folder, or cannot be written to.
+    Raises: `BadInput` if it is missing, not a folder, or cannot be written to.
     """
     folder = Path(path)
     require_folder(folder)
     _require_writable(folder)
-    mount = mount_of(folder, mounts)
-    warnings = [warning for warning in (_of_kind(folder, mount.kind), *_of_disks(folder, mount.device, sys)) if warning]
+    mount = mount_of(folder, root)
+    found = (_of_kind(folder, mount.kind), *_of_disks(folder, mount.device, root))
+    warnings = [warning for warning in found if warning]
     return list(dict.fromkeys(warnings))
 
 
 def require_folder(folder: Path) -> None:
-    """Raises `BadInput` if `folder` is missing or something else than a folder."""
+    """Raises: `BadInput` if `folder` is missing or something else than a folder."""
     if folder.is_dir():
         return
     if os.path.lexists(folder):
@@ -64,10 +65,15 @@ def is_network(folder: Path) -> bool:
     return mount_of(folder).kind in _NETWORK
 
 
-def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
+def is_memory(folder: Path) -> bool:
+    """Whether files here are host memory."""
+    return mount_of(folder).kind in _MEMORY
+
+
+def mount_of(path: Path, root: Path = SYS) -> Mount:
     """The mount that `path` lies on; ("", "") where the system does not say."""
     real, innermost, longest = os.path.realpath(path), Mount("", ""), -1
-    for point, mount in _mounts(mounts):
+    for point, mount in _mounts(root.parent / "proc/self/mountinfo"):
         if len(point) >= longest and (real == point or real.startswith(point.rstrip("/") + "/")):
             innermost, longest = mount, len(point)
     return innermost
@@ -75,9 +81,7 @@ def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
 
 def _mounts(mounts: Path) -> Iterator[tuple[str, Mount]]:
     """Mount points in the order they were mounted: of two on one point, the later covers the earlier."""
-    if not mounts.exists():
-        return
-    for line in mounts.read_text(errors="surrogateescape").splitlines():
+    for line in text_of(mounts).splitlines():
         left, _, right = line.partition(" - ")
         fields = left.split(" ")
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
@@ -109,11 +113,11 @@ def _of_kind(folder: Path, kind: str) -> str:
     return ""
 
 
-def _of_disks(folder: Path, device: str, sys: Path) -> Iterator[str]:
-    for disk in _disks(sys / "dev" / "block" / device) if device else ():
-        if _first_line(disk / "queue" / "rotational") == "1" and not disk.name.startswith("vd"):  # virtual ones say 1
+def _of_disks(folder: Path, device: str, root: Path) -> Iterator[str]:
+    for disk in _disks(root / "dev/block" / device) if device else ():
+        if text_of(disk / "queue/rotational") == "1" and not disk.name.startswith("vd"):  # virtual ones say 1
             yield f"'{folder}' is on a rotating disk ({disk.name}), tens of times slower than NVMe: use an SSD."
-        model = _first_line(disk / "device" / "model")
+        model = text_of(disk / "device/model")
         if _CONSUMER.search(model):
             yield (
                 f"'{folder}' is on a consumer SSD ({model}): optimizer state on it is written whole in every step, and "
@@ -133,7 +137,3 @@ def _disks(entry: Path) -> Iterator[Path]:
         yield disk
     for part in below:
         yield from _disks(part)
-
-
-def _first_line(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""

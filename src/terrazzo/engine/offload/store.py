@@ -6,10 +6,10 @@ once; nothing is allocated in a step.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.needs import Need, disk_bytes, host_bytes, ring_length
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.offload.topology import bound_to, step_threads
+from terrazzo.engine.offload.topology import bound_to, ranks_here, step_threads
 from terrazzo.engine.process.device import Stream
 from terrazzo.engine.process.worker import Job, Worker
 
@@ -58,6 +58,12 @@ class Store:
         self._writer = Worker("terrazzo-write") if need.cpu or need.nvme else None
         self._landing: deque[Job] = deque()
 
+    @cached_property
+    def step_threads(self) -> tuple[int, frozenset[int]]:
+        """How many threads an update has, and the CPUs that they are bound to; none: they are not bound."""
+        threads, cpus = step_threads(self.device, ranks_here(otherwise=1))
+        return self.settings.threads or threads, cpus
+
     def _open_drive(self, need: Need, rank: int) -> Drive:
         settings = self.settings
         disk = Disk(settings, rank, disk_bytes(need))
@@ -66,8 +72,7 @@ class Store:
 
     def _arena(self, size_bytes: int) -> HostArena:
         """Pinning touches its pages, which then lie on the device's NUMA node."""
-        _, cpus = step_threads(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        with bound_to(cpus):
+        with bound_to(self.step_threads[1]):
             return HostArena(size_bytes, self._pin_for)
 
     def host(self, count_bytes: int) -> Tensor:

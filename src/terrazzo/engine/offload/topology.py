@@ -2,10 +2,10 @@
 
 An optimizer step on the CPU is bound by memory bandwidth, and what costs it speed is threads in the wrong place: on two
 hardware threads of one core, on the socket that its memory is not attached to, in every rank as many as the host has
-cores, or wandering from core to core. With DeepSpeed, binding ranks to cores
-of their own took a step of Qwen2.5-3B on two A100 from 3084 to 2383 ms (deepspeedai/DeepSpeed, pull request 7474).
-So a rank gets the physical cores of its GPU's NUMA node, divided by the local ranks that share them, one thread each.
-Bind before the thread's first parallel region, because OpenMP's threads inherit the CPUs of the one that starts them.
+cores, or wandering from core to core. With DeepSpeed, binding ranks to cores of their own took a step of Qwen2.5-3B on
+two A100 from 3084 to 2383 ms (deepspeedai/DeepSpeed, pull request 7474). So a rank gets the physical cores of its GPU's
+NUMA node, divided by the local ranks that share them, one thread each. Bind before the thread's first parallel
+region, because OpenMP's threads inherit the CPUs of the one that starts them.
 
 Everything is read from below one folder, normally `/sys`, and from `proc` beside it; what is missing narrows nothing.
 """
@@ -21,9 +21,23 @@ from pathlib import Path
 import torch
 
 from terrazzo.engine.process import device as devices
-from terrazzo.engine.process.control_groups import SYS, control_groups, text_of
+from terrazzo.engine.process.system import SYS, control_groups, text_of
 
-__all__ = ["allowed_cpus", "bind_to", "bound_to", "cpus_of_a_rank", "numa_nodes", "physical_cores", "step_threads"]
+__all__ = [
+    "allowed_cpus",
+    "bind_to",
+    "bound_to",
+    "cpus_of_a_rank",
+    "numa_nodes",
+    "physical_cores",
+    "ranks_here",
+    "step_threads",
+]
+
+
+def ranks_here(otherwise: int) -> int:
+    """How many ranks share this host, as a launcher tells each of them (LOCAL_WORLD_SIZE); `otherwise` if none has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or otherwise)
 
 
 def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tuple[int, frozenset[int]]:
@@ -42,30 +56,31 @@ def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tu
     ranks, position = _sharers(index, local_ranks, root)
     near = _near(index, root)
     allowed = allowed_cpus()
-    cores = physical_cores(allowed & near or allowed, root)
     everyones = container_cpus(root) | allowed
-    share = max(1, len(physical_cores(everyones & near or everyones, root)) // ranks)
-    count = len(cores)
-    if count > share:  # these cores are not this rank's alone
-        count = max(1, count // ranks)
-        if position is not None:
-            start = position * count % len(cores)
-            cores = cores[start : start + count]
-    quota = container_quota(root)
-    return min(count, max(1, int(quota / local_ranks)) if math.isfinite(quota) else count), frozenset(cores)
+    cores = physical_cores(allowed & near or allowed, root)
+    count = _share(len(cores), len(physical_cores(everyones & near or everyones, root)), ranks)
+    if count < len(cores) and position is not None:
+        start = position * count % len(cores)
+        cores = cores[start : start + count]
+    return _within_quota(count, local_ranks, root), frozenset(cores)
 
 
 def cpus_of_a_rank(local_ranks: int, root: Path = SYS) -> int:
-    """How many CPUs one of `local_ranks` on this host may keep busy: its share of what the container has.
-
-    CPUs that a launcher has bound this process to are its own once they are no more than an even share.
-    """
+    """How many CPUs one of `local_ranks` on this host may keep busy: its share of what the container has."""
     allowed = allowed_cpus()
-    count = len(allowed)
-    if count > max(1, len(container_cpus(root) | allowed) // local_ranks):
-        count = max(1, count // local_ranks)
-    quota = container_quota(root)
-    return min(count, max(1, int(quota / local_ranks)) if math.isfinite(quota) else count)
+    count = _share(len(allowed), len(container_cpus(root) | allowed), local_ranks)
+    return _within_quota(count, local_ranks, root)
+
+
+def _share(allowed: int, everyones: int, ranks: int) -> int:
+    """Of `allowed` CPUs, those for one of `ranks`: all, where a launcher has bound it to no more than an even share."""
+    return allowed if allowed <= max(1, everyones // ranks) else max(1, allowed // ranks)
+
+
+def _within_quota(count: int, local_ranks: int, root: Path) -> int:
+    """No more CPUs than this rank's part of the time that the container may use."""
+    quota = container_quota(root) / local_ranks
+    return count if quota >= count else max(1, int(quota))
 
 
 def bind_to(cpus: Collection[int]) -> bool:
@@ -95,7 +110,7 @@ def bound_to(cpus: Collection[int]) -> Iterator[None]:
 
 
 def allowed_cpus() -> frozenset[int]:
-    """CPUs that this process may run on: its affinity mask, within its cpuset."""
+    """CPUs that this thread may run on: its affinity mask, within its cpuset."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))

@@ -25,7 +25,7 @@ from terrazzo.engine.gradient import Finished
 from terrazzo.engine.layout import Range
 from terrazzo.engine.offload.ring import Tray
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.offload.topology import bind_to, step_threads
+from terrazzo.engine.offload.topology import bind_to
 from terrazzo.engine.optim.segment import Segment, scaled
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.process.device import Stream, set_current
@@ -70,9 +70,8 @@ class Updater:
         ring = [Tray(raw) for raw in store.ring()]
         self._store, self._process = store, os.getpid()
         self._tasks: queue.SimpleQueue[_Task | _Flush | None] = queue.SimpleQueue()
-        threads, cpus = step_threads(store.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         carrier = _Carrier(store, ring, self._tasks)
-        threads = store.settings.threads or threads
+        threads, cpus = store.step_threads
         start_thread("terrazzo-update", lambda: _carry(carrier, threads, cpus), carrier.stop)
 
     def __del__(self) -> None:

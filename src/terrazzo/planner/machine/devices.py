@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 
 from terrazzo.engine.process import device as gpus
-from terrazzo.engine.process.control_groups import control_groups, text_of
+from terrazzo.engine.process.system import control_groups, text_of
 from terrazzo.errors import BadInput
 
 __all__ = ["Cluster", "Device", "cpu_host", "device", "devices", "this_machine"]

@@ -7,7 +7,7 @@ import os
 import torch
 
 from terrazzo.config import LaunchConfig
-from terrazzo.engine.offload.topology import cpus_of_a_rank
+from terrazzo.engine.offload import topology
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
 
@@ -34,7 +34,7 @@ def local_rank() -> int:
 
 def ranks_here(world_size: int) -> int:
     """Ranks that share this machine: all, as long as none has been started."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return topology.ranks_here(otherwise=world_size)
 
 
 def resolve_device(config: LaunchConfig) -> str:
@@ -51,4 +51,4 @@ def resolve_device(config: LaunchConfig) -> str:
 
 def set_threads(config: LaunchConfig, ranks: int) -> None:
     """Give this rank, one of `ranks` here, its share of the CPUs that the machine, or the container, lets them have."""
-    torch.set_num_threads(config.threads or cpus_of_a_rank(ranks))
+    torch.set_num_threads(config.threads or topology.cpus_of_a_rank(ranks))

@@ -1,0 +1,36 @@
+"""What Linux says of the machine and of this process in files, `/sys` and `/proc`; nothing elsewhere.
+
+Whoever asks may name another folder for `/sys`, as tests do; `proc` is beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["SYS", "control_groups", "text_of"]
+
+SYS = Path("/sys")
+
+
+def text_of(path: Path) -> str:
+    """What a file of the system says, without blanks around it; empty where there is none."""
+    try:
+        return path.read_text(errors="surrogateescape").strip()
+    except OSError:
+        return ""
+
+
+def control_groups(*controllers: str, root: Path = SYS) -> Iterator[Path]:
+    """Folders of the control groups (versions 1 and 2) of this process that have any of these controllers.
+
+    From its own group upwards: a limit holds in all groups below. Of groups that a container does not show, the folder
+    is listed and is not there.
+    """
+    for line in text_of(root.parent / "proc/self/cgroup").splitlines():
+        _, named, path = line.split(":", 2)
+        if named and not set(controllers) & set(named.split(",")):
+            continue
+        top = root / "fs/cgroup" / named  # of version 2, which names none, the folder itself
+        folder = top / path.lstrip("/")
+        yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(top))
