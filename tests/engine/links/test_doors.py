@@ -197,8 +197,8 @@ def test_who_cannot_be_read_is_left_out_on_both_sides() -> None:
     assert [set(near) for near in found] == [{1}, {0, 2}, {1}]
 
 
-def test_permission_to_read_is_withdrawn_where_nobody_needs_it() -> None:
-    """The kernel is told of the parent while there are neighbours, and of nobody where none was found."""
+def test_permission_to_read_is_there_while_there_is_a_neighbour() -> None:
+    """The kernel is told of the parent as long as two ranks are neighbours, and of nobody otherwise."""
     told: list[int] = []
 
     class Kernel:
@@ -206,14 +206,25 @@ def test_permission_to_read_is_withdrawn_where_nobody_needs_it() -> None:
             assert option == 0x59616D61
             told.append(pid.value)
 
-    machines = iter([1, 2, 3, 3])
-    peers._neighbours.clear()
-    with patch.object(peers, "_machine", lambda: next(machines)), patch.object(peers, "_libc", Kernel()):
+    machines = iter([1, 2, 3, 3, 3, 3])
+    nobody_else = peers._Permission()
+    with (
+        patch.object(peers, "_machine", lambda: next(machines)),
+        patch.object(peers, "_libc", Kernel()),
+        patch.object(peers, "_permission", nobody_else),
+    ):
         Ranks(2).find()
-        assert told == [os.getppid(), os.getppid(), 0, 0]
-        found = Ranks(2).find()
-        assert set(told[4:]) == {os.getppid()}
-    assert len(found) == 2
+        assert (told[0], told[-1]) == (os.getppid(), 0)
+        found, others = Ranks(2).find(), Ranks(2).find()
+        assert len(found) == len(others) == 2
+        del found
+        assert told[-1] == os.getppid()
+        del others
+        deadline = time.monotonic() + 10
+        while told[-1] and time.monotonic() < deadline:
+            time.sleep(0.001)  # a thread of its own takes leave of neighbours
+        assert told[-1] == 0
+    assert nobody_else._holders == 0
 
 
 def test_errors_name_the_rank() -> None:

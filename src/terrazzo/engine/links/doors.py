@@ -103,6 +103,8 @@ def connect(
 
 
 class _Meeting:
+    """One rank's part of `connect`: whom it still has to call, and how many calls it still expects."""
+
     def __init__(
         self, rank: int, door: Door, others: Mapping[int, Address], kinds: Sequence[str], probe: Probe
     ) -> None:

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from terrazzo.errors import RanksApart
 
-__all__ = ["Label", "Purpose", "Stamp", "moving"]
+__all__ = ["RUN_THE_SAME", "Label", "Purpose", "Stamp", "moving"]
+
+
+RUN_THE_SAME = (
+    "Every rank must run the same number of forwards, backwards and steps, with the same ones inside "
+    "'with tz.accumulate(model)'; what their data lets them skip inside of the model may differ."
+)
+"""What errors ask for where ranks have come apart."""
 
 
 class Purpose(IntEnum):
@@ -78,9 +85,8 @@ class Label:
         """Raises: `RanksApart` naming both, if `code` of another rank is not this one's."""
         if code != self.code:
             raise RanksApart(
-                f"The ranks have not run the same: here it is the turn of {self}, and on {who} of {self.of_code(code)}."
-                " Every rank must run the same number of forwards, backwards and steps, with the same ones inside "
-                "'with tz.accumulate(model)'; what their data lets them skip inside of the model may differ."
+                f"The ranks have not run the same: here it is the turn of {self}, and on {who} of "
+                f"{self.of_code(code)}. {RUN_THE_SAME}"
             )
 
     def __str__(self) -> str:

@@ -16,10 +16,10 @@ import os
 import socket
 import struct
 import sys
-import weakref
+import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from terrazzo.ending import Ending, leaves_to_parent
 from terrazzo.engine.links.doors import Address, Door, Met, connect
-from terrazzo.engine.links.label import Label
+from terrazzo.engine.links.label import RUN_THE_SAME, Label
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 
@@ -61,10 +61,56 @@ class Memory:
             count = _read_from(self.pid, ctypes.byref(here), _ONE, ctypes.byref(there), _ONE, _NO_FLAGS)
             if count <= 0:
                 error = ctypes.get_errno()
-                ended = ", it has ended" if error == errno.ESRCH else ""
-                raise ConnectionError(f"The memory of {self.owner} cannot be read: {os.strerror(error)}{ended}.")
+                edit = f"it has ended, {_LOOK_THERE}" if error == errno.ESRCH else _GO_WITHOUT
+                raise ConnectionError(f"The memory of {self.owner} cannot be read: {os.strerror(error)}; {edit}")
             done += count
         return into
+
+
+class _Permission:
+    """Where the Yama security module guards processes: whether other ranks may read this one's memory.
+
+    They may while anybody holds it: this process's parent then, and all that it has started, of the same user, may
+    attach to this process as a debugger does. Each read needs it. So a search for neighbours holds it, and each
+    neighbour until it is gone.
+    """
+
+    def __init__(self) -> None:
+        self.leave_to_parent()
+        leaves_to_parent(self)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, which nobody has been permitted to read."""
+        self._lock, self._holders = threading.Lock(), 0
+
+    def hold(self) -> None:
+        with self._lock:
+            self._holders += 1
+            if self._holders == 1:
+                _set_ptracer(os.getppid())
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if not self._holders:
+                _set_ptracer(0)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+def _set_ptracer(pid: int) -> None:
+    """Whom this process permits, with all descendants; 0: nobody. Process 1, an orphan's parent, is never permitted."""
+    if _libc is not None and pid != 1:
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+_permission = _Permission()
 
 
 class Neighbour:
@@ -79,9 +125,9 @@ class Neighbour:
     def __init__(self, name: str, pid: int, lines: Mapping[str, socket.socket]) -> None:
         self.name, self.pid, self._lines = name, pid, lines
         self._count = dict.fromkeys(lines, 0)
-        self._ending = Ending(self, functools.partial(_close, list(lines.values())))
+        _permission.hold()
+        self._ending = Ending(self, functools.partial(_take_leave, list(lines.values())))
         leaves_to_parent(self)
-        _neighbours.add(self)
 
     def leave_to_parent(self) -> None:
         """In a forked child: the other rank is to hear at once when this child's parent ends."""
@@ -99,7 +145,7 @@ class Neighbour:
         if (count, offered_bytes) != (self._count[kind], size_bytes):
             raise ConnectionError(
                 f"{self._subject} offers {offered_bytes} bytes in its {kind} number {count}, and this rank "
-                f"expects {size_bytes} in number {self._count[kind]}: the ranks have not run the same."
+                f"expects {size_bytes} in number {self._count[kind]}: the ranks have not run the same. {RUN_THE_SAME}"
             )
         return Memory(self.pid, address, self.name)
 
@@ -110,7 +156,7 @@ class Neighbour:
     def await_taken(self, kind: str) -> None:
         """Wait until it has read what was offered to it."""
         if self._receive(kind, len(_TAKEN)) != _TAKEN:
-            raise ConnectionError(f"{self._subject} has not run the same as this one.")
+            raise ConnectionError(f"{self._subject} has not run the same as this one. {RUN_THE_SAME}")
 
     def hang_up(self) -> None:
         """Something has failed here: whatever it waits for will not come, and nothing further may be exchanged."""
@@ -126,19 +172,20 @@ class Neighbour:
         try:
             self._lines[kind].send(message)
         except OSError as error:
-            raise ConnectionError(f"{self._subject} has ended or failed.") from error
+            raise ConnectionError(f"{self._subject} has ended or failed: {_LOOK_THERE}") from error
 
     def _receive(self, kind: str, size_bytes: int) -> bytes:
         try:
             message = self._lines[kind].recv(size_bytes)
         except TimeoutError as error:
             raise ConnectionError(
-                f"{self._subject} has not come to this {kind} in time: it may have ended, or run something else."
+                f"{self._subject} has not come to this {kind} in time: it may have ended, or run something else: "
+                f"{_LOOK_THERE} Where it is only slow, give init_process_group a longer timeout."
             ) from error
         except OSError:
             message = b""
         if len(message) != size_bytes:
-            raise ConnectionError(f"{self._subject} has ended or failed.")
+            raise ConnectionError(f"{self._subject} has ended or failed: {_LOOK_THERE}")
         return message
 
 
@@ -147,10 +194,13 @@ def _close(lines: Sequence[socket.socket]) -> None:
         line.close()
 
 
+def _take_leave(lines: Sequence[socket.socket]) -> None:
+    """Nothing is exchanged with a neighbour any more."""
+    _close(lines)
+    _permission.release()
+
+
 _OFFER, _TAKEN = struct.Struct("<QQQQ"), b"taken"
-
-
-_neighbours: weakref.WeakSet[Neighbour] = weakref.WeakSet()
 
 
 def find_neighbours(
@@ -174,32 +224,33 @@ def find_neighbours(
     """
     machine = _machine()
     door = _open_door() if machine else None
-    if door is not None:
-        _permit_siblings(True)
-    address = door.address if door is not None else (0, 0)
-    rows = all_gather(torch.tensor([machine if door else 0, *address])).tolist()
-    here = [other for other, row in enumerate(rows) if row[0] and row[0] == rows[rank][0]]
-    met: dict[int, Met] = {}
-    secret = torch.tensor([int.from_bytes(os.urandom(7), "little")])
-    if door is not None:
-        others = {other: Address(*rows[other][1:]) for other in here if other != rank}
-        probe = secret.data_ptr(), int(secret)
-        met = connect(rank, door, others, kinds, probe, min(timeout_s / 4, _PATIENCE_S))
-    reads = {other for other, there in met.items() if _reads(Memory(there.pid, there.probe.address), there.probe.value)}
-    agreed = reads & _readers(rank, all_gather, [row[0] for row in rows], reads)
-    neighbours = {}
-    for other, there in met.items():
-        if other not in agreed:
-            there.hang_up()
-            continue
-        for line in there.lines.values():
-            line.settimeout(timeout_s)
-        neighbours[other] = Neighbour(names[other] if names else f"rank {other}", there.pid, there.lines)
-    if door is not None and not _neighbours:
-        _permit_siblings(False)
-    return neighbours
+    with contextlib.nullcontext() if door is None else _permission.held():
+        address = door.address if door is not None else (0, 0)
+        rows = all_gather(torch.tensor([machine if door else 0, *address])).tolist()
+        here = [other for other, row in enumerate(rows) if row[0] and row[0] == rows[rank][0]]
+        met: dict[int, Met] = {}
+        secret = torch.tensor([int.from_bytes(os.urandom(7), "little")])
+        if door is not None:
+            others = {other: Address(*rows[other][1:]) for other in here if other != rank}
+            probe = secret.data_ptr(), int(secret)
+            met = connect(rank, door, others, kinds, probe, min(timeout_s / 4, _PATIENCE_S))
+        reads = {
+            other for other, there in met.items() if _reads(Memory(there.pid, there.probe.address), there.probe.value)
+        }
+        agreed = reads & _readers(rank, all_gather, [row[0] for row in rows], reads)
+        neighbours = {}
+        for other, there in met.items():
+            if other not in agreed:
+                there.hang_up()
+                continue
+            for line in there.lines.values():
+                line.settimeout(timeout_s)
+            neighbours[other] = Neighbour(names[other] if names else f"rank {other}", there.pid, there.lines)
+        return neighbours
 
 
+_LOOK_THERE = "see what it has printed."
+_GO_WITHOUT = "set TERRAZZO_PEER_MEMORY=0 for every rank, so that they exchange through sockets."
 _PATIENCE_S = 30.0
 _WORD_BITS = 62
 
@@ -246,14 +297,3 @@ def _machine() -> int:
     except OSError:
         return 0
     return zlib.crc32(f"{boot} {spaces}".encode()) + 1
-
-
-def _permit_siblings(permitted: bool) -> None:
-    """Where the Yama security module guards processes, let those that this one's parent started read its memory.
-
-    That is: this one's parent and all its descendants, of the same user, may attach to this process as a debugger does,
-    until it is withdrawn. Every read needs it, so it stays while there is a neighbour, and is withdrawn when
-    ranks next look for neighbours and find none, or when the process ends.
-    """
-    if _libc is not None and os.getppid() > 1:
-        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid() if permitted else 0), 0, 0, 0)

@@ -184,7 +184,7 @@ class Transfer:
         while not self.done:
             self.advance()
         if self._result is None:
-            raise RuntimeError("A collective of this chain has failed before.")
+            raise RuntimeError(f"Moving {self._label} has failed before: see its own error, and start all ranks again.")
         return self._result
 
     def make_room(self) -> None:
