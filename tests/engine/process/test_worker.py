@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from terrazzo.engine.process.worker import Worker
+from terrazzo.errors import Misuse
 
 
 def test_a_worker_does_jobs_in_order_and_hands_over_errors() -> None:
@@ -28,6 +29,18 @@ def test_a_worker_does_jobs_in_order_and_hands_over_errors() -> None:
     last.wait()
     assert done == list(range(6))
     assert all(job.done() for job in jobs)
+
+
+def test_a_closed_worker_has_done_its_jobs_and_takes_none() -> None:
+    done: list[int] = []
+    worker = Worker("test", threads=2)
+    for number in range(5):
+        worker.submit(lambda number=number: done.append(number))
+    worker.close()
+    assert sorted(done) == list(range(5))
+    with pytest.raises(Misuse, match=r"closed: give it before close\(\)"):
+        worker.submit(done.clear)
+    worker.close()
 
 
 def test_a_job_that_is_done_holds_no_memory() -> None:
@@ -70,6 +83,7 @@ start_thread("test", Model().work, asked.set)
 STUCK = """
 import threading
 from terrazzo.engine.process.worker import Worker
+from terrazzo.errors import Misuse
 
 came = threading.Event()
 worker = Worker("test", break_off=came.set)
@@ -82,6 +96,7 @@ ORDER = """
 import threading
 from terrazzo.ending import start_thread
 from terrazzo.engine.process.worker import Worker
+from terrazzo.errors import Misuse
 
 older, asked = Worker("older", threads=8), threading.Event()
 

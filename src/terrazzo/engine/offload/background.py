@@ -65,8 +65,9 @@ class Background:
         """`optimizer.step()`: start the updates that are not under way, in the order of forward."""
         self._check_whole()
         early, begun = self._early, set(self._begun)
-        self.forget()
-        if early is not None and (changed := early.changed_since(optimizer)):
+        changed = early.changed_since(optimizer) if early is not None else ()
+        self.forget(abandoned=bool(changed))
+        if changed:
             raise Misuse(
                 f"The optimizer's {', '.join(changed)} changed between backward and optimizer.step(), but with "
                 "offload step 'backward' units are updated while backward runs. Change hyper-parameters after "
@@ -88,7 +89,7 @@ class Background:
         """Gradients are forgotten.
 
         Args:
-            abandoned: whether a backward raised: units that it had updated are half a step ahead of the others.
+            abandoned: whether the step is given up: units that have been updated are half a step ahead of the others.
         """
         self._torn = self._torn or (abandoned and bool(self._begun))
         self._early = None
@@ -102,7 +103,7 @@ class Background:
     def _check_whole(self) -> None:
         if self._torn:
             raise Misuse(
-                "A backward raised after it had updated some units: the weights are those of half a step. Restore a "
+                "A step was given up after it had updated some units: the weights are those of half a step. Restore a "
                 "checkpoint, or use tz.Offload(step='overlapped'), which updates nothing before optimizer.step()."
             )
 

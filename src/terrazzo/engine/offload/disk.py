@@ -69,7 +69,7 @@ class Pending:
         self._blocks = blocks
 
     def wait(self) -> None:
-        """Return once no block is in flight any more; raises what went wrong with the first that failed."""
+        """Return once no block is in flight any more. Raises: what went wrong with the first that failed."""
         failures = [failure for block in self._blocks if (failure := block.failure()) is not None]
         if failures:
             raise again(failures[0])
@@ -94,7 +94,7 @@ class Disk:
     """
 
     def __init__(self, settings: Offload, rank: int, size_bytes: int) -> None:
-        """Take the space; stale files of earlier runs go first. Raises `BadInput` if a folder cannot be used."""
+        """Take the space; stale files of earlier runs go first. Raises: `BadInput` if a folder cannot be used."""
         self.size_bytes = padded_bytes(size_bytes)
         self.traffic = DiskTraffic()
         self._settings, self._block_bytes, self._reserved_bytes = settings, settings.block_bytes, 0
@@ -106,9 +106,8 @@ class Disk:
         self._files = _make_files(settings, rank, self.size_bytes)
         self._ending = Ending(self, functools.partial(_remove, self._files))
         leaves_to_parent(self)
-        self._worker = Worker(
-            "terrazzo-disk", threads=settings.depth
-        )  # its jobs hold this Disk: no file goes before them
+        # Its jobs hold this Disk: no file goes before them.
+        self._worker = Worker("terrazzo-disk", threads=settings.depth)
         self._warned_of_deletion = False
         self._warn_if_buffered()
 

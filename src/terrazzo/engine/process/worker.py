@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import queue
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 import torch
 
 from terrazzo.ending import Thread, require_own, start_thread
+from terrazzo.errors import Misuse
 
 __all__ = ["Job", "Worker", "again", "without_frames"]
 
@@ -70,6 +72,7 @@ class Worker:
 
     def __init__(self, name: str, threads: int = 1, break_off: Callable[[], object] | None = None) -> None:
         self._jobs: _Jobs = queue.SimpleQueue()
+        self._closing, self._closed = threading.Lock(), False
         self._process = os.getpid()
         self._threads: list[Thread] = []
         jobs = self._jobs  # the threads must not hold the object whose end they wait for
@@ -83,17 +86,22 @@ class Worker:
         _end(self._jobs, len(self._threads))
 
     def submit(self, job: Callable[[], None]) -> Job:
-        """Raises: `Misuse` in a forked child."""
+        """Raises: `Misuse` in a forked child, and once it is closed."""
         require_own(self._process)
         done = Job()
-        self._jobs.put((done, job))
+        with self._closing:  # what comes behind the end would never be done
+            if self._closed:
+                raise Misuse("A job was given to threads that have been closed: give it before close().")
+            self._jobs.put((done, job))
         return done
 
     def close(self) -> None:
         """Return once all jobs are done and the threads have ended."""
         require_own(self._process)
-        threads, self._threads = self._threads, []
-        _end(self._jobs, len(threads))
+        with self._closing:
+            self._closed = True
+            threads, self._threads = self._threads, []
+            _end(self._jobs, len(threads))
         for thread in threads:
             thread.join()
 
