@@ -51,8 +51,8 @@ def ours() -> list[str]:
 
 def built(folder: Path, tiers: dict[str, str] | None, with_optimizer: bool = True) -> tuple[Any, Any]:
     model = nn.Sequential(nn.Linear(8, 80), nn.Tanh(), nn.Linear(80, 64))
-    offload = tz.Offload(path=folder, block_mib=SMALL_BLOCK, depth=2, direct=False)
     plan = tz.Plan.named("zero3").on(**(tiers or {}))
+    offload = tz.Offload(path=folder, block_mib=SMALL_BLOCK, depth=2, direct=False).used_under(plan)
     optimizer = adamw(model.parameters()) if with_optimizer else None
     return tz.shard(model, optimizer, plan, units=[nn.Linear], offload=offload, precision="bf16")
 
@@ -204,8 +204,8 @@ def test_a_model_that_is_gone_lets_go_of_everything_without_the_collector(
         gc.disable()
         try:
             model = nn.Sequential(nn.Linear(8, 80), nn.Linear(80, 8), Fails())
-            offload = tz.Offload(path=tmp_path, block_mib=SMALL_BLOCK, depth=2, direct=False)
             plan = tz.Plan.named("zero3").on(**(tiers or {}))
+            offload = tz.Offload(path=tmp_path, block_mib=SMALL_BLOCK, depth=2, direct=False).used_under(plan)
             optimizer = adamw(model.parameters()) if with_optimizer else None
             model, optimizer = tz.shard(model, optimizer, plan, units=[nn.Linear, Fails], offload=offload)
             step(model, optimizer)

@@ -65,7 +65,7 @@ def sharded(plan: str, axes: int, folder: str) -> tuple[nn.Module, Any]:
         model = Decoder(MODEL)
     adamw = partial(torch.optim.AdamW, fused=True)
     if plan != "fsdp2":
-        offload = tz.Offload(threads=1, path=folder)
+        offload = tz.Offload(threads=1, path=folder).used_under(tz.Plan.named(plan))
         return tz.shard(model, adamw, plan, units=[Block], precision="bf16", mesh=mesh, offload=offload)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -143,7 +143,7 @@ class Own:
     def __init__(self, case: Case, plan: str, step: StepMode, folder: str) -> None:
         model, self.batches = case.model(), _batches(case)
         optimizer = AdamW(model.parameters(), **HYPERPARAMETERS)
-        offload = tz.Offload(path=folder, step=step)
+        offload = tz.Offload(path=folder, step=step).used_under(tz.Plan.named(plan))
         self.model, self.optimizer = tz.shard(
             model, optimizer, plan=plan, units=[UNITS[0]], precision=case.precision, offload=offload
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine import compile_units, engine_of
+from terrazzo.engine import compile_units, engine_of, estimate
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.model.checks import check_graphs, check_kind, check_mesh, check_precision
 from terrazzo.engine.tally import Tally
@@ -69,6 +69,10 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     "offload mode": (lambda m: tz.Offload(step="overlaped"), ["'overlaped'", "overlapped"]),  # type: ignore[arg-type]
     "offload block": (lambda m: tz.Offload(block_mib=0.001), ["block_mib", "4 KiB"]),
     "offload block of nothing": (lambda m: tz.Offload(block_mib=1e-9), ["block_mib", "4 KiB"]),
+    "offload folder": (lambda m: tz.Offload(path=5), ["path is 5", "a folder"]),  # type: ignore[arg-type]
+    "no offload folder": (lambda m: tz.Offload(path=[]), ["path is empty"]),
+    "offload switch": (lambda m: tz.Offload(direct="no"), ["direct is 'no'", "True or False"]),  # type: ignore[arg-type]
+    "offload as text": (lambda m: tz.shard(m, None, offload="cpu"), ["'cpu'", "tz.Offload", "zero3@cpu"]),  # type: ignore[arg-type]
     "offload depth": (lambda m: tz.Offload(depth=0), ["depth", "from 1"]),
     "fp16 stepped in backward": (
         lambda m: tz.shard(m, None, "zero3@cpu", precision="fp16", offload=tz.Offload(step="backward")),
@@ -82,6 +86,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
         lambda m: tz.shard(m, None, mesh=init_device_mesh("cpu", (4,))),
         ["names", "dp_shard"],
     ),
+    "prefetch as text": (lambda m: tz.shard(m, None, prefetch="2"), ["'2'", "an int"]),  # type: ignore[arg-type]
     "negative prefetch": (lambda m: tz.shard(m, None, prefetch=-1), ["-1", "0 or more"]),
     "unit not in the model": (lambda m: tz.shard(m, None, units=["Blick"]), ["'Blick'", "Did you mean 'Block'"]),
     "optimizer over other parameters": (over_other_parameters, ["15 of the optimizer's 15", "model.parameters()"]),
@@ -131,6 +136,11 @@ def compiled_on(model: nn.Module, rank: int, one: int) -> nn.Module:
     return model
 
 
+def one_compiled(model: Net, index: int) -> nn.Module:
+    model.blocks[index].compile(backend="eager")
+    return model
+
+
 DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
     "plan": (lambda m, rank: tz.shard(m, None, "zero3" if rank else "zero1"), "plan"),
     "precision": (lambda m, rank: tz.shard(m, None, precision="bf16" if rank == 2 else "fp32"), "precision"),
@@ -139,6 +149,7 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
     "frozen": (lambda m, rank: tz.shard(m.requires_grad_(rank != 1), None), "parameters"),
     "shapes": (lambda m, rank: tz.shard(Net(13 + rank), None), "parameters"),
     "compilation": (lambda m, rank: tz.shard(compiled_on(m, rank, 1), None), "compiled units"),
+    "compilation of one unit": (lambda m, rank: tz.shard(one_compiled(m, rank % 2), None), "compiled units"),
     "param groups": (
         lambda m, rank: tz.shard(m, adamw(list(m.parameters())[: 15 - rank]), "zero3"),
         "parameters",
@@ -219,6 +230,28 @@ def test_real_ranks_refuse_together_within_seconds(two_processes: Pool) -> None:
     for (text, duration_s), plan in zip(two_processes.run(_disagree), ("zero3", "zero2"), strict=True):
         assert "plan" in text and plan in text
         assert duration_s < 10
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "said"),
+    [
+        ("zero3", {"path": "/x", "digest": True}, r"path, digest change nothing under plan zero3: no state is on nvme"),
+        ("zero3@cpu", {"path": "/x"}, r"path changes nothing .* Leave it out, or .*'zero3@nvme'"),
+        ("zero3", {"step": "backward"}, r"step changes nothing .* on the device.*'zero3@cpu'"),
+        (tz.Plan("D@nvme", "D", "D", "D"), {"path": "/x", "threads": 2}, "threads changes nothing"),
+        ("zero3", {"pin": False}, "pin changes nothing .* host memory"),
+    ],
+)
+def test_settings_of_offload_that_change_nothing_are_warned_of(
+    plan: tz.Plan | str, settings: dict[str, Any], said: str
+) -> None:
+    offload = tz.Offload(**settings)
+    with fake_group(2):
+        with pytest.warns(UserWarning, match=said) as caught:
+            estimate(Net(), None, plan, offload=offload)
+        assert [warning.filename for warning in caught] == [__file__]
+        placed = plan if isinstance(plan, tz.Plan) else tz.Plan.named(plan)
+        estimate(Net(), None, plan, offload=offload.used_under(placed))  # a warning would be an error
 
 
 def test_without_a_process_group() -> None:

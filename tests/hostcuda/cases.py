@@ -167,16 +167,18 @@ def mesh_of(case: Case, device: str) -> DeviceMesh:
 
 def sharded(case: Case, device: str, folder: str) -> tuple[nn.Module, Any]:
     """Of the case's plan. A fused optimizer on the host's CPU takes the same steps as on its CUDA."""
+    plan = tz.Plan.named(case.stage + case.tier)
+    offload = tz.Offload(threads=1, step=case.step, path=folder, block_mib=0.0625)
     options = {"fused": True} if case.optimizer == "fused" else {"foreach": device == "cuda"}
     return tz.shard(
         built(case),
         lambda parameters: torch.optim.AdamW(parameters, lr=LR, eps=EPS, **options),
-        case.stage + case.tier,
+        plan,
         units=[Block],
         precision=case.precision,
         mesh=mesh_of(case, device),
         prefetch=case.prefetch,
-        offload=tz.Offload(threads=1, step=case.step, path=folder, block_mib=0.0625),
+        offload=offload.used_under(plan),
     )
 
 

@@ -67,7 +67,7 @@ def fails_and_goes_on(plan: str, where: str) -> tuple[list[str], int, list[float
                 plan,
                 units=[Block],
                 mesh=mesh_of(Case(), device),
-                offload=tz.Offload(threads=1),
+                offload=tz.Offload(threads=1).used_under(tz.Plan.named(plan)),
             )
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
 
@@ -108,7 +108,7 @@ def overflows_and_goes_on(tier: str) -> tuple[list[str], list[list[float]]]:
                 units=[Block],
                 precision=precision,
                 mesh=mesh_of(Case(), device),
-                offload=tz.Offload(threads=1),
+                offload=tz.Offload(threads=1).used_under(tz.Plan.named(f"zero3{tier}")),
             )
             said.append([])
             for factor in (1.0, 1e3, 1.0, 1.0):

@@ -299,7 +299,8 @@ def offloaded(name: str) -> Plan:
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_files_and_what_goes_through_them_are_as_promised(name: str, precision: str, tmp_path: Path) -> None:
     """Sizes to the byte; what is read and written in a step but for the ends of pages."""
-    plan, kind, settings = offloaded(name), PRECISIONS[precision], tz.Offload(path=tmp_path, block_mib=0.0625, depth=2)
+    plan, kind = offloaded(name), PRECISIONS[precision]
+    settings = tz.Offload(path=tmp_path, block_mib=0.0625, depth=2).used_under(plan)
     setup = replace(setup_of(model_shape(WIDE), "zero3", kind, 1), plan=plan, offload=settings)
     base = build_model(DecoderConfig(**{key: value for key, value in WIDE.items() if key != "model_type"}))
 

@@ -118,10 +118,10 @@ def test_a_block_that_is_no_whole_number_of_pages_is_refused() -> None:
 def test_units_are_updated_in_backward_where_nothing_has_to_see_all_gradients(
     clip: float | None, precision: str, step: str
 ) -> None:
-    asked = config(train={"clip": clip}, precision=precision)
+    asked = config(plan="zero3@cpu", train={"clip": clip}, precision=precision)
     assert build_offload(asked).step == step
     assert setup_of(asked, 1).offload.step == step
-    chosen = config(train={"clip": clip}, precision=precision, offload={"step": "synchronous"})
+    chosen = config(plan="zero3@cpu", train={"clip": clip}, precision=precision, offload={"step": "synchronous"})
     assert build_offload(chosen).step == "synchronous"
 
 
@@ -146,7 +146,7 @@ def test_states_on_nvme_need_a_folder(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"offload\.path names no folder"):
         check_folders(on_drives(None, tmp_path))
     assert check_folders(config()) == []
-    assert "nothing is written to offload.path" in check_folders(config(offload={"path": "/nowhere"}))[0]
+    assert check_folders(config(offload={"path": "/nowhere"})) == []
 
 
 def test_a_missing_folder_is_most_often_a_drive_that_is_not_mounted(tmp_path: Path) -> None:

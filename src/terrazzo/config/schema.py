@@ -176,7 +176,7 @@ class OffloadConfig(Section):
     path: str | list[str] | None = Field(None, description="nvme: folder for swap files; several are striped")
     step: Literal["auto", "overlapped", "synchronous", "backward"] = "auto"
     threads: int | None = Field(None, gt=0, description="of the optimizer step on the CPU, per rank")
-    pin: bool = Field(True, description="CUDA: page-lock host memory")
+    pin: bool = Field(True, description="CUDA: page-lock the host memory of states; that of activations always is")
     direct: bool = Field(True, description="nvme: go past the page cache (O_DIRECT) where the file system can")
     block_mib: float = Field(4.0, gt=0, description="nvme: size of one read or write")
     depth: int = Field(8, gt=0, description="nvme: reads and writes in flight per rank")

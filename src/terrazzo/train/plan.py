@@ -43,7 +43,10 @@ def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
 
 
 def build_offload(config: Config) -> Offload:
-    """How offloaded states are kept and updated; raises `BadInput` for an update that clipping or scaling rules out."""
+    """How offloaded states are kept and updated; raises `BadInput` for an update that clipping or scaling rules out.
+
+    What changes nothing under the plan is left out: `idle_notes` tells of it.
+    """
     section = config.offload
     scaled = build_precision(config).loss_scaling is not None
     obstacle = "clips gradients (train.clip)" if config.train.clip else "scales the loss (precision)" if scaled else ""
@@ -63,7 +66,7 @@ def build_offload(config: Config) -> Offload:
         block_mib=section.block_mib,
         depth=section.depth,
         digest=section.digest,
-    )
+    ).used_under(build_plan(config))
 
 
 def build_precision(config: Config) -> Precision:

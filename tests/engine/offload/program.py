@@ -25,8 +25,9 @@ def main(task: str, folder: Path) -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     model = Net(width=640 if task == "exit" else 96)
-    offload = tz.Offload(path=folder / "swap", block_mib=1 / 256, direct=False)
-    model, optimizer = tz.shard(model, adamw(model.parameters()), PLANS[task], offload=offload)
+    plan = tz.Plan.named(PLANS[task])
+    offload = tz.Offload(path=folder / "swap", block_mib=1 / 256, direct=False).used_under(plan)
+    model, optimizer = tz.shard(model, adamw(model.parameters()), plan, offload=offload)
     train(model, optimizer, 2, rank)
     if task == "exit":
         loss_of(model, batch(2)).backward()

@@ -59,7 +59,8 @@ def plan_id(case: Case) -> str:
 def on_tiers(case: Case, tiers: str, folder: Path | None = None, mode: Any = "overlapped", **settings: Any) -> Case:
     """The case with states on one of `TIERS`, and a ring of buffers shorter than a unit's cells."""
     options = {"block_mib": SMALL_BLOCK, "depth": 2, "direct": False, **settings}
-    return replace(case, tiers=tuple(TIERS[tiers].items()), offload=tz.Offload(path=folder, step=mode, **options))
+    moved = replace(case, tiers=tuple(TIERS[tiers].items()))
+    return replace(moved, offload=tz.Offload(path=folder, step=mode, **options).used_under(moved.placed))
 
 
 def fused(model: nn.Module) -> Optimizer:

@@ -101,7 +101,7 @@ def test_elsewhere(
     def placed(model: Any, optimizer: Any = None, plan: str = "zero3", **options: Any) -> Any:
         offload = tz.Offload(path=tmp_path, step=mode, block_mib=SMALL_BLOCK, depth=2, direct=False)
         made.append(tz.Plan.named(plan).on(**TIERS[tiers]))
-        return shard(model, optimizer, made[-1], offload=offload, **options)
+        return shard(model, optimizer, made[-1], offload=offload.used_under(made[-1]), **options)
 
     monkeypatch.setattr(tz, "shard", placed)
     behaviour()

@@ -27,6 +27,7 @@ from tests.engine.offload.runs import (
     MODES,
     MOMENTS,
     PLANS,
+    SMALL_BLOCK,
     TIERS,
     Runner,
     assert_reference,
@@ -432,6 +433,8 @@ def test_what_is_still_being_written_is_not_read(tiers: str, tmp_path: Path, mon
 def test_every_triple_of_tiers(tmp_path: Path) -> None:
     case = Case("zero3", 2, steps=3)
     for turn, tiers in enumerate(itertools.product(("device", "cpu", "nvme"), repeat=3)):
-        placed = on_tiers(case, "cpu", tmp_path, MODES[turn % 3])
-        ranks = train(replace(placed, tiers=tuple(zip(STATES, tiers, strict=True))))
+        moved = replace(case, tiers=tuple(zip(STATES, tiers, strict=True)))
+        mode: Any = MODES[turn % 3]
+        offload = tz.Offload(tmp_path, mode, block_mib=SMALL_BLOCK, depth=2, direct=False)
+        ranks = train(replace(moved, offload=offload.used_under(moved.placed)))
         assert_reference(case, ranks, expected(case))

@@ -29,7 +29,8 @@ CASES = [(1, None), (3, True), (3, False)]
 def placed(plan: str, tiers: str, folder: Path, **settings: Any) -> dict[str, Any]:
     """Arguments of `tz.shard`."""
     options = {"block_mib": SMALL_BLOCK, "depth": 2, "direct": False, **settings}
-    return {"plan": tz.Plan.named(plan).on(**TIERS[tiers]), "offload": tz.Offload(path=folder, **options)}
+    placed = tz.Plan.named(plan).on(**TIERS[tiers])
+    return {"plan": placed, "offload": tz.Offload(path=folder, **options).used_under(placed)}
 
 
 def built(model: nn.Module, plan: str, tiers: str, folder: Path, **options: Any) -> tuple[Any, Any]:

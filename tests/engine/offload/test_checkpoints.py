@@ -38,7 +38,7 @@ class Where(NamedTuple):
         offload = tz.Offload(path=folder, step=mode, block_mib=SMALL_BLOCK, depth=2, direct=False)
         plan = tz.Plan.named(self.plan).on(**TIERS.get(self.tiers, {}))
         mesh = mesh_for(self.plan, self.ranks)
-        return tz.shard(model, optimizer, plan, mesh=mesh, precision=self.precision, offload=offload)
+        return tz.shard(model, optimizer, plan, mesh=mesh, precision=self.precision, offload=offload.used_under(plan))
 
 
 SOURCES = [

@@ -28,7 +28,8 @@ def built(folder: Path, tiers: str = "all on nvme", mode: Any = "overlapped", se
     model = Net(width=96, depth=2)
     options = {"block_mib": SMALL_BLOCK, "depth": 2, "direct": False, **settings}
     plan = tz.Plan.named("zero3").on(**TIERS[tiers])
-    return tz.shard(model, adamw(model.parameters()), plan, offload=tz.Offload(path=folder, step=mode, **options))
+    offload = tz.Offload(path=folder, step=mode, **options).used_under(plan)
+    return tz.shard(model, adamw(model.parameters()), plan, offload=offload)
 
 
 def swap_files(folder: Path) -> list[Path]:

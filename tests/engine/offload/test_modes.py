@@ -36,7 +36,7 @@ class Job:
         offload = tz.Offload(path=self.folder, step=self.mode, block_mib=SMALL_BLOCK, depth=2, direct=False)
         plan = tz.Plan.named(self.plan).on(**TIERS[self.tiers])
         mesh = mesh_for(self.plan, 4)
-        return tz.shard(model, adamw(model.parameters()), plan, offload=offload, mesh=mesh, **options)
+        return tz.shard(model, adamw(model.parameters()), plan, offload=offload.used_under(plan), mesh=mesh, **options)
 
 
 def a_step(model: Any, optimizer: Any, rank: int, number: int = 0) -> None:
@@ -253,6 +253,9 @@ def test_a_rate_that_changes_before_the_step_is_refused() -> None:
         optimizer.param_groups[0].update(lr=0.5, betas=(0.1, 0.2))
         with pytest.raises(tz.Misuse, match=r"betas, lr changed between backward and optimizer\.step\(\)"):
             optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(tz.Misuse, match="half a step"):  # of the rates before
+            a_step(model, optimizer, rank, 3)
 
     on_ranks(2, body)
 

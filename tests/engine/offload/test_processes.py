@@ -88,7 +88,9 @@ def save_both_ways(folder: str, tiers: str) -> None:
     model = Net(width=96)
     offload = tz.Offload(path=tempfile.mkdtemp(dir=folder), block_mib=1 / 256, depth=2, direct=False)
     plan = tz.Plan.named("zero3").on(**TIERS[tiers])
-    model, optimizer = tz.shard(model, adamw(model.parameters()), plan, precision="bf16", offload=offload)
+    model, optimizer = tz.shard(
+        model, adamw(model.parameters()), plan, precision="bf16", offload=offload.used_under(plan)
+    )
     with checkpoint.Saver(model, optimizer) as saver:
         for index in range(3):
             saver.save(f"{folder}/background-{index}", {"step": index})

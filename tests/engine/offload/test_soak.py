@@ -46,6 +46,7 @@ def built(folder: Path, tiers: str, mode: Any = "overlapped") -> tuple[Any, Any]
     model = nn.Sequential(nn.Linear(8, 80), nn.Tanh(), nn.Linear(80, 64))
     offload = tz.Offload(path=folder, step=mode, block_mib=SMALL_BLOCK, depth=2, direct=False)
     plan = tz.Plan.named("zero3").on(**TIERS[tiers])
+    offload = offload.used_under(plan)
     return tz.shard(model, adamw(model.parameters()), plan, units=[nn.Linear], offload=offload, precision="bf16")
 
 

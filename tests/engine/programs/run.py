@@ -79,15 +79,18 @@ class Rank:
         units = [name for name, module in model.named_modules() if isinstance(module, Part) and module.node.unit]
         if units:
             checkpoint_activations(model, program.recompute, units=units)
+        plan = tz.Plan.named(program.plan).on(**dict(TIERS[program.tier]))
+        mode: Any = program.offload_step
+        offload = tz.Offload(path=folder, step=mode, block_mib=SMALL_BLOCK, depth=2, direct=False)
         self.model, sharded = tz.shard(
             model,
             optimizers[0] if len(optimizers) == 1 else optimizers,
-            tz.Plan.named(program.plan).on(**dict(TIERS[program.tier])),
+            plan,
             units=units,
             precision=program.precision,
             mesh=mesh_of(program),
             prefetch=program.prefetch,
-            offload=tz.Offload(path=folder, step=program.offload_step, block_mib=SMALL_BLOCK, depth=2, direct=False),  # type: ignore[arg-type]
+            offload=offload.used_under(plan),
         )
         self.optimizers: Sequence[Optimizer] = [sharded] if isinstance(sharded, Optimizer) else sharded
 

@@ -20,6 +20,7 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.partition import UnitSpec
+from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.unit import Unit
@@ -40,6 +41,7 @@ __all__ = [
     "model_facts",
     "optimizer_facts",
     "together",
+    "warn_of_unused",
 ]
 
 T = TypeVar("T")
@@ -76,18 +78,21 @@ def check_model(model: nn.Module) -> None:
     taken = [name for name, parameter in parameters.items() if "terrazzo_name" in vars(parameter)]
     if taken:
         raise Misuse(
-            f"{', '.join(taken[:3])}: parameters of a model that is sharded already, and only one may gather and step "
+            f"{_listed(taken)}: parameters of a model that is sharded already, and only one may gather and step "
             "them. Shard the module that holds both models, or give each its own copy."
         )
     if not parameters:
-        raise BadInput(f"{type(model).__name__} has no parameters: there is nothing to shard.")
+        raise BadInput(f"{type(model).__name__} has no parameters to shard: pass the module that holds them.")
     exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
     if exotic:
-        raise BadInput(f"{', '.join(exotic)}: complex and sparse parameters cannot be sharded.")
+        raise BadInput(
+            f"{_listed(exotic)}: complex and sparse parameters cannot be sharded. Keep a complex one as the real "
+            "nn.Parameter(torch.view_as_real(parameter.detach())), and a sparse one dense, by parameter.to_dense()."
+        )
     scattered = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
     if scattered:
         raise BadInput(
-            f"{', '.join(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
+            f"{_listed(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
             "each by nn.Parameter(parameter.detach().contiguous())."
         )
 
@@ -102,7 +107,7 @@ def _check_sparse(model: nn.Module) -> None:
     names = [name for name, each in embeddings if each.sparse and each.weight.requires_grad]
     if names:
         raise BadInput(
-            f"{', '.join(map(repr, names))}: gradients of an embedding with sparse=True are sparse tensors, which have "
+            f"{_listed(names)}: gradients of an embedding with sparse=True are sparse tensors, which have "
             "no place in a flat gradient. Build it with sparse=False, or freeze its weight."
         )
 
@@ -261,6 +266,20 @@ def check_offload(tiers: Collection[str], precision: Precision, offload: Offload
         )
 
 
+def warn_of_unused(plan: Plan, offload: Offload) -> None:
+    """Warn of settings of offload that have been given and change nothing under `plan`."""
+    usual = Offload()
+    for (why, tier), names in Offload.unused_under(plan).items():
+        given = [name for name in names if getattr(offload, name) != getattr(usual, name)]
+        if given and dist.get_rank() == 0:
+            warnings.warn(
+                f"tz.Offload: {', '.join(given)} {'change' if len(given) > 1 else 'changes'} nothing under plan "
+                f"{plan.name}: {why}. Leave {'them' if len(given) > 1 else 'it'} out, or place states there, as plan "
+                f"'zero3@{tier}' does.",
+                stacklevel=7,  # the caller of `shard`
+            )
+
+
 def together(axes: Axes, action: Callable[[], T]) -> T:
     """What `action` returns. Raises: what it raises here, and `BadInput` where it raises on another rank."""
     problem: Exception | None = None
@@ -272,7 +291,7 @@ def together(axes: Axes, action: Callable[[], T]) -> T:
     if problem is not None:
         raise problem
     if failed.item():
-        raise BadInput(f"Rank {failed.item() - 1} cannot do its part of this: its own message says why.")
+        raise BadInput(f"Rank {failed.item() - 1} cannot do its part of this: its own message has the edit.")
     return result
 
 

@@ -30,6 +30,7 @@ from terrazzo.engine.model.checks import (
     model_facts,
     optimizer_facts,
     together,
+    warn_of_unused,
 )
 from terrazzo.engine.model.materialize import check_initializable
 from terrazzo.engine.offload.needs import Templates
@@ -97,7 +98,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
     facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
-    compiled = [compilation_of(each.module) is not None for each in asked.specs]  # when they reduce depends on it
+    compiled = [each.name for each in asked.specs if compilation_of(each.module) is not None]  # they reduce otherwise
     facts |= {"parameters": model_facts(asked.specs), "compiled units": compiled}
     check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
     recipe = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision, tally)
@@ -106,8 +107,13 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
 
 def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes) -> _Asked:
     check_model(model)
-    if options.prefetch < 0:
-        raise BadInput(f"prefetch is {options.prefetch}; it counts units gathered ahead, so it must be 0 or more.")
+    if not isinstance(options.prefetch, int) or options.prefetch < 0:
+        raise BadInput(f"prefetch is {options.prefetch!r}; it counts units gathered ahead: give an int, 0 or more.")
+    if not isinstance(options.offload, Offload):
+        raise BadInput(
+            f"offload is {options.offload!r}; pass a tz.Offload. Which states go where is the plan's to say, such as "
+            "plan='zero3@cpu'."
+        )
     check_device(model, axes.device)
     plan = _one_of(Plan, plan, "plan").resolve(axes.names)
     precision = _one_of(Precision, options.precision, "precision")
@@ -124,6 +130,7 @@ def _plan(asked: _Asked, options: Options, recipe: Recipe) -> Prepared:
     planned = _plan_units(asked.specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
     check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
+    warn_of_unused(asked.plan, options.offload)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
     templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
     return Prepared(asked.plan, recipe, planned, asked.why, built, templates)

@@ -10,15 +10,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from terrazzo.engine.layout import PAGE_BYTES, round_up
+from terrazzo.engine.place import Plan
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Offload", "StepMode"]
 
 StepMode = Literal["overlapped", "synchronous", "backward"]
 STEP_MODES: tuple[str, ...] = get_args(StepMode)
+
+
+class Unused(NamedTuple):
+    """Why settings change nothing, and on which tier there would have to be a state."""
+
+    why: str
+    tier: str
 
 
 @dataclass(frozen=True)
@@ -33,11 +41,15 @@ class Offload:
             `optimizer.step()`. All three give the same bits.
         threads: CPU threads of the update; by default from the machine's cores and the ranks on it. Threads started
             after it take the same number from torch unless they set their own.
-        pin: page-lock host memory where CUDA is there, so that copies run beside computation.
+        pin: page-lock the host memory of states where CUDA is there, so that copies run beside computation.
         direct: read and write swap files past the page cache (O_DIRECT), where the file system allows it.
         block_mib: size of one read or write, in MiB; states on drives are updated in pieces of so much.
         depth: blocks in flight on this rank.
         digest: check every block that is read against what was written.
+
+    What changes nothing under a plan, such as a path where no state is on `nvme`, is warned of by `tz.shard`.
+
+    Raises: `BadInput` for values that cannot work.
     """
 
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
@@ -58,13 +70,35 @@ class Offload:
         if self.threads is not None:
             _check_number("threads", self.threads, 1, 4096)
         _check_number("depth", self.depth, 1, 256)
+        for name in ("pin", "direct", "digest"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadInput(f"offload: {name} is {getattr(self, name)!r}; give True or False.")
         sized = isinstance(self.block_mib, int | float) and 0 < self.block_mib <= 64
         if not sized or not self.block_bytes or self.block_bytes % PAGE_BYTES:
             raise BadInput(
                 f"offload: block_mib is {self.block_mib!r}; give a multiple of 4 KiB up to 64 MiB, such as 4 or 0.25."
             )
-        if self.path is not None and not (self.folders and all(map(str, self._paths()))):
-            raise BadInput("offload: path is empty; name at least one folder.")
+        if self.path is not None:
+            _check_path(self.path)
+
+    def used_under(self, plan: Plan) -> Offload:
+        """The same with what changes nothing under `plan` at its default."""
+        unused = {name for names in self.unused_under(plan).values() for name in names}
+        used: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in unused}
+        return Offload(**used)
+
+    @staticmethod
+    def unused_under(plan: Plan) -> dict[Unused, Sequence[str]]:
+        """Names of the settings that change nothing under `plan`."""
+        tiers = {tier for place in plan.places().values() for tier in place.shares}
+        unused: dict[Unused, Sequence[str]] = {}
+        if "nvme" not in tiers:
+            unused[Unused("no state is on nvme", "nvme")] = ("path", "direct", "block_mib", "depth", "digest")
+        if not plan.optim.offloaded:
+            unused[Unused("the optimizer's state is on the device", "cpu")] = ("step", "threads")
+        if not tiers - {"device"}:
+            unused[Unused("no state is in host memory", "cpu")] = ("pin",)
+        return unused
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -86,6 +120,14 @@ class Offload:
         all states coincide.
         """
         return round_up(self.block_bytes // 4, 4096)
+
+
+def _check_path(path: object) -> None:
+    paths = [path] if isinstance(path, str | os.PathLike) else path
+    if not isinstance(paths, Sequence) or not all(isinstance(each, str | os.PathLike) for each in paths):
+        raise BadInput(f"offload: path is {path!r}; give a folder, or several in a list.")
+    if not paths or not all(map(str, paths)):
+        raise BadInput("offload: path is empty; name at least one folder.")
 
 
 def _check_number(name: str, value: object, low: int, high: int) -> None:

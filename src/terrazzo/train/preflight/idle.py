@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from terrazzo.config import Config, flatten
+from terrazzo.engine import Offload
 from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
 from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.optimizer import optimizer_class
@@ -34,6 +35,9 @@ def idle_notes(config: Config, world_size: int) -> list[str]:
         given = [key for key in rule.keys.split() if now[key] != usual[key]]
         if given and rule.applies(config):
             notes.append(_note(given, rule.why, rule.edit))
+    for (why, tier), names in Offload.unused_under(build_plan(config)).items():
+        if given := [key for name in names if now[key := f"offload.{name}"] != usual[key]]:
+            notes.append(_note(given, why, f"set offload.optim={tier}"))
     if config.launch.ranks not in (None, world_size):
         why = f"{world_size} ranks have been started by torchrun or Slurm"
         notes.append(_note(["launch.ranks"], why, "start as many"))
@@ -47,13 +51,6 @@ def _note(keys: list[str], why: str, edit: str) -> str:
 
 def _without_validation(config: Config) -> bool:
     return config.data.validation_source is None and not config.data.validation_fraction
-
-
-def _nothing_on(*tiers: str) -> Callable[[Config], bool]:
-    def found(config: Config) -> bool:
-        return not any(tier in place.shares for place in build_plan(config).places().values() for tier in tiers)
-
-    return found
 
 
 def _without_decay(config: Config) -> bool:
@@ -85,24 +82,6 @@ _RULES = (
         lambda config: config.data.validation_source is not None,
         "data.validation_source has the data to validate on",
         "remove data.validation_source",
-    ),
-    _Rule(
-        "offload.step offload.threads",
-        lambda config: not build_plan(config).optim.offloaded,
-        "the optimizer's state is on the device",
-        "set offload.optim=cpu",
-    ),
-    _Rule(
-        "offload.pin",
-        lambda config: config.offload.activations == "device" and _nothing_on("cpu", "nvme")(config),
-        "nothing is kept in host memory",
-        "set offload.optim=cpu",
-    ),
-    _Rule(
-        "offload.direct offload.block_mib offload.depth offload.digest",
-        _nothing_on("nvme"),
-        "no state is on nvme",
-        "set offload.optim=nvme with an offload.path",
     ),
     _Rule(
         "optimizer.weight_decay optimizer.no_decay",

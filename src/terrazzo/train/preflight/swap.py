@@ -9,7 +9,7 @@ from pathlib import Path
 
 from terrazzo.config import Config
 from terrazzo.engine.offload.disk_file import left_behind_bytes
-from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, mount_of
+from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, is_memory
 from terrazzo.files import GIB
 from terrazzo.planner import Memory
 from terrazzo.planner.formulas import Term
@@ -25,10 +25,7 @@ RATED_BYTES = 600e12
 
 def check_folders(config: Config) -> list[str]:
     """What speaks against the folders for swap files, a line each. Raises: `BadInput` where they cannot be used."""
-    folders = swap_folders(config)
-    if config.offload.path is not None and not folders:
-        return ["no state is on nvme, so nothing is written to offload.path"]
-    notes = [note for folder in folders for note in inspect_folder(_existing(config, folder))]
+    notes = [note for folder in swap_folders(config) for note in inspect_folder(_existing(config, folder))]
     return list(dict.fromkeys(notes))
 
 
@@ -93,7 +90,7 @@ def _too_much_on_disk(config: Config, folders: Sequence[Path], needed_bytes: flo
     for folder, place in places.items():
         share = sum(disks[one] == disks[folder] for one in folders) / len(folders)
         wanted, free = needed_bytes * share, free_bytes(place)
-        if mount_of(place).kind in ("tmpfs", "ramfs"):  # which is host memory
+        if is_memory(place):
             free = min(free, available_host_bytes() or free)
         free += sum(left_behind_bytes(one) for one in places if disks[one] == disks[folder])
         if wanted > free:
