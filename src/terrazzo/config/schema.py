@@ -120,8 +120,8 @@ class DataConfig(Section):
     )
     packing: Literal["stream", "whole", "single"] | None = Field(
         None,
-        description="documents in sequences; default: stream for text, single for conversations. `stream` cuts them where "
-        "a sequence ends, `whole` puts as many as fit into one, `single` one",
+        description="documents in sequences; default: stream for text, single for conversations. `stream` cuts them "
+        "where a sequence ends, `whole` puts as many as fit into one, `single` one",
     )
     too_long: Literal["truncate", "drop"] = Field(
         "truncate", description="whole, single: documents longer than a sequence: `truncate` them or `drop` them"
