@@ -112,7 +112,7 @@ def _import(package: str, area: Area) -> str:
 
 
 def _linked(markdown: str) -> str:
-    """The rows of names, each leading to its entry."""
+    """The rows of names, each leading to its entry, which has the arguments."""
     entries: dict[str, str] = {}
     for area in AREAS.values():
         for package in area.packages:
@@ -122,6 +122,6 @@ def _linked(markdown: str) -> str:
 
     def linked(row: re.Match[str]) -> str:
         path = entries.get(row[1].replace("\\|", "|"))
-        return f"| [`{row[1]}`][{path}] |" if path else row[0]
+        return f"| [`{row[1].partition('(')[0]}`][{path}] |" if path else row[0]
 
     return re.sub(r"^\| `([^`]+)` \|", linked, markdown, flags=re.MULTILINE)
