@@ -1,4 +1,4 @@
-# make install | demo | test | test-long | mutations | lint | bench | gpu | clean. Needs only Python 3.11+, pip and make.
+# make install | demo | test | test-long | mutations | lint | docs | bench | gpu | clean. Needs only Python 3.11+, pip and make.
 PYTHON ?= python3
 JOBS ?= 2
 BENCH_ARGS ?=
@@ -6,12 +6,13 @@ GPU_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv/.bench-installed
+DOCS_STAMP := .venv/.docs-installed
 # Kernels of one thread: ranks share the cores, and sums come out the same on every machine.
 export OMP_NUM_THREADS ?= 1
 # Compiled once, also where the environment says otherwise: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-long mutations lint format bench gpu clean
+.PHONY: install demo test test-long mutations lint format docs bench gpu clean
 
 install: $(STAMP)
 
@@ -47,6 +48,15 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation as a site, in site/; a broken link, a page outside the nav or any warning ends it.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m mkdocs build --quiet --strict
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 bench: $(BENCH_STAMP)
 	$(BIN)/terrazzo bench $(BENCH_ARGS)
 
@@ -62,5 +72,5 @@ gpu: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.gpu.first $(GPU_ARGS)
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

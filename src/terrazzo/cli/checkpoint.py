@@ -115,7 +115,9 @@ def verify(
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format.")],
-    kind: Annotated[str | None, Option(help="only this kind of state, such as weight; and no settings")] = None,
+    kind: Annotated[
+        str | None, Option(help="only this kind of state, such as weight; no step, no hyper-parameters")
+    ] = None,
     show_all: Annotated[bool, Option("--all", help="list states that are equal too")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -144,7 +146,7 @@ def prune(  # structure: signature fixed by the command line
     keep_last: Annotated[int, Option(min=1, help="how many of the highest steps are kept")],
     keep_every: Annotated[int | None, Option(min=1, help="also those whose step is a multiple of it")] = None,
     keep_best: Annotated[int, Option(min=0, help="also so many with the lowest validation loss")] = 0,
-    run: Annotated[str | None, Option(help="only this run's; default: every run's")] = None,
+    run: Annotated[str | None, Option(help="only this run's, as inspect names it; default: every run's")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="say what would be removed, and remove nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -171,8 +173,13 @@ def prune(  # structure: signature fixed by the command line
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="What is to be written; it must not exist.")],
-    to: Annotated[Target, Option(help="the format of DST")],
-    reference: Annotated[Path | None, Option(help="hf: folder with the model's config.json and tokenizer")] = None,
+    to: Annotated[
+        Target, Option(help="the format of DST: terrazzo (all states, bit for bit), hf (for from_pretrained), or dcp")
+    ],
+    reference: Annotated[
+        Path | None,
+        Option(help="hf: folder with the model's config.json and tokenizer; not for those of terrazzo train"),
+    ] = None,
     dtype: Annotated[str | None, Option(help="hf: of the weights: fp32, bf16 or fp16; default: as they are")] = None,
     max_shard_size: Annotated[str | None, Option(help="hf: of a file, such as 500MB; default: 5GB")] = None,
 ) -> None:

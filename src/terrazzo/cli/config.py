@@ -18,14 +18,26 @@ __all__ = ["config"]
 
 Option = typer.Option
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in YAML, JSON or TOML.")]
-From = Annotated[str | None, Option("--from", metavar="DIALECT", help="its dialect; default: as it looks")]
-World = Annotated[int | None, Option(min=1, help="number of ranks")]
-Model = Annotated[str | None, Option(metavar="NAME|PATH", help="a preset such as llama3-8b, or a config.json")]
+From = Annotated[str | None, Option("--from", metavar="DIALECT", help="the file's dialect; default: as it looks")]
+WITH = "What the file does not say"
+World = Annotated[int | None, Option(min=1, help="number of ranks", rich_help_panel=WITH)]
+Model = Annotated[
+    str | None, Option(metavar="NAME|PATH", help="a preset such as llama3-8b, or a config.json", rich_help_panel=WITH)
+]
 All = Annotated[bool, Option("--all", help="also what the library's defaults decide, and what is left to code")]
-LoadDtype = Annotated[str | None, Option(help="dtype in which the model is loaded: fp32, bf16 or fp16")]
-Trainer = Annotated[Path | None, Option(metavar="FILE", help="TrainingArguments that resolve 'auto'")]
+LoadDtype = Annotated[
+    str | None, Option(help="dtype in which the model is loaded: fp32, bf16 or fp16", rich_help_panel=WITH)
+]
+Trainer = Annotated[
+    Path | None, Option(metavar="FILE", help="TrainingArguments that resolve 'auto'", rich_help_panel=WITH)
+]
 Library = Annotated[
-    list[str] | None, Option(metavar="NAME=VERSION", help="of the library that reads it, such as deepspeed=0.16.0")
+    list[str] | None,
+    Option(
+        metavar="NAME=VERSION",
+        help="of the library that reads it, such as deepspeed=0.16.0: defaults have changed",
+        rich_help_panel=WITH,
+    ),
 ]
 AsJson = Annotated[bool, Option("--json", help="print JSON")]
 
@@ -91,7 +103,12 @@ def check(  # structure: signature fixed by the command line
 def convert(  # structure: signature fixed by the command line
     file: File,
     to: Annotated[str, Option(metavar="DIALECT", help="the dialect to write; terrazzo is one of them")],
-    out: Annotated[Path | None, Option("-o", "--out", metavar="OUT", help="default: the document is printed")] = None,
+    out: Annotated[
+        Path | None,
+        Option(
+            "-o", "--out", metavar="OUT", help="file to write, which must not exist; default: the document is printed"
+        ),
+    ] = None,
     partial: Annotated[bool, Option("--partial", help="write although keys are refused, without them")] = False,
     name: From = None,
     world: World = None,

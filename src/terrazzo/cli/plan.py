@@ -40,54 +40,81 @@ def plan(  # structure: signature fixed by the command line
     config: _Config = None,
     overrides: _Overrides = None,
     model: str | None = _model("--model NAME|PATH", "a preset such as llama3-8b, a config.json, or its folder"),
-    params: str | None = _model("--params COUNT", "such as 70e9 or 70B: states and traffic of zero0 to zero3"),
-    gpu: str | None = _machine("--gpu NAME", "such as h100-sxm, or cpu for this machine"),
-    gpus: str | None = _machine("--gpus --world N|N..M", "how many in all, or a range to search"),
-    min_gpus: bool = _machine("--min-gpus", "find the fewest on which it runs", False),
-    memory_gb: float | None = _machine("--memory-gb GB", "of one GPU, in place of the table's, in 1e9 bytes"),
+    params: str | None = _model("--params COUNT", "a number such as 70e9 or 70B: states and traffic of zero0 to zero3"),
+    gpu: str | None = _machine("--gpu NAME", "such as h100-sxm (default), a100, mi300x, or cpu for this machine"),
+    gpus: str | None = _machine(
+        "--gpus --world N|N..M", "how many in all, or a range to search, of which whole hosts are tried"
+    ),
+    min_gpus: bool = _machine("--min-gpus", "find the fewest on which it runs; a range in --gpus bounds it", False),
+    memory_gb: float | None = _machine("--memory-gb GB", "memory of one GPU, in 1e9 bytes"),
     per_node: int | None = _machine("--per-node N", "GPUs of one host"),
-    peak_tflops: float | None = _machine("--peak-tflops TFLOP/S", "dense peak of one GPU, in place of the table's"),
-    memory_tb_s: float | None = _machine("--memory-tb-s TB/S", "speed of its memory"),
-    scaleup_gb_s: float | None = _machine("--scaleup-gb-s GB/S", "to GPUs of the same domain, one way"),
-    internode_gb_s: float | None = _machine("--internode-gb-s GB/S", "to other hosts, one way and per GPU"),
-    pcie_gb_s: float | None = _machine("--pcie-gb-s GB/S", "to its host, one way"),
-    host_memory_gb: float | None = _machine("--host-memory-gb GB", "memory of one host"),
-    disk_gb: float | None = _machine("--disk-gb GB", "disk of one host"),
+    peak_tflops: float | None = _machine("--peak-tflops TFLOP/S", "dense peak of one GPU, in the format of products"),
+    memory_tb_s: float | None = _machine("--memory-tb-s TB/S", "speed of one GPU's memory"),
+    scaleup_gb_s: float | None = _machine("--scaleup-gb-s GB/S", "of one GPU to others of its domain, one way"),
+    internode_gb_s: float | None = _machine("--internode-gb-s GB/S", "of one GPU to other hosts, one way"),
+    pcie_gb_s: float | None = _machine("--pcie-gb-s GB/S", "of one GPU to its host, one way"),
+    host_memory_gb: float | None = _machine("--host-memory-gb GB", "memory of one host, for offload"),
+    disk_gb: float | None = _machine("--disk-gb GB", "disk of one host, for offload"),
     disk_gb_s: float | None = _machine("--disk-gb-s GB/S", "speed of that disk"),
-    price: float | None = _machine("--price PRICE", "of one GPU for one hour, in any currency"),
-    seq: int | None = _training("--seq TOKENS", "of a sequence; at most 4096 by default"),
-    micro_batch: int | None = _training("--micro-batch N", "sequences of one forward pass of one data rank"),
-    micro_batches: int | None = _training("--micro-batches N", "forward passes of one data rank in a step"),
-    global_batch: int | None = _training("--global-batch N", "sequences of a step, all ranks"),
-    ac: str | None = _training("--ac MODE", "activation checkpointing: none, selective, full, every_N"),
+    price: float | None = _machine("--price PRICE", "of one GPU for one hour: adds the cost of a million tokens"),
+    seq: int | None = _training("--seq TOKENS", "of a sequence; default: the model's positions, at most 4096"),
+    micro_batch: int | None = _training(
+        "--micro-batch N", "sequences of one forward pass of one data rank; default: 1, or searched"
+    ),
+    micro_batches: int | None = _training(
+        "--micro-batches N", "forward passes of one data rank in a step; default: 1, or 8 per stage"
+    ),
+    global_batch: int | None = _training(
+        "--global-batch N", "sequences of a step over all ranks, in place of --micro-batches"
+    ),
+    ac: str | None = _training(
+        "--ac MODE", "activation checkpointing: none, selective, full or every_N; default: none, or searched"
+    ),
     precision: str | None = _training("--precision NAME", "bf16 (default), bf16-pure, fp16, fp32, fp8, fsdp2, zero"),
-    optimizer: str = _training("--optimizer NAME", "adamw (default), sgd, lion, adamw-8bit, ...", "adamw"),
+    optimizer: str = _training(
+        "--optimizer NAME",
+        "adamw (default), adam, sgd, momentum, lion, adagrad, rmsprop, adamw-8bit, adamw-4bit and others",
+        "adamw",
+    ),
     compile: bool = _training("--compile", "blocks go through torch.compile", False),
     attention: str = _training("--attention KIND", "flash (default), or math, which keeps all scores", "flash"),
-    loss: str | None = _training("--loss KIND", "full, fused (default with tp or pp), chunked"),
-    strategy: str | None = _splitting("--strategy NAME", "zero0 ... zero3, hybrid_shard, ...; default: the best"),
-    offload: str | None = _splitting("--offload TIER", "cpu, cpu-all, nvme, nvme-all, a share (cpu:0.7), or any"),
-    tp: int | None = _splitting("--tp T", "tensor-parallel ranks"),
-    pp: int | None = _splitting("--pp K", "pipeline stages"),
-    cp: int | None = _splitting("--cp C", "context-parallel ranks"),
-    ep: int | None = _splitting("--ep E", "expert-parallel ranks, among the data ranks"),
-    dp_replicate: int | None = _splitting("--dp-replicate R", "groups of the hybrid strategies; default: hosts"),
-    parallel: bool = _splitting("--parallel", "search tensor, pipeline and context parallelism too", False),
+    loss: str | None = _training(
+        "--loss KIND", "full (torch's, in fp32), fused (default with --tp or --pp) or chunked"
+    ),
+    strategy: str | None = _splitting("--strategy NAME", "a row of the table, or fsdp, fsdp2, hsdp; default: the best"),
+    offload: str | None = _splitting(
+        "--offload TIER", "cpu, cpu-all, nvme, nvme-all, each also with a share (cpu:0.7); any: the search may"
+    ),
+    tp: int | None = _splitting("--tp T", "tensor-parallel ranks; default: 1"),
+    pp: int | None = _splitting("--pp K", "pipeline stages; default: 1"),
+    cp: int | None = _splitting("--cp C", "context-parallel ranks; default: 1"),
+    ep: int | None = _splitting("--ep E", "expert-parallel ranks, among the data ranks; default: 1"),
+    dp_replicate: int | None = _splitting(
+        "--dp-replicate R", "groups of the hybrid strategies; default: one shard group per host"
+    ),
+    parallel: bool = _splitting("--parallel", "search tensor, pipeline, context and expert parallelism too", False),
     pipeline: str = _splitting("--pipeline KIND", "schedule: 1f1b (default) or gpipe", "1f1b"),
-    virtual_stages: int = _splitting("--virtual-stages V", "model chunks of one pipeline rank", 1),
-    no_sequence_parallel: bool = _splitting("--no-sequence-parallel", "tensor-parallel ranks keep whole norms", False),
-    prefetch: int = _splitting("--prefetch N", "units gathered ahead; 1 by default", 1),
+    virtual_stages: int = _splitting(
+        "--virtual-stages V", "model chunks of one pipeline rank (interleaved schedule); default: 1", 1
+    ),
+    no_sequence_parallel: bool = _splitting(
+        "--no-sequence-parallel", "tensor-parallel ranks keep whole norms and residuals", False
+    ),
+    prefetch: int = _splitting("--prefetch N", "units gathered ahead; default: 1", 1),
     accumulate_locally: bool | None = _splitting(
-        "--accumulate-locally/--reduce-each", "what micro-batches before the last do"
+        "--accumulate-locally/--reduce-each",
+        "what micro-batches before the last do with gradients; default: as terrazzo train",
     ),
     framework: str = _output(
-        "--framework NAME[@VERSION]", "whose known limits are listed, such as deepspeed@0.18", "terrazzo"
+        "--framework NAME[@VERSION]",
+        "whose known limits are listed: terrazzo (default), deepspeed@0.18, fsdp1, fsdp2, megatron, torchao",
+        "terrazzo",
     ),
-    rank: str = _output("--rank BY", "throughput (default), gpus, or cost: what comes first", "throughput"),
+    rank: str = _output("--rank BY", "what comes first: throughput (default), gpus or cost", "throughput"),
     as_json: bool = _output("--json", "print one JSON object and nothing else", False),
-    explain: str | None = _output("--explain TERM", "show formula, numbers and source of a term"),
-    emit: Path | None = _output("--emit FILE", "write what `terrazzo train` runs"),
-    picture: Path | None = _output("--picture FILE", "draw memory by strategy; .png or .svg"),
+    explain: str | None = _output("--explain TERM", "show a term's formula, the numbers put in, and the source"),
+    emit: Path | None = _output("--emit FILE", "write the plan as a configuration for terrazzo train; .yaml or .json"),
+    picture: Path | None = _output("--picture FILE", "draw memory by strategy as stacked bars; .png or .svg"),
     calibrate: bool = _output(
         "--calibrate", "first measure a few real steps of CONFIG here, and keep what was found", False
     ),

@@ -53,9 +53,13 @@ class Named(Section):
 class ModelConfig(Section):
     """Which model is trained: the built-in decoder by its sizes, or a Hugging Face causal LM by folder."""
 
-    kind: Literal["decoder", "huggingface"] = "decoder"
+    kind: Literal["decoder", "huggingface"] = Field(
+        "decoder", description="`decoder`: the built-in one. `huggingface`: a causal LM of `transformers`"
+    )
     path: Path | None = Field(None, description="huggingface: local folder with config.json (and safetensors)")
-    weights: Literal["random", "pretrained"] = "random"
+    weights: Literal["random", "pretrained"] = Field(
+        "random", description="`random`, or for huggingface `pretrained`: the folder's safetensors"
+    )
     vocab_size: int | None = Field(None, gt=0, description="decoder: default: the tokenizer's")
     dim: int = Field(256, gt=0, description="decoder: width of the residual stream")
     layers: int = Field(6, gt=0, description="decoder: number of blocks")
@@ -84,7 +88,9 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="names of linear layers such as q_proj; all-linear: all but the head"
     )
-    bias: Literal["none", "all", "lora_only"] = Field("none", description="biases trained too: all, or the targets'")
+    bias: Literal["none", "all", "lora_only"] = Field(
+        "none", description="biases trained too: `none`, `all`, or the targets': `lora_only`"
+    )
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -109,12 +115,16 @@ class DataConfig(Section):
     source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs, URLs")
     text_field: str = Field("text", description="field of JSONL and parquet rows that holds the text")
     chat_template: Path | None = Field(None, description="file with a chat template; default: the tokenizer's own")
-    loss_on: Literal["assistant", "all"] = Field("assistant", description="conversations: which tokens are learnt")
+    loss_on: Literal["assistant", "all"] = Field(
+        "assistant", description="conversations: which tokens are learnt: the `assistant`'s, or `all`"
+    )
     packing: Literal["stream", "whole", "single"] | None = Field(
-        None, description="documents in sequences; default: stream for text, single for conversations"
+        None,
+        description="documents in sequences; default: stream for text, single for conversations. `stream` cuts them "
+        "where a sequence ends, `whole` puts as many as fit into one, `single` one",
     )
     too_long: Literal["truncate", "drop"] = Field(
-        "truncate", description="whole, single: documents longer than a sequence"
+        "truncate", description="whole, single: documents longer than a sequence: `truncate` them or `drop` them"
     )
     tokenizer: str = Field("bytes", description="'bytes', or the local path of a Hugging Face tokenizer")
     end_of_document: str | None = Field(None, description="the token that ends a document; default: the tokenizer's")
@@ -169,13 +179,26 @@ def tier_text(value: str | Mapping[Any, Any]) -> str:
 class OffloadConfig(Section):
     """The tiers of states that are not on the device, in place of the plan's, and how they come and go."""
 
-    weight: str | None = Field(None, description="device, cpu, nvme, or shares of the units; null: as the plan says")
-    grad: str | None = Field(None, description="likewise")
-    optim: str | None = Field(None, description="likewise, master weights included")
-    activations: Literal["device", "cpu"] = "device"
-    path: str | list[str] | None = Field(None, description="nvme: folder for swap files; several are striped")
-    step: Literal["auto", "overlapped", "synchronous", "backward"] = "auto"
-    threads: int | None = Field(None, gt=0, description="of the optimizer step on the CPU, per rank")
+    weight: str | None = Field(
+        None, description="weights at rest: device, cpu, nvme, or shares of the units; null: as the plan says"
+    )
+    grad: str | None = Field(None, description="finished gradients, likewise")
+    optim: str | None = Field(None, description="optimizer state, likewise, master weights included")
+    activations: Literal["device", "cpu"] = Field(
+        "device", description="inputs that activation checkpointing keeps: `device`, or `cpu` for host memory"
+    )
+    path: str | list[str] | None = Field(
+        None,
+        description="nvme: folder for swap files; several are striped. Those in log.folder are made, others must exist",
+    )
+    step: Literal["auto", "overlapped", "synchronous", "backward"] = Field(
+        "auto",
+        description="when units are updated: `overlapped` behind the next forward, `backward` behind the rest of "
+        "backward, `synchronous` on the spot; `auto`: backward where nothing is clipped or scaled, else overlapped",
+    )
+    threads: int | None = Field(
+        None, gt=0, description="of the update on the CPU, per rank; default: its share of cores"
+    )
     pin: bool = Field(True, description="CUDA: page-lock the host memory of states; that of activations always is")
     direct: bool = Field(True, description="nvme: go past the page cache (O_DIRECT) where the file system can")
     block_mib: float = Field(4.0, gt=0, description="nvme: size of one read or write")
@@ -194,7 +217,7 @@ class OffloadConfig(Section):
 class PrecisionConfig(Named):
     """A named precision, and single dtypes of it replaced where given."""
 
-    name: Literal["fp32", "bf16", "bf16-pure", "fp16"] = "fp32"
+    name: Literal["fp32", "bf16", "bf16-pure", "fp16"] = Field("fp32", description="all six dtypes by one name")
     weight: DtypeName | None = Field(None, description="compute weights at rest")
     compute: DtypeName | None = Field(None, description="inside modules")
     reduce: DtypeName | None = Field(None, description="gradients on the wire")
@@ -214,7 +237,7 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """A torch.optim class by name. Vectors and scalars (norms, biases) are kept out of weight decay."""
 
-    name: str = Field("AdamW", description="class of torch.optim")
+    name: str = Field("AdamW", description="class of torch.optim; must be elementwise")
     lr: float = Field(3e-4, ge=0, description="learning rate at its peak")
     weight_decay: float = Field(0.1, ge=0, description="for parameters of two or more dimensions")
     no_decay: list[str] = Field(default=[], description="name globs that are also kept out of weight decay")
@@ -224,8 +247,10 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate as a share of `optimizer.lr` over the run."""
 
-    name: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: int = Field(0, ge=0, description="linear warm-up")
+    name: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        "cosine", description="shape of the learning rate; wsd: warm-up, stable, decay"
+    )
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up; at most train.steps")
     final_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak that is left at the last step")
     decay_steps: int | None = Field(None, gt=0, description="wsd: length of the final decay; default: a fifth")
 
@@ -245,7 +270,12 @@ class TrainConfig(Section):
     eval_every: int | None = Field(None, gt=0, description="steps between evaluations; null: only at the end")
     eval_batches: int = Field(8, gt=0, description="micro-batches per rank in one evaluation")
     sample_every: int | None = Field(None, gt=0, description="steps between text samples; null: only at the end")
-    check_replicas_every: int | None = Field(None, gt=0, description="steps between comparisons of ranks' copies")
+    check_replicas_every: int | None = Field(
+        None,
+        gt=0,
+        description="steps between comparisons of ranks' copies of weights and optimizer states, which end the run "
+        "when one differs; null: never",
+    )
     sample_tokens: int = Field(128, ge=0, description="length of a text sample; 0: none at all")
     sample_prompt: str = Field("\n", description="what a text sample begins with")
     activation_checkpointing: str = Field("none", description="none, full, selective, or every_N such as every_2")
@@ -276,12 +306,17 @@ class CheckpointConfig(Section):
     keep_best: int = Field(0, ge=0, description="so many of the lowest validation loss are kept as well")
     background: bool = Field(False, description="train on while a copy of the state is written by another process")
     staging_gib: float | None = Field(None, gt=0, description="background: largest copy per rank, in GiB; null: any")
-    resume: Literal["if_exists", "required", "never"] = "if_exists"
+    resume: Literal["if_exists", "required", "never"] = Field(
+        "if_exists",
+        description="`if_exists`: continue from the newest, else start; `required`: refuse to start without one; "
+        "`never`: start anew",
+    )
     overwrite: bool = Field(False, description="with resume 'never': remove checkpoints already in the folder")
     cast: bool = Field(False, description="resume although states are rounded to a narrower dtype")
     allow_changed_data: bool = Field(False, description="resume although the data or their order are others")
     save_format: Literal["terrazzo", "hf"] = Field(
-        "terrazzo", description="hf: at the end also a Hugging Face folder, log.folder/hf"
+        "terrazzo",
+        description="`hf`: at the end also a Hugging Face folder, log.folder/hf; with adapters a PEFT folder",
     )
 
 
@@ -289,7 +324,7 @@ class LaunchConfig(Section):
     """How many processes this command starts when torchrun or Slurm has not started it."""
 
     ranks: int | None = Field(None, gt=0, description="default: one per GPU, or one on a CPU")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees it")
     timeout_s: float = Field(
         600.0, gt=0, description="longest wait for another rank, and for a background save that stands still"
     )

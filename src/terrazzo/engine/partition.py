@@ -70,7 +70,8 @@ def find_units(model: nn.Module, units: Units | None) -> tuple[list[str], str]:
         units: what the user asked for. None: a Hugging Face model's own list of blocks; else the class of the most
             repeated block in a `ModuleList` or `Sequential`; else each module with a million parameters of its own.
 
-    Raises: `BadInput` when a class or glob matches nothing.
+    Raises:
+        BadInput: a class or glob matches nothing.
     """
     if units is not None:
         return _asked_for(model, units), "as asked"

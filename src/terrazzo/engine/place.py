@@ -56,7 +56,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """`"-"`, `"D"`, `"S,R"`, `"dp_shard"`, `"D@cpu"`, `"D@cpu:0.7"`."""
+        """The place that a text says: `"-"`, `"D"`, `"S,R"`, `"dp_shard"`, `"D@cpu"`, `"D@cpu:0.7"`."""
         axes, _, tier = text.partition("@")
         names = tuple(part.strip() for part in axes.split(",") if part.strip() not in ("", "-"))
         return cls(names, tier.strip() or "device")
@@ -67,12 +67,16 @@ class Place:
 
     @property
     def offloaded(self) -> bool:
-        """Whether any unit's part lies elsewhere than on the device. Raises: as of `shares`."""
+        """Whether any unit's part lies elsewhere than on the device."""
         return set(self.shares) != {"device"}
 
     @property
     def shares(self) -> dict[str, float]:
-        """Tier to its share of the units; device first, nvme last. Raises: `BadInput` for what is no tier or share."""
+        """Tier to its share of the units; device first, nvme last.
+
+        Raises:
+            BadInput: what is no tier or share.
+        """
         return dict(_shares(self.tier))
 
     def tier_of(self, index: int, units: int) -> str:
@@ -98,7 +102,11 @@ class Place:
         return tuple(dict.fromkeys(axes))
 
     def resolve(self, mesh_axes: Sequence[str], state: str, plan: str) -> Place:
-        """The same place in axes that `mesh_axes` has. Raises: `BadInput` for an absent axis or an unusable tier."""
+        """The same place in axes that `mesh_axes` has.
+
+        Raises:
+            BadInput: an absent axis or an unusable tier.
+        """
         try:
             _ = self.shares
         except BadInput as error:
@@ -210,7 +218,8 @@ class Plan:
     def named(cls, name: str) -> Plan:
         """The preset of that name: `zero3`, `zero3@cpu`, or `zero3@cpu:0.7` with that share of the units offloaded.
 
-        Raises: `BadInput` with the nearest name. A share that is none is found by `resolve`.
+        Raises:
+            BadInput: an unknown name; the nearest is named. A share that is none is found by `resolve`.
         """
         base, at, offload = name.strip().lower().partition("@")
         offload, colon, share = offload.replace("_", "-").partition(":")

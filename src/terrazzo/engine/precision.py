@@ -15,7 +15,7 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 """Every dtype that a state may have, with its name in configurations."""
 _DTYPES = {name: dtype for dtype, short in DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
 DTYPES = {short: dtype for dtype, short in DTYPE_NAMES.items()}
-"""The same by those names."""
+"""Every dtype that a state may have, by its name in configurations."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,11 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """The preset of that name. Raises: `BadInput` with the nearest name."""
+        """The preset of that name.
+
+        Raises:
+            BadInput: an unknown name; the nearest is named.
+        """
         if name not in PRECISIONS:
             known = ", ".join(PRECISIONS)
             raise BadInput(f"There is no precision {name!r}.{did_you_mean(name, PRECISIONS)} Presets are {known}.")
@@ -96,6 +100,7 @@ class Precision:
 
 
 DTYPE_FIELDS = tuple(field.name for field in fields(Precision) if field.name != "loss_scaling")
+"""What of a `Precision` is a dtype."""
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 PRECISIONS = {

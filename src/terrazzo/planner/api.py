@@ -58,7 +58,8 @@ def plan(
 
     What `terrazzo plan --calibrate` measured on such devices before counts.
 
-    Raises: `BadInput` for unknown options and impossible input.
+    Raises:
+        BadInput: unknown options and impossible input.
     """
     known = [field.name for field in fields(Request)]
     for name in options:

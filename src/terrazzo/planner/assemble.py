@@ -72,7 +72,8 @@ def _verdict_style(memory: Memory) -> str:
 def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
     """Memory, traffic and time of one setup, with what the gate knows against it.
 
-    Raises: `BadInput` for a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
+    Raises:
+        BadInput: a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
     """
     return assemble(setup, memory_under(setup, calibration), calibration, findings(setup))
 

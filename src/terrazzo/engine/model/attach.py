@@ -35,8 +35,9 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     It is changed in place, as by `tz.shard`, which takes it with less host memory for states on `cpu`. A model may have
     several, over disjoint parameters: each steps, and forgets the gradients of, its own.
 
-    Raises: `BadInput` as from `tz.shard`, and for parameters that have an optimizer; `Misuse` for a model with states
-    on drives.
+    Raises:
+        BadInput: as from `tz.shard`, or the parameters have an optimizer.
+        Misuse: a model with states on drives.
     """
     engine = engine_of(model)
     engine.forget_gone()

@@ -300,7 +300,8 @@ class Engine:
             state: may be lazy; one tensor at a time is looked up. A tied parameter may come under any of its names.
             buffers: those to set; `state` has each.
 
-        Raises: `BadInput` listing every tensor of the wrong shape, before anything is changed.
+        Raises:
+            BadInput: tensors of the wrong shape; all are listed, and nothing is changed.
         """
         slots = [(bucket, slot, _name_in(state, slot)) for bucket in self.buckets() for slot in bucket.slots]
         wanted = {name: slot.shape for _, slot, name in slots if name is not None}
@@ -380,7 +381,11 @@ def _name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine behind a sharded model. Raises: `Misuse` for a model that is not sharded."""
+    """The engine behind a sharded model.
+
+    Raises:
+        Misuse: a model that is not sharded.
+    """
     engine = getattr(model, "_terrazzo", None)
     if not isinstance(engine, Engine):
         raise Misuse(f"This {type(model).__name__} is not sharded. Call tz.shard(model, optimizer, plan=...) first.")

@@ -50,8 +50,9 @@ def checkpoint_activations(
         ops: names of aten operators such as `"mm"`, every overload of which is meant, for `selective`.
         offload: keep the units' inputs in host memory; see `offload.activations`.
 
-    Raises: `BadInput` for an unknown mode, operator or count, for an offload without checkpointing, and for `ops` in
-    another mode than `selective`.
+    Raises:
+        BadInput: an unknown mode, operator or count, an offload without checkpointing, or `ops` in another mode than
+            `selective`.
     """
     if mode not in MODES:
         raise BadInput(

@@ -80,7 +80,8 @@ def shard(  # structure: signature fixed by the design
         prefetch: how many units ahead of the running one are gathered; 0 for none. Nothing where weights are whole.
         offload: how states that the plan places on `cpu` or `nvme` are kept and updated; see `tz.Offload`.
 
-    Raises: `BadInput` or `Misuse` on every rank, before anything is changed.
+    Raises:
+        BadInput, Misuse: on every rank, before anything is changed.
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = prepare(model, optimizer, plan, options)
@@ -153,7 +154,8 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
         local: add their gradients on this rank and send nothing (fewer bytes), or reduce each micro-batch to the plan's
             `grad` place (less memory). By default local where the plan does not split `grad`, else reduced.
 
-    Raises: `BadInput` for `local=False` under a plan that keeps whole gradients.
+    Raises:
+        BadInput: `local=False` under a plan that keeps whole gradients.
     """
     engine = engine_of(model)
     before = engine.schedule.this_pass

@@ -54,7 +54,11 @@ def unhooked_step(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raises: `BadInput` for an optimizer that is not known to be elementwise."""
+    """Refuse an optimizer that cannot be sharded element by element.
+
+    Raises:
+        BadInput: an optimizer that is not known to be elementwise.
+    """
     name = type(optimizer).__name__
     if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
         raise BadInput(

@@ -39,12 +39,14 @@ class Accelerator(accelerate.Accelerator):
     `NO` for one process), so code that branches on it calls no API of another engine.
 
     Args:
-        plan, units, precision, offload: as for `tz.shard`.
+        plan: as for `tz.shard`, and so are `units` and `offload`.
+        precision: as for `tz.shard`; `mixed_precision` is something else, see `arguments`.
         setup: all of that at once, in place of any other source; kept as an attribute, which `prepare` reads.
         arguments: Accelerate's own. `mixed_precision="bf16"` is autocast over fp32 weights, as there;
             `precision="bf16"` is Terrazzo's, with 16-bit weights and fp32 masters.
 
-    Raises: `BadInput` naming the setting, for what was asked and cannot be honoured.
+    Raises:
+        BadInput: something was asked that cannot be honoured; the message names the setting.
     """
 
     def __init__(  # structure: signature fixed by Accelerate and tz.shard
@@ -165,7 +167,8 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients of one whole model by their global norm, and return that norm, fp32.
 
-        Raises: `BadInput` for a part of a sharded model's parameters, or those of several models.
+        Raises:
+            BadInput: a part of a sharded model's parameters, or those of several models.
         """
         given, model = self._owned(parameters)
         if model is None:

@@ -60,7 +60,8 @@ def initialize(  # structure: signature fixed by DeepSpeed
     Returns:
         The engine, its optimizer, the loader and the schedule, as `deepspeed.initialize` does.
 
-    Raises: `BadInput` naming every key and argument that cannot be honoured, before anything is changed.
+    Raises:
+        BadInput: keys or arguments that cannot be honoured; all are named, and nothing is changed.
     """
     _check_arguments(model, mpu, mesh_param)
     assert model is not None

@@ -36,7 +36,8 @@ def init_distributed(  # structure: signature fixed by DeepSpeed
 
     Each rank takes its GPU, if there are any. torchrun's variables count first, then those of MPI and Slurm.
 
-    Raises: `BadInput` where MPI or Slurm has started several ranks, and none knows the first one's address.
+    Raises:
+        BadInput: MPI or Slurm has started several ranks, and none knows the first one's address.
     """
     if dist.is_initialized() or dist_init_required is False:
         return

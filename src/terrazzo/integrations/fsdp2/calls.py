@@ -59,13 +59,14 @@ def fully_shard(  # structure: signature fixed by torch.distributed.fsdp.fully_s
         reshard_after_forward: True frees weights after forward, False keeps them, a number keeps them split over so
             many ranks. One for the whole model: the root's own weights are kept from forward to backward.
         shard_placement_fn: has no effect: parameters lie in flat memory.
-        mp_policy, offload_policy, dp_mesh_dims: as there, the same in every call for a model.
+        mp_policy: as there, the same in every call for a model; so are `offload_policy` and `dp_mesh_dims`.
         ignored_params: must be empty.
 
     Returns:
         `module`.
 
-    Raises: `BadInput` and `Misuse`, when the model is sharded.
+    Raises:
+        BadInput, Misuse: when the model is sharded.
     """
     arguments = {name: value for name, value in locals().items() if name != "module"}
     for each in module if isinstance(module, list) else [module]:

@@ -195,7 +195,10 @@ class _Handle(UnshardHandle):
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let weights be gathered around `module.method_name(...)` as they are around its forward.
 
-    Does nothing for a module that `fully_shard` was not called on. Raises: `BadInput` where there is no such method.
+    Does nothing for a module that `fully_shard` was not called on.
+
+    Raises:
+        BadInput: there is no such method.
     """
     if not isinstance(module, FSDPModule):
         return

@@ -45,7 +45,7 @@ class TerrazzoStrategy(ParallelStrategy):
     """A Lightning strategy that shards the LightningModule and its one optimizer.
 
     Args:
-        plan, units, prefetch, offload: as for `tz.shard`.
+        plan: as for `tz.shard`, and so are `units`, `prefetch` and `offload`.
         precision: as for `tz.shard`; None takes the Trainer's: 32-true, bf16-mixed, bf16-true or 16-mixed.
         dp_replicate: number of groups of ranks that hold the same shards, for hybrid plans.
         accumulate_locally: as `local` of `tz.accumulate`, for `accumulate_grad_batches`.
@@ -53,7 +53,8 @@ class TerrazzoStrategy(ParallelStrategy):
         process_group_backend: gloo on the CPU, and with nccl on CUDA, by default.
         timeout: of the process group.
 
-    Raises: `BadInput` for what the engine cannot do, when the Trainer starts.
+    Raises:
+        BadInput: what the engine cannot do, when the Trainer starts.
     """
 
     is_distributed = True

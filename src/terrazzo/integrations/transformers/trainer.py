@@ -46,7 +46,8 @@ class TerrazzoTrainerMixin(_Base):
     Args:
         terrazzo: plan and precision; by default the class's `terrazzo`, which leaves all to the TrainingArguments.
 
-    Raises: `BadInput` for arguments that cannot be honoured, before anything is changed.
+    Raises:
+        BadInput: arguments that cannot be honoured, before anything is changed.
     """
 
     terrazzo = TerrazzoArguments()

@@ -35,7 +35,8 @@ def search(request: Request, calibration: Calibration | None = None, framework: 
     Args:
         framework: the framework that is to run it: what is known to fail there is refused.
 
-    Raises: `BadInput` where the request itself is impossible; a choice that is impossible is refused instead.
+    Raises:
+        BadInput: the request itself is impossible; a choice that is impossible is refused instead.
     """
     request = replace(request, model=shape_of(request.model), gpu=build_cluster(request, 1).device)
     counts = counts_of(request, build_cluster(request, 1).device.per_node)

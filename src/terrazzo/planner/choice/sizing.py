@@ -75,7 +75,8 @@ def min_gpus(request: Request, calibration: Calibration | None = None, framework
     devices it goes by halves, as if what fits on some fitted on more. Every number is tried with the least memory that
     the request allows, and only the answer with all that it leaves open.
 
-    Raises: `BadInput` for a request that is impossible on every number, and for a device whose memory is not known.
+    Raises:
+        BadInput: a request that is impossible on every number, or a device whose memory is not known.
     """
     cluster = build_cluster(request, 1)
     device = cluster.device

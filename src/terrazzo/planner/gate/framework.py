@@ -34,7 +34,11 @@ class Framework:
 
     @classmethod
     def parse(cls, text: str) -> Framework:
-        """`"deepspeed"`, `"deepspeed@0.18.2"`. Raises: `BadInput` with the nearest name."""
+        """The framework that a text such as `"deepspeed"` or `"deepspeed@0.18.2"` names.
+
+        Raises:
+            BadInput: an unknown name; the nearest is named.
+        """
         name, at, version = text.strip().lower().partition("@")
         if name not in FRAMEWORKS:
             raise BadInput(

@@ -86,7 +86,8 @@ def device(name: str) -> Device:
 
     Short names mean the usual part: `H100` is the 80 GB SXM, `A100` the 80 GB SXM, `V100` the 32 GB SXM.
 
-    Raises: `BadInput` with the candidates where a name fits several parts, with the nearest name where it fits none.
+    Raises:
+        BadInput: a name that fits several parts, which are listed, or none; then the nearest is named.
     """
     table, key = _table(), _key(name)
     if key in table:

@@ -63,7 +63,8 @@ class Request:
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
         rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
 
-    Raises: `BadInput` for what a field cannot hold, and for options that exclude each other.
+    Raises:
+        BadInput: what a field cannot hold, or options that exclude each other.
     """
 
     model: Model
@@ -122,7 +123,8 @@ class Request:
 def build_setup(request: Request) -> Setup:
     """The setup that a request means, with every default filled in; `checks.check` says whether it can be.
 
-    Raises: `BadInput` for unknown names, and for ranks or batches that do not factor.
+    Raises:
+        BadInput: unknown names, or ranks or batches that do not factor.
     """
     model, cluster = shape_of(request.model), build_cluster(request)
     plan = request.plan or recipes.strategy(STRATEGY)

@@ -19,7 +19,8 @@ from terrazzo.train.data.tokenizer import TokenArray
 
 __all__ = ["IGNORED", "NO_SEQUENCE", "Batch", "SequenceDataset", "held_out_whole", "split_documents", "split_of"]
 
-IGNORED = -100  # torch's cross_entropy leaves targets of this value out
+IGNORED = -100
+"""The target that torch's `cross_entropy` leaves out."""
 NO_SEQUENCE = -1
 
 Indices = npt.NDArray[np.integer[Any]]

@@ -30,6 +30,7 @@ from terrazzo.train.data.source_file import SourceFile, folder_files, is_url, pl
 __all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "named_sources", "read_documents"]
 
 PYTHON_STDLIB = "python-stdlib"
+"""The source that every machine has: the text of Python's own standard library."""
 # Not the standard library proper: tests, applications, other people's packages, machine-made tables.
 STDLIB_EXCLUDED = frozenset(
     {

@@ -99,7 +99,7 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
 
     Raises:
         BadInput: no such path, the extra is not installed, an unreadable tokenizer, or no end-of-document
-        token.
+            token.
     """
     if name == BYTES:
         return ByteTokenizer()

@@ -213,7 +213,11 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         )
 
     def compile(self, backend: Any = None, compile_kwargs: Any = None, **options: Any) -> None:
-        """Compile each unit's forward. Raises: `BadInput` for DeepSpeed's own schedules of graph passes."""
+        """Compile each unit's forward.
+
+        Raises:
+            BadInput: `schedule` is given, which is for DeepSpeed's own graph passes.
+        """
         if options.get("schedule") is not None:
             raise BadInput("engine.compile(schedule=...) is for DeepSpeed's graph passes: leave it out.")
         arguments = dict(compile_kwargs or {}) | ({"backend": backend} if backend is not None else {})
