@@ -49,7 +49,8 @@ class Offload:
 
     What changes nothing under a plan, such as a path where no state is on `nvme`, is warned of by `tz.shard`.
 
-    Raises: `BadInput` for values that cannot work.
+    Raises:
+        BadInput: for values that cannot work.
     """
 
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
