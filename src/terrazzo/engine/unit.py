@@ -14,6 +14,7 @@ from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
 from terrazzo.engine.process.worker import Job
+from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import Pass
 
 __all__ = ["Unit", "compilation_of"]
@@ -49,6 +50,11 @@ class Unit:
         return module
 
     @property
+    def recipe(self) -> Recipe:
+        """What its buckets follow, as those of all units do."""
+        return self.buckets[0].recipe
+
+    @property
     def is_root(self) -> bool:
         return not self.name
 
@@ -70,7 +76,7 @@ class Unit:
     @property
     def side(self) -> Side | None:
         """Where its chains of collectives run."""
-        return self.buckets[0].recipe.axes.side
+        return self.recipe.axes.side
 
     @property
     def compiled(self) -> bool:

@@ -46,7 +46,7 @@ class ShardedModule(nn.Module):
         """
         if denominator is not None and not 0 < denominator < math.inf:
             raise BadInput(f"The gradient denominator is {denominator}; it must be positive and finite.")
-        self._terrazzo.recipe.denominator.chosen = denominator
+        self._terrazzo.progress.denominator.chosen = denominator
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy.

@@ -39,6 +39,8 @@ from terrazzo.engine.partition import Units
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
+from terrazzo.engine.progress import Progress
+from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
@@ -84,19 +86,23 @@ def shard(  # structure: signature fixed by the design
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = prepare(model, optimizer, plan, options)
-    recipe, planned = prepared.recipe, prepared.units
+    recipe, planned, axes = prepared.recipe, prepared.units, prepared.recipe.axes
     _warn_of_orphans(planned, prepared.optimizers)
     store = _open_store(planned, prepared.templates, options.offload)
     if store.drive is not None:
         give_back_freed()  # before anything large is built
     _build_units(model, planned, store)
+    prepared.tally.reset()
 
-    meeting = (lambda label, number: meet(recipe, label, [number])[0]) if meets(recipe) else None
-    schedule = Schedule(planned, prefetch, meeting, recipe.denominator)
-    hooks = Hooks(planned, schedule, recipe)
+    progress = Progress(Denominator(axes.size()))
+    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if meets(recipe) else None
+    schedule = Schedule(planned, prefetch, meeting, progress.denominator)
+    hooks = Hooks(planned, schedule, recipe, progress)
     engine = Engine(
         plan=prepared.plan,
         recipe=recipe,
+        progress=progress,
+        tally=prepared.tally,
         units=planned,
         why_units=prepared.why,
         schedule=schedule,
@@ -110,10 +116,9 @@ def shard(  # structure: signature fixed by the design
     make_sharded_module(model, engine)
     show_gradients(model, engine)
     watch_steps()
-    if recipe.axes.device.type == "cpu":
+    if axes.device.type == "cpu" and store.drive is None:
         bill = engine.bill
-        if store.drive is None:
-            keep_freed(bill.grad_bytes + bill.transient_bytes)
+        keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, _in_form_of(optimizer, prepared.optimizers)
 
 
@@ -139,9 +144,8 @@ def estimate(  # structure: signature fixed by that of shard
 
 def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
     """Host memory and files for what these units keep there. Collective."""
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    axes = buckets[0].recipe.axes
-    need = need_of(buckets, templates, offload.cell_numel)
+    axes = units[0].recipe.axes
+    need = need_of([bucket for unit in units for bucket in unit.buckets], templates, offload.cell_numel)
     return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
 
@@ -228,8 +232,7 @@ def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
 
 def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
-    recipe = units[0].buckets[0].recipe
-    initialize, axes, tally = initializer_of(model), recipe.axes, recipe.tally
+    initialize, axes = initializer_of(model), units[0].recipe.axes
     bare = materialize_buffers(model, axes.device)
     for unit in units:
         members = [member for bucket in unit.buckets for member in bucket.members]
@@ -240,5 +243,3 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     for module in bare:
         initialize(module, ())
     move_buffers(model, axes)
-    tally.ledger.peak_bytes = tally.ledger.live_bytes = 0
-    tally.traffic.reset()

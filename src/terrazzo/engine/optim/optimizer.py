@@ -26,7 +26,7 @@ from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.stock import rate_of
 from terrazzo.engine.optim.twin import Twin
-from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
@@ -41,6 +41,7 @@ class OptimizerDriver:
     Args:
         optimizer: its groups' tensors are replaced by segments.
         units: of the model, built.
+        progress: of the model: steps and learning rates are noted there.
         schedule: of the model.
         publish: brings compute weights of some buckets in line with updated master weights.
         first: number of its first param group among those of all the model's optimizers.
@@ -57,22 +58,22 @@ class OptimizerDriver:
         self,
         optimizer: Optimizer,
         units: Sequence[Unit],
-        recipe: Recipe,
+        progress: Progress,
         schedule: Schedule,
         publish: Callable[[Collection[Bucket]], None],
         first: int = 0,
     ) -> None:
         self.groups = range(first, first + len(optimizer.param_groups))
-        self.units, self.recipe, self.schedule = units, recipe, schedule
+        self.units, self.recipe, self.progress, self.schedule = units, units[0].recipe, progress, schedule
         self._owned = _owned([bucket for unit in units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
         self._publish = weakref.WeakMethod(publish)  # its owner owns this driver
         self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
         self.background: Apart | None = None
-        scaling = recipe.precision.loss_scaling
+        scaling = self.recipe.precision.loss_scaling
         self.scaler = LossScaler(scaling) if scaling else None
         self.reference, self._retired = weakref.ref(optimizer), False
-        self._moments_differ = recipe.precision.moments != recipe.precision.master
+        self._moments_differ = self.recipe.precision.moments != self.recipe.precision.master
         self._fill_groups(optimizer)
         self._note_rates(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
@@ -147,7 +148,7 @@ class OptimizerDriver:
         if _inside_another(optimizer):
             return
         self.drop_segment_gradients()
-        self.recipe.tally.steps += 1
+        self.progress.steps += 1
         self._note_rates(optimizer)
         if (publish := self._publish()) is not None:
             publish(self._owned.keys())
@@ -155,7 +156,7 @@ class OptimizerDriver:
             self.background.end_step()
 
     def _note_rates(self, optimizer: Optimizer) -> None:
-        self.recipe.tally.rates[self.groups.start] = [rate_of(group) for group in optimizer.param_groups]
+        self.progress.rates[self.groups.start] = [rate_of(group) for group in optimizer.param_groups]
 
     def drop_segment_gradients(self) -> None:
         """Segments have gradients inside a step alone."""
