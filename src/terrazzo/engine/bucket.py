@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values, view
 from terrazzo.engine.edits import Edits
-from terrazzo.engine.gradient import Gradient, view
+from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Ledger, Moves
 from terrazzo.engine.parameter import Guard
@@ -21,7 +21,7 @@ from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import BucketSpec
-from terrazzo.errors import Misuse
+from terrazzo.errors import Misuse, listed
 
 __all__ = ["Bucket"]
 
@@ -215,11 +215,10 @@ class Bucket(BucketSpec):
             return
         if self._present and (written := self._edits.written()):
             self.release()
-            shown = ", ".join(map(repr, written[:3])) + f" and {len(written) - 3} others" * (len(written) > 3)
             raise Misuse(
-                f"{shown} written to while the weights were gathered: this would be lost. Write inside "
-                "'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a plan that "
-                "keeps them whole, such as zero2."
+                f"{listed([*map(repr, written)])} written to while the weights were gathered: this would be lost. "
+                "Write inside 'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a "
+                "plan that keeps them whole, such as zero2."
             )
         storage = self.full.data.untyped_storage()
         if storage.size():

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
-from terrazzo.engine.layout import Range, Slot
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, view
+from terrazzo.engine.layout import Range
 from terrazzo.engine.links.transfer import Ledger, Moves, Released
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import SumAxes
 
-__all__ = ["Finished", "Gradient", "view"]
+__all__ = ["Finished", "Gradient"]
 
 
 @dataclass
@@ -309,8 +309,3 @@ class Gradient:
                 self.seen[index] = False
         if not any(self.seen) and not self.unfinished:
             self.zero(set_to_none=True)
-
-
-def view(flat: Tensor, slot: Slot) -> Tensor:
-    """One parameter's elements of a whole flat space, in its shape."""
-    return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)

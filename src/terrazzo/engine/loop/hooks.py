@@ -170,12 +170,12 @@ class Hooks:
         """Backward comes to a call of `unit`, which ran when its weights were those of `generation`."""
         if unit.generation != generation:
             raise Misuse(
-                f"Backward came to {_name_of(unit)}, whose weights have been changed since its forward, by "
+                f"Backward came to {unit.title}, whose weights have been changed since its forward, by "
                 "optimizer.step() or by writing into them. Run the forward again, or step after its backward."
             )
         if torch.is_grad_enabled() and unit.transient:
             raise Misuse(
-                f"Backward with create_graph=True came to {_name_of(unit)}, whose weights are not kept for a second "
+                f"Backward with create_graph=True came to {unit.title}, whose weights are not kept for a second "
                 "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
             )
         self.schedule.enter_backward(unit)
@@ -214,7 +214,7 @@ class Hooks:
         if not bucket.present:
             self._surprised = True
             raise Misuse(
-                f"A gradient came for {bucket.members[index].name!r} while the weights of {_name_of(unit)} were not "
+                f"A gradient came for {bucket.members[index].name!r} while the weights of {unit.title} were not "
                 "here: its backward was reached past the outputs of its forward, which nothing had told. Return every "
                 "tensor that the loss is computed from out of that module's forward, in tuples, lists or dicts; or run "
                 "the step again, which is watched more closely from now on."
@@ -281,10 +281,6 @@ def forget_gradients(units: Iterable[Unit], schedule: Schedule, set_to_none: boo
 
 def _ignore() -> None:
     """Nobody wants to know."""
-
-
-def _name_of(unit: Unit) -> str:
-    return f"unit {unit.name!r}" if unit.name else "the root unit"
 
 
 def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:

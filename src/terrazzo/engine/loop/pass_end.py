@@ -98,4 +98,7 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
             for mine, other in zip(own.tolist(), theirs, strict=True):
                 if mine != other and min(mine, other) >= 0:
                     label.of_code(mine).check(other, "another rank")
-    raise RanksApart(f"The ranks have not run the same some time before {label}.")
+    raise RanksApart(
+        f"The ranks have not run the same some time before {label}. Every rank must run the same number of forwards, "
+        "backwards and steps: look for what one rank does alone, such as an evaluation or a batch that it skips."
+    )

@@ -207,7 +207,7 @@ class Engine:
         Args:
             each: reduce every micro-batch before the last, too; else add it up on this rank.
         """
-        self.schedule.turn_to(Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS)
+        self.schedule.set_pass(Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS)
 
     def gather_ahead(self, count: int) -> None:
         """From now on, gather at least so many units ahead of the running one."""
@@ -315,7 +315,10 @@ class Engine:
             f"{name} is {shapes[name]} and should be {shape}" for name, shape in wanted.items() if shapes[name] != shape
         ]
         if wrong:
-            raise BadInput(f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}.")
+            raise BadInput(
+                f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
+                "was built as this one was."
+            )
         self.settle()
         with torch.no_grad():
             for bucket, slot, name in slots:

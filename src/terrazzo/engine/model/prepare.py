@@ -161,11 +161,6 @@ def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[Un
     else:
         built = [optimizer]
     for each in built:
-        if not isinstance(each, Optimizer):
-            raise BadInput(
-                f"optimizer is a {type(each).__name__}; pass a torch.optim.Optimizer, a list of them or a callable "
-                "that builds one."
-            )
         check_optimizer(each)
     assign_groups(built, [member for spec in specs for member in spec.members])
     return built

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
 
@@ -161,11 +162,11 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     """
     engine = engine_of(model)
     before = engine.schedule.this_pass
-    engine.schedule.turn_to(Pass.ADDS if engine.sums_locally(local) else Pass.REDUCES)
+    engine.schedule.set_pass(Pass.ADDS if engine.sums_locally(local) else Pass.REDUCES)
     try:
         yield
     finally:
-        engine.schedule.turn_to(before)
+        engine.schedule.set_pass(before)
 
 
 def clip_grad_norm_(
@@ -185,8 +186,12 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d fp32 tensor equal on all ranks.
     """
     engine = engine_of(model)
-    if not max_norm > 0 or not norm_type > 0:
-        raise BadInput(f"clip_grad_norm_ with max_norm {max_norm} and norm_type {norm_type}: both must be positive.")
+    given: list[Any] = [max_norm, norm_type]
+    if not all(isinstance(each, Real | Tensor) and float(each) > 0 for each in given):
+        raise BadInput(
+            f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
+            "float('inf') as norm_type takes the maximum."
+        )
     if any(bucket.gradient.unfinished for bucket in engine.trainable()):
         raise Misuse(
             "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
@@ -215,10 +220,10 @@ def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> 
     """Say which parameters get gradients that no optimizer takes."""
     names = orphans([member for unit in units for bucket in unit.buckets for member in bucket.members])
     if names and optimizers and dist.get_rank() == 0:
-        listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         warnings.warn(
-            f"{len(names)} trainable parameters are in no optimizer, so that they keep their values: {listed}. Give "
-            "tz.shard, or tz.attach, an optimizer that has them, or freeze them with requires_grad_(False).",
+            f"{len(names)} trainable parameters are in no optimizer, so that they keep their values: "
+            f"{listed(names, 5)}. Give tz.shard, or tz.attach, an optimizer that has them, or freeze them with "
+            "requires_grad_(False).",
             stacklevel=3,
         )
 

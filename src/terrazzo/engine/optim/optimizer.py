@@ -95,7 +95,7 @@ class OptimizerDriver:
     def update_apart(self, make: Callable[[Callable[[], list[Segment] | None]], Apart]) -> None:
         """Have segments away from the device updated by what `make` returns; it is given what returns them."""
         self.background = make(weakly(self, lambda driver: driver.segments))
-        self.schedule.when_reduced(weakly(self, OptimizerDriver._reduced))
+        self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
 
     def _reduced(self, unit: int) -> None:
         if self.background is not None:
@@ -117,9 +117,15 @@ class OptimizerDriver:
         if _inside_another(optimizer):
             return
         if (args[1:] and args[1] is not None) or kwargs.get("closure") is not None:
-            raise Misuse("optimizer.step(closure) is not supported on sharded weights: run forward and backward first.")
+            raise Misuse(
+                "optimizer.step(closure) is not supported on sharded weights. Run forward and backward first, and then "
+                "call optimizer.step() without it."
+            )
         if self._retired:
-            raise Misuse(f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got.")
+            raise Misuse(
+                f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got: step that "
+                "one. It can be built anew over the model's parameters, and attached with tz.attach."
+            )
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
@@ -284,7 +290,10 @@ class ShardedOptimizer(Optimizer):
         raise Misuse("A sharded optimizer cannot load a plain state_dict: restore with tz.checkpoint.load.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise Misuse("A sharded optimizer cannot be deep-copied: its tensors are views of the model's master weights.")
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be deep-copied: its tensors are views of master weights. "
+            "Copy it before tz.shard, or build another one for another model."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Misuse(

@@ -54,7 +54,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
     schedule = Schedule(paper, step.prefetch, meeting)
     earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
     for index in range(step.micro_batches):
-        schedule.turn_to(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
+        schedule.set_pass(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
         _forward(schedule, paper)
         _backward(schedule, paper)
         if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):

@@ -136,7 +136,7 @@ class _Player:
     def play(self, *, last: bool) -> None:
         """One micro-batch."""
         schedule = self._schedule
-        schedule.turn_to(Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
+        schedule.set_pass(Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
         self._moment, self._live = "forward", self._trace.buffer_bytes
         for unit in self._paper:
             unit.filled_numel = 0
