@@ -88,7 +88,6 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     ),
     "prefetch as text": (lambda m: tz.shard(m, None, prefetch="2"), ["'2'", "an int"]),  # type: ignore[arg-type]
     "negative prefetch": (lambda m: tz.shard(m, None, prefetch=-1), ["-1", "0 or more"]),
-    "prefetch in words": (lambda m: tz.shard(m, None, prefetch="1"), ["'1'", "0 or more"]),  # type: ignore[arg-type]
     "unit that is none": (lambda m: tz.shard(m, None, units=[m.blocks]), ["ModuleList", "module classes"]),
     "place that is none": (lambda m: tz.Plan("D", "D", None, "D"), ["grad is None", "tz.Place"]),  # type: ignore[arg-type]
     "unit not in the model": (lambda m: tz.shard(m, None, units=["Blick"]), ["'Blick'", "Did you mean 'Block'"]),

@@ -72,6 +72,9 @@ class Gradient:
         changes: counts those of the finished gradient.
     """
 
+    _store: Homes  # from `build` on
+    _home: Resting | None  # None on the device: each finished gradient is a tensor of its own
+
     def __init__(self, space: Space, recipe: Recipe, ledger: Ledger, sum_axes: SumAxes, tier: str) -> None:
         self.space, self.recipe, self.ledger, self.sum_axes, self.tier = space, recipe, ledger, sum_axes, tier
         self.seen = [False] * len(space.layout.slots)

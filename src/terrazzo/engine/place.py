@@ -205,9 +205,7 @@ class Plan:
         for state, given in rows.items():
             place = Place.parse(given) if isinstance(given, str) else given
             if not isinstance(place, Place):
-                raise BadInput(
-                    f"plan {name}: {state} is {given!r}; give a tz.Place or its text, such as 'S,R' or 'D@cpu'."
-                )
+                raise BadInput(f"plan {name}: {state} is {given!r}; give a tz.Place or its text, such as 'D@cpu'.")
             object.__setattr__(self, state, place)
         object.__setattr__(self, "name", name)
 

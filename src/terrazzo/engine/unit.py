@@ -37,7 +37,7 @@ class Unit:
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
         self._gathering: list[Transfer] = []
         self._publishing: Transfer | None = None
-        self._updates: list[Job] = []  # the one under way, or none
+        self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without the unit
         self._trainable_numel = sum(slot.numel for bucket in self.trainable() for slot in bucket.slots)
 
     def __repr__(self) -> str:

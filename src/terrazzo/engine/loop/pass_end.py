@@ -12,7 +12,7 @@ import torch
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.collectives import TRAIL
-from terrazzo.engine.links.label import Label, moving
+from terrazzo.engine.links.label import RUN_THE_SAME, Label, moving
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import RanksApart
@@ -98,7 +98,4 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
             for mine, other in zip(own.tolist(), theirs, strict=True):
                 if mine != other and min(mine, other) >= 0:
                     label.of_code(mine).check(other, "another rank")
-    raise RanksApart(
-        f"The ranks have not run the same some time before {label}. Every rank must run the same number of forwards, "
-        "backwards and steps: look for what one rank does alone, such as an evaluation or a batch that it skips."
-    )
+    raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")

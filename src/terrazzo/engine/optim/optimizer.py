@@ -190,8 +190,8 @@ class OptimizerDriver:
             _cast_moments(optimizer, parameter, precision.master)
             kept = optimizer.state.get(parameter, {})
             optimizer.state[parameter] = twin.step(segment.group - self.groups.start, parameter, kept)
-            _cast_moments(optimizer, segment.parameter, precision.moments)
-            segment.parameter.grad = None
+            _cast_moments(optimizer, parameter, precision.moments)
+            parameter.grad = None
 
     def _overflowed(self) -> bool:
         """Whether any rank holds a non-finite gradient."""
