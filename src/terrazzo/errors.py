@@ -16,7 +16,7 @@ Assertions are reserved for bugs in Terrazzo itself.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "BadInput",
@@ -29,6 +29,7 @@ __all__ = [
     "TerrazzoError",
     "did_you_mean",
     "install",
+    "listed",
     "printable",
 ]
 
@@ -74,6 +75,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def install(extra: str) -> str:
     """The edit for a package that is not there, without the full stop."""
     return f"Install the extra: pip install 'terrazzo[{extra}]'"
+
+
+def listed(things: Sequence[object], most: int = 3, mark: str = ",") -> str:
+    """`"a, b, c and 5 more"`: the first `most` of them, and how many that leaves.
+
+    Args:
+        mark: between two of them.
+    """
+    shown = f"{mark} ".join(map(str, things[:most]))
+    return f"{shown} and {len(things) - most} more" if len(things) > most else shown
 
 
 def printable(text: str) -> str:

@@ -88,6 +88,8 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     ),
     "prefetch as text": (lambda m: tz.shard(m, None, prefetch="2"), ["'2'", "an int"]),  # type: ignore[arg-type]
     "negative prefetch": (lambda m: tz.shard(m, None, prefetch=-1), ["-1", "0 or more"]),
+    "unit that is none": (lambda m: tz.shard(m, None, units=[m.blocks]), ["ModuleList", "module classes"]),
+    "place that is none": (lambda m: tz.Plan("D", "D", None, "D"), ["grad is None", "tz.Place"]),  # type: ignore[arg-type]
     "unit not in the model": (lambda m: tz.shard(m, None, units=["Blick"]), ["'Blick'", "Did you mean 'Block'"]),
     "optimizer over other parameters": (over_other_parameters, ["15 of the optimizer's 15", "model.parameters()"]),
     "adafactor": (with_adafactor, ["Adafactor", "flat shards", "elementwise"]),
@@ -383,16 +385,18 @@ def test_a_changed_requires_grad_is_named_on_the_next_forward() -> None:
             model(batch())
 
 
-@pytest.mark.parametrize("value", [0, -3.0, float("inf"), float("nan")])
-def test_a_denominator_that_is_not_a_positive_number(value: float) -> None:
+@pytest.mark.parametrize("value", [0, -3.0, float("inf"), float("nan"), "3"])
+def test_a_denominator_that_is_not_a_positive_number(value: Any) -> None:
     with fake_group(2):
         model, _ = tz.shard(Net(), adamw)
         with pytest.raises(tz.BadInput, match=str(value)):
             model.set_gradient_denominator(value)
 
 
-@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 0.0), (float("nan"), 2.0)])
-def test_clipping_by_what_cannot_be_a_norm(max_norm: float, norm_type: float) -> None:
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 0.0), (float("nan"), 2.0), ("1", 2.0), (1.0, "inf")]
+)
+def test_clipping_by_what_cannot_be_a_norm(max_norm: Any, norm_type: Any) -> None:
     with fake_group(2):
         model, _ = tz.shard(Net(), adamw)
         with pytest.raises(tz.BadInput, match="positive"):

@@ -339,7 +339,7 @@ def test_the_ledger_returns_to_zero_after_each_step() -> None:
         readings = []
         for number in range(3):
             train(model, optimizer, 1, rank, first=number)
-            readings.append(engine_of(model).recipe.tally.ledger.live_bytes)
+            readings.append(engine_of(model).tally.ledger.live_bytes)
         return readings
 
     assert on_ranks(2, body) == [[0, 0, 0]] * 2

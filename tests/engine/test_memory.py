@@ -262,7 +262,7 @@ def test_the_ledger_is_what_is_really_held(plan: str) -> None:
         model = Probed(width, 4)
         model, _optimizer = tz.shard(model, adamw, plan, mesh=mesh(plan))
         engine, at_rest = engine_of(model), live_bytes()
-        model.probe = lambda: readings.append((live_bytes(), engine.recipe.tally.ledger.live_bytes))
+        model.probe = lambda: readings.append((live_bytes(), engine.tally.ledger.live_bytes))
         finished = [0, engine.bill.grad_bytes]
         loss_of(model, batch()).backward()
         del model.probe

@@ -94,7 +94,7 @@ def _play_alone(model: Any, script: list[Move]) -> dict[str, Tensor]:
 def _run(base: nn.Module, plan: str, script: list[Move]) -> tuple[dict[str, Tensor], int]:
     model, optimizer = sharded(base, plan)
     _play(model, optimizer, script, dist.get_rank())
-    return full_parameters(model), engine_of(model).recipe.tally.ledger.live_bytes
+    return full_parameters(model), engine_of(model).tally.ledger.live_bytes
 
 
 @pytest.mark.cover(plan=places)

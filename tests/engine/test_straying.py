@@ -229,7 +229,7 @@ def test_regions_of_one_unit_cost_no_memory(region: Callable[..., Tensor]) -> No
         def body(rank: int) -> int:
             sharded, _ = tz.shard(copy.deepcopy(model), None, "zero3")
             sharded.route = list(range(DEPTH))
-            ledger = engine_of(sharded).recipe.tally.ledger
+            ledger = engine_of(sharded).tally.ledger
             ledger.peak_bytes = 0
             loss_of(sharded, batch(0, rank)).backward()
             return ledger.peak_bytes

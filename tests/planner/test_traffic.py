@@ -13,9 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
+from terrazzo.engine.spec import When
 from terrazzo.planner.figures import Traffic
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.memory.buckets import buckets
+from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
@@ -213,6 +216,16 @@ def test_expert_tokens() -> None:
     assert of(found, "expert tokens") == pytest.approx(32 * 4 * 8192 * 4096 * 2 * 2 * 3 / 4)
     dense = 2 * (root.numel * 7 / 8 + 32 * 2 * 14336 * 4096 * 1 / 2)  # a quarter of the experts, on two ranks
     assert of(found, "reduce_scatter") == pytest.approx(dense, rel=1e-4)
+
+
+def test_experts_rest_split_over_the_ranks_that_gather_them() -> None:
+    """Of six ranks of the inner axis three have parts of the same experts, where four share out whole ones."""
+    experts = UnitShape("block", (TensorShape("experts", (8, 14336, 4096), "expert", "column"),))
+    setup = llama_setup("hfsdp", Mesh(dp_shard=6, dp_replicate=4, ep=4), precision=PRECISIONS["bf16"])
+    [bucket] = buckets(experts, placement_of(setup))
+    own = 2 * experts.numel / 4 / 3
+    assert bucket.resting["weight"][1] == pytest.approx(own, rel=1e-4)
+    assert [move.sent_bytes for move in bucket.collectives(When.FORWARD)] == [pytest.approx(2 * own, rel=1e-4)]
 
 
 @pytest.mark.parametrize(

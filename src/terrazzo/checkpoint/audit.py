@@ -10,7 +10,7 @@ from terrazzo.checkpoint.manifest import File
 from terrazzo.checkpoint.native import Checkpoint, DigestBlock
 from terrazzo.checkpoint.read import open_source, own_folder
 from terrazzo.checkpoint.store import Folder
-from terrazzo.errors import BadInput, Damaged
+from terrazzo.errors import BadInput, Damaged, listed
 
 __all__ = ["open_audit"]
 
@@ -90,9 +90,8 @@ def _size_problem(folder: Folder, file: File) -> tuple[int, BadInput | None]:
 def _naming(problem: BadInput, blocks: Sequence[DigestBlock]) -> BadInput:
     """`problem` of a file, and what lies in the `blocks` that it makes unreadable."""
     names = list(dict.fromkeys(block.what for block in blocks))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     how = "Gone" if isinstance(problem, Damaged) else "Not read"
-    return type(problem)(f"{problem} {how} with it: {'; '.join(names[:3])}{more}.") if names else problem
+    return type(problem)(f"{problem} {how} with it: {listed(names, mark=';')}.") if names else problem
 
 
 def _joined(folder: Folder, bad: Iterable[_Bad]) -> list[_Bad]:

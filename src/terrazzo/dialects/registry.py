@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 
 from terrazzo.dialects.dialect import Dialect, Document
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput, did_you_mean, listed
 
 __all__ = ["NAMES", "dialect", "recognise"]
 
@@ -42,8 +42,8 @@ def recognise(document: Document, where: str) -> Dialect:
     found = [each for each in map(dialect, NAMES) if each.recognises(document)]
     if len(found) == 1:
         return found[0]
-    shown = ", ".join(repr(str(key)[:40]) for key in list(document)[:6])
     if not found:
+        shown = listed([repr(str(key)[:40]) for key in document], 6)
         raise BadInput(
             f"'{where}' is of no dialect known here; its keys are {shown}. If it is one of "
             f"{', '.join(NAMES)}, say so: --from NAME."

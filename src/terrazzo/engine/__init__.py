@@ -1,8 +1,8 @@
 """The engine: one table of places, running.
 
-The core is in this folder. Read it in this order: layout, place, precision, spec, scaler, tally, axes and recipe, what
-is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable, reductions and
-schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+The core is in this folder. Read it in this order: layout, place, precision, spec, scaler, progress, tally, axes and
+recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable,
+reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
     process     threads, devices, memory
     links       how ranks exchange
@@ -22,7 +22,7 @@ packages:
     process.device                                    what a device can do beside arithmetic
     process.system                                    what this process may use, for those who count memory
     partition, place, spec, layout                    units, where their states rest, what moves: for the planner
-    order, schedule, paper.rehearsal                  a step on paper, likewise
+    order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer                        chains of collectives on paper, likewise
     links.gloo, links.columns                         what sums receive, likewise
     offload.needs, offload.store                      what rests away from the device, likewise

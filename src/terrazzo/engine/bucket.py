@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values, view
 from terrazzo.engine.edits import Edits
-from terrazzo.engine.gradient import Gradient, view
+from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.layout import Layout, Slot
-from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.links.transfer import Ledger, Moves
 from terrazzo.engine.parameter import Guard
 from terrazzo.engine.partition import Member
 from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import BucketSpec
-from terrazzo.errors import Misuse
+from terrazzo.errors import Misuse, listed
 
 __all__ = ["Bucket"]
 
@@ -31,6 +31,7 @@ class Bucket(BucketSpec):
 
     Args:
         members: the parameters, in layout order.
+        ledger: of transient memory.
         keep, tiers: as for `BucketSpec`.
 
     Attributes:
@@ -47,7 +48,9 @@ class Bucket(BucketSpec):
     _edits: Edits
     _guard: Guard
 
-    def __init__(self, members: list[Member], recipe: Recipe, keep: bool = False, tiers: Tiers = ON_DEVICE) -> None:
+    def __init__(
+        self, members: list[Member], recipe: Recipe, ledger: Ledger, keep: bool = False, tiers: Tiers = ON_DEVICE
+    ) -> None:
         axes, first = recipe.axes, members[0].parameter
         layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size())
         super().__init__(
@@ -61,8 +64,8 @@ class Bucket(BucketSpec):
             stored=None if first.dtype.is_floating_point else first.dtype,
             on_host=axes.device.type == "cpu",
         )
-        self.members, self.recipe, self.space = members, recipe, Space(layout, axes)
-        self.gradient = Gradient(self.space, recipe, self.sum_axes, tiers.grad)
+        self.members, self.recipe, self.ledger, self.space = members, recipe, ledger, Space(layout, axes)
+        self.gradient = Gradient(self.space, recipe, ledger, self.sum_axes, tiers.grad)
         self.moments: dict[str, Resting] = {}
         self.changes = 0
         self._moment_homes: list[Resting] = []
@@ -95,7 +98,7 @@ class Bucket(BucketSpec):
         self._edits = Edits(self.members, self.slots, self.full.data, hidden)
         self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         if not self.resident:
-            self.recipe.tally.ledger.take(self.full.data.nbytes)
+            self.ledger.take(self.full.data.nbytes)
             self.release()
 
     def build_moments(self, store: Homes, names: Iterable[str]) -> None:
@@ -182,7 +185,7 @@ class Bucket(BucketSpec):
         if storage.size() == 0:
             storage.resize_(with_room(self.full.data.nbytes, self.full.data.device))
             use_large_pages(self.full.data)
-            self.recipe.tally.ledger.take(self.full.data.nbytes)
+            self.ledger.take(self.full.data.nbytes)
         return (yield from self.full.gather(source))
 
     def install(self) -> None:
@@ -204,7 +207,7 @@ class Bucket(BucketSpec):
         if self._held is None:
             kept = self.full.narrow(self.between_axes)
             self._held = Buffer(self.space, kept.axes, kept.data.clone())
-            self.recipe.tally.ledger.take(kept.data.nbytes)
+            self.ledger.take(kept.data.nbytes)
 
     def release(self) -> None:
         """Give back the memory of the full weights."""
@@ -212,15 +215,14 @@ class Bucket(BucketSpec):
             return
         if self._present and (written := self._edits.written()):
             self.release()
-            shown = ", ".join(map(repr, written[:3])) + f" and {len(written) - 3} others" * (len(written) > 3)
             raise Misuse(
-                f"{shown} written to while the weights were gathered: this would be lost. Write inside "
-                "'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a plan that "
-                "keeps them whole, such as zero2."
+                f"{listed([*map(repr, written)])} written to while the weights were gathered: this would be lost. "
+                "Write inside 'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a "
+                "plan that keeps them whole, such as zero2."
             )
         storage = self.full.data.untyped_storage()
         if storage.size():
-            self.recipe.tally.ledger.give(self.full.data.nbytes)
+            self.ledger.give(self.full.data.nbytes)
             storage.resize_(0)
         if self._present:
             self._present = False
@@ -233,7 +235,7 @@ class Bucket(BucketSpec):
 
     def _drop_held(self) -> None:
         if self._held is not None:
-            self.recipe.tally.ledger.give(self._held.data.nbytes)
+            self.ledger.give(self._held.data.nbytes)
             self._held = None
 
     def hide(self, arrive: Callable[[], None] | None = None) -> None:
@@ -263,7 +265,7 @@ class Bucket(BucketSpec):
                     with self.weight.opened(part, "replace") as weight, self.master.opened(part) as master:
                         weight.copy_(master)
             return self.full.data
-        with self.recipe.tally.ledger.holding(self.weight.nbytes):
+        with self.ledger.holding(self.weight.nbytes):
             gathered = self.space.empty(self.weight_axes, self.weight_dtype)
             yield from gathered.gather(self.master)
             self.weight.save(gathered)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.layout import Layout, Range, share
+from terrazzo.engine.layout import Layout, Range, Slot, share
 from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.transfer import Moves, converted
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job
 
-__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "differ", "take_values"]
+__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "differ", "take_values", "view"]
 
 Access = Literal["read", "change", "replace"]
 """What is done with opened elements: they are read; read and written; all written, whatever they were before."""
@@ -172,6 +172,11 @@ class Homes(Protocol):
 
     def commit(self, state: Resting, source: Buffer) -> Job | None:
         """Replace what `state` holds by what `source` does; None when that is done, else what it ends with."""
+
+
+def view(flat: Tensor, slot: Slot) -> Tensor:
+    """One parameter's elements of a whole flat space, in its shape; shares its memory."""
+    return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)
 
 
 def take_values(state: Resting, written: Resting) -> None:

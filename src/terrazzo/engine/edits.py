@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.gradient import view
+from terrazzo.engine.buffer import view
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.parameter import watch_data
 from terrazzo.engine.partition import Member

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space
-from terrazzo.engine.layout import Range, Slot
-from terrazzo.engine.links.transfer import Moves, Released
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, view
+from terrazzo.engine.layout import Range
+from terrazzo.engine.links.transfer import Ledger, Moves, Released
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import SumAxes
 
-__all__ = ["Finished", "Gradient", "view"]
+__all__ = ["Finished", "Gradient"]
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Gradient:
     """Summed and divided for every parameter of a flat space.
 
     Args:
+        ledger: of transient memory.
         sum_axes: the axes over which it is summed.
         tier: where it rests once it is finished.
 
@@ -71,8 +72,11 @@ class Gradient:
         changes: counts those of the finished gradient.
     """
 
-    def __init__(self, space: Space, recipe: Recipe, sum_axes: SumAxes, tier: str) -> None:
-        self.space, self.recipe, self.sum_axes, self.tier = space, recipe, sum_axes, tier
+    _store: Homes  # from `build` on
+    _home: Resting | None  # None on the device: each finished gradient is a tensor of its own
+
+    def __init__(self, space: Space, recipe: Recipe, ledger: Ledger, sum_axes: SumAxes, tier: str) -> None:
+        self.space, self.recipe, self.ledger, self.sum_axes, self.tier = space, recipe, ledger, sum_axes, tier
         self.seen = [False] * len(space.layout.slots)
         self.finished: Finished | None = None
         self.changes = 0
@@ -139,7 +143,7 @@ class Gradient:
         pending = self.space.empty((), dtype).data
         for gap in self.space.layout.gaps:
             pending[gap.start : gap.stop].zero_()
-        self.recipe.tally.ledger.take(pending.nbytes)
+        self.ledger.take(pending.nbytes)
         return pending
 
     def _take_pending(self, dtype: torch.dtype) -> Tensor:
@@ -163,7 +167,7 @@ class Gradient:
             denominator: divides the finished sum on the last micro-batch; None on earlier ones, whose sums stay at the
                 plan's `grad` place.
         """
-        precision, ledger = self.recipe.precision, self.recipe.tally.ledger
+        precision, ledger = self.recipe.precision, self.ledger
         last = denominator is not None
         first = self.sum_axes.first(last)
         pending = self._take_pending(precision.reduce)
@@ -200,7 +204,7 @@ class Gradient:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
         if self.tier == "device":
             self._partial = Finished(sums)
-            self.recipe.tally.ledger.take(sums.nbytes - counted_bytes)
+            self.ledger.take(sums.nbytes - counted_bytes)
             return
         if self._partial_home is None:
             home = self._store.extra_host(sums.nbytes).view(sums.dtype)
@@ -279,7 +283,7 @@ class Gradient:
         partial = self._partial.data if self._partial is not None and self.tier == "device" else None
         for part in (self.pending, partial):
             if part is not None:
-                self.recipe.tally.ledger.give(part.nbytes)
+                self.ledger.give(part.nbytes)
         self.pending = self._partial = None
         self._empty()
 
@@ -308,8 +312,3 @@ class Gradient:
                 self.seen[index] = False
         if not any(self.seen) and not self.unfinished:
             self.zero(set_to_none=True)
-
-
-def view(flat: Tensor, slot: Slot) -> Tensor:
-    """One parameter's elements of a whole flat space, in its shape."""
-    return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)

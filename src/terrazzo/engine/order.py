@@ -34,7 +34,10 @@ Visit = tuple[int, Event]
 
 @dataclass(frozen=True)
 class Order:
-    """The program of a step.
+    """The program of a step: the order of its collectives. Immutable, and equal on all ranks.
+
+    Every unit is in `forward`, in `backward` where a backward of it comes, and in exactly one entry of `closes` or in
+    `remaining`. The schedule runs it; `Program.adopt` makes the next one of what the ranks ran.
 
     Attributes:
         forward: unit indices as their forwards begin, repeats included.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def find_units(model: nn.Module, units: Units | None) -> tuple[list[str], str]:
     """
     if units is not None:
         return _asked_for(model, units), "as asked"
-    no_split = _no_split_modules(model)
+    no_split = set(getattr(model, "_no_split_modules", None) or ())
     if no_split:
         names = [name for name, module in _children(model) if type(module).__name__ in no_split]
         if names:
@@ -87,16 +87,13 @@ def _children(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if name]
 
 
-def _no_split_modules(model: nn.Module) -> set[str]:
-    declared = getattr(model, "_no_split_modules", None) or ()
-    return set(declared)
-
-
 def _asked_for(model: nn.Module, units: Units) -> list[str]:
     children = [(name, module) for name, module in _children(model) if not isinstance(module, _CONTAINERS)]
     finds = _finder(children)
     chosen: set[str] = set()
-    for unit in [units] if isinstance(units, type | str) else units:
+    for unit in units if isinstance(units, Iterable) and not isinstance(units, type | str) else [units]:
+        if not isinstance(unit, type | str):
+            raise BadInput(f"units has a {type(unit).__name__}: give module classes or names, as Block or 'layers.*'.")
         matches = finds(unit)
         if not matches:
             label = unit if isinstance(unit, str) else unit.__name__

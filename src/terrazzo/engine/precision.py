@@ -38,12 +38,12 @@ class LossScaling:
 
     def __post_init__(self) -> None:
         if self.growth < 1 or self.backoff >= 1 or self.interval < 1 or self.hysteresis < 1 or self.minimum <= 0:
-            raise BadInput(f"{self} cannot work: growth >= 1, backoff < 1, interval and hysteresis >= 1, minimum > 0.")
+            raise BadInput(f"{self} cannot work: give growth, interval, hysteresis >= 1, backoff < 1 and minimum > 0.")
         factors = (self.init, self.growth, self.backoff, self.minimum)
         if not all(value > 0 and math.frexp(value)[0] == 0.5 for value in factors):
             raise BadInput(
                 f"Loss scaling with init {self.init}, growth {self.growth}, backoff {self.backoff} and minimum "
-                f"{self.minimum} would round gradients: all four must be powers of two."
+                f"{self.minimum} would round gradients: all four must be powers of two, such as 65536, 2, 0.5 and 1."
             )
 
 

@@ -1,4 +1,4 @@
-"""Sums of gradients that are under way."""
+"""Sums of gradients over ranks that are under way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Reductions"]
 
 
 class _Sum(NamedTuple):
-    """Of one unit's gradients; `last` if it is then finished."""
+    """The sum of one unit's gradients; `last` if it finishes them, in the step's last micro-batch."""
 
     unit: int
     last: bool
@@ -22,22 +22,27 @@ class _Sum(NamedTuple):
 
 
 class Reductions:
-    """Of several units, oldest first.
+    """The sums of several units' gradients, oldest first. The schedule alone calls this.
+
+    Each is a chain of collectives. Chains start in the order of the program and move on when somebody passes by, at
+    points of the program too, so all ranks issue the same collectives in the same order. `finish` or `abandon` ends a
+    backward: no sum outlives it.
 
     Args:
-        denominator: what finished sums are divided by.
+        denominator: returns what finished sums are divided by; asked for each sum as it starts.
 
     Attributes:
-        told: of each unit whose gradients are finished.
+        on_finished: called with the index of each unit whose gradients are finished, once, when they are there.
     """
 
     def __init__(self, denominator: Callable[[], float]) -> None:
         self._denominator = denominator
-        self.told: Callable[[int], None] = lambda unit: None
+        self.on_finished: Callable[[int], None] = lambda unit: None
         self._sums: list[_Sum] = []
 
     @property
     def under_way(self) -> bool:
+        """Whether any has not ended."""
         return bool(self._sums)
 
     def advance(self) -> None:
@@ -47,7 +52,7 @@ class Reductions:
         self._drop_done()
 
     def make_room(self) -> None:
-        """For weights that are gathered next."""
+        """Give back what ended sums have used, for weights that are gathered next; waits where the host does so."""
         for each in self._sums:
             each.transfer.make_room()
         self._drop_done()
@@ -58,13 +63,17 @@ class Reductions:
         self._sums = [each for each in self._sums if not each.transfer.done]
 
     def start(self, unit: Runnable, label: Label) -> None:
-        """Start summing a unit's gradients."""
+        """Start summing a unit's gradients.
+
+        Args:
+            label: its purpose says whether this finishes them.
+        """
         last = label.purpose is Purpose.GRADIENT
         moves = unit.reduce(self._denominator() if last else None)
         self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.side)))
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait for all, oldest first."""
         for each in self._sums:
             each.transfer.finish()
             self._tell(each)
@@ -72,10 +81,10 @@ class Reductions:
 
     def _tell(self, each: _Sum) -> None:
         if each.last and each.transfer.done:
-            self.told(each.unit)
+            self.on_finished(each.unit)
 
     def abandon(self) -> None:
-        """Wait for what still comes to its end, and tell nobody."""
+        """A backward raised: wait for what still ends, and call nobody."""
         for each in self._sums:
             with contextlib.suppress(RuntimeError, OSError):
                 each.transfer.finish()

@@ -32,19 +32,23 @@ Divisor = Callable[[], float]
 
 
 class Schedule:
-    """Runs the units of one model.
+    """Runs the units of one model, or units on paper.
+
+    Hooks call `begin_`, `enter_`, `leave_` and `end_` as torch comes to them, and the engine the rest. All ranks begin
+    and end the same passes; which units they enter in between, and in which order, may differ.
 
     Args:
         units: in registration order, root first.
         prefetch: how many units ahead of the running one are gathered.
-        meet: the highest of the numbers that the ranks bring to the end of a pass; None where no rank needs another's
-            weights.
+        meet: the highest of the numbers that ranks bring to the end of a pass; None where none needs another's weights.
         denominator: what finished gradient sums are divided by.
 
     Attributes, which are set here alone:
         program: what all ranks run.
-        closed: units whose gradients are being reduced, or are complete, in this backward.
         this_pass: what becomes of this micro-batch's gradients.
+        in_forward: whether the model's own forward runs; False in that of a unit which the user calls alone.
+        in_backward: whether a backward has begun and not come to `finish`; stays True where one raised.
+        closed: units whose gradients are being reduced, or are complete, in this backward.
     """
 
     def __init__(
@@ -71,17 +75,17 @@ class Schedule:
 
     # -- what holds from now on --------------------------------------------------------------------------------
 
-    def turn_to(self, this_pass: Pass) -> None:
-        """Gradients of the backward passes to come are treated so."""
+    def set_pass(self, this_pass: Pass) -> None:
+        """What becomes of the gradients of backward passes from now on."""
         self.this_pass = this_pass
 
     def gather_ahead(self, count: int) -> None:
         """At least so many units are gathered ahead of the running one."""
         self.prefetch = max(self.prefetch, count)
 
-    def when_reduced(self, told: Callable[[int], None]) -> None:
-        """`told` hears of each unit whose gradients are finished."""
-        self._reductions.told = told
+    def on_finished(self, call: Callable[[int], None]) -> None:
+        """Have `call` called with the index of each unit whose gradients are finished."""
+        self._reductions.on_finished = call
 
     # -- forward -----------------------------------------------------------------------------------------------
 
@@ -172,9 +176,8 @@ class Schedule:
         self._forward_cursor = position + 1
 
     def _forget_left(self, position: int) -> None:
-        for index in self.order.left[position]:
-            if not self._training or self.units[index].regathered:
-                self._here.discard(index)
+        left = self.order.left[position]
+        self._here.difference_update(index for index in left if not self._training or self.units[index].regathered)
 
     def _finish_forward(self) -> None:
         last = len(self.order.forward)
@@ -282,9 +285,7 @@ class Schedule:
         """Autograd is done: run the program to its end. `finish` must follow."""
         self._finish_backward()
         self._serve(Purpose.END_OF_BACKWARD)
-        self._forget_units()
-        for unit in self.units:
-            unit.rest()
+        self.rest()
         for index in self.order.remaining:
             self._close(self.units[index])
 
@@ -351,8 +352,7 @@ class Schedule:
     def halfway(self) -> None:
         """Half of the running unit's gradient is there: make room for the next weights, and start gathering them.
 
-        A rank that skips the unit does the same when the program passes by, so that all issue the same collectives in
-        the same order.
+        A rank that skips the unit does the same when the program passes by.
         """
         if self._postponed:
             self._reductions.make_room()

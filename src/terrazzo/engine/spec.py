@@ -122,8 +122,6 @@ class BucketSpec:
             gathered again at once).
         stored: dtype of parameters that are no floating-point numbers, which no precision changes.
         on_host: whether collectives reach the host's memory: ranks on CPUs.
-        dealt: ranks of data axes among which whole tensors are dealt out (experts): so many fewer split each of them.
-        padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
 
     Attributes:
         weight_axes, between_axes, optim_axes: over which the states are split.
@@ -146,8 +144,6 @@ class BucketSpec:
     keep: bool = False
     stored: torch.dtype | None = None
     on_host: bool = False
-    dealt: int = 1
-    padded: bool = True
 
     def __post_init__(self) -> None:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable
@@ -158,7 +154,7 @@ class BucketSpec:
         self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
         self.optim_axes = plan.optim.axes if trainable else plan.weight.axes
         stored = self.stored or self.precision.weight
-        self.has_own_master = trainable and not self._weight_serves_as_master(stored)
+        self.has_own_master = trainable and not self.shares_memory(stored)
         self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
         self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype and on_device
         fetched_again = self.between_axes == self.weight_axes and not on_device
@@ -170,23 +166,21 @@ class BucketSpec:
         replicas = tuple(axis for axis in self.ranks if axis not in self.optim_axes)
         self.sum_axes = SumAxes(plan.grad.axes, self.optim_axes, replicas)
 
-    def _weight_serves_as_master(self, stored: torch.dtype) -> bool:
-        master, tier = self.precision.master, self.tiers.weight
-        same_axes = self.weight_axes == self.optim_axes
+    def shares_memory(self, stored: torch.dtype) -> bool:
+        """Whether a weight of the dtype `stored` and its master are one memory, or one within the other."""
+        same_axes, tier = self.weight_axes == self.optim_axes, self.tiers.weight
         if tier != self.tiers.optim:
             return False
-        if stored == master:
+        if stored == self.precision.master:
             return same_axes or tier != "nvme"
-        cast_away = same_axes and self.weight_axes != () and stored == self.compute_dtype
-        return tier == "device" and cast_away and self.padded
+        return tier == "device" and same_axes and self.weight_axes != () and stored == self.compute_dtype
 
     # -- at rest -----------------------------------------------------------------------------------------------
 
     def numel(self, axes: tuple[str, ...]) -> int:
         """Elements of one rank when the space is split over `axes`."""
         if (known := self._numels.get(axes)) is None:
-            parts = max(1, math.prod([self.ranks[axis].size for axis in axes]) // self.dealt)
-            known = self._numels[axes] = self.whole // parts if self.padded else -(-self.whole // parts)
+            known = self._numels[axes] = -(-self.whole // math.prod([self.ranks[axis].size for axis in axes]))
         return known
 
     def at_rest(self, moments: Sequence[float] = ()) -> Iterator[StateBytes]:
@@ -266,8 +260,8 @@ class BucketSpec:
         further = self._scatters(first, self.optim_axes, beside)
         wire = self.precision.reduce.itemsize * self.numel(self.optim_axes)
         for axis in self.sum_axes.replicas:
-            size, along = self.size(axis), self.ranks[axis]
-            sent = 2 * (wire // size if self.padded else wire / size) * (size - 1)
+            along = self.ranks[axis]
+            sent = 2 * (wire / along.size) * (along.size - 1)
             received, steps = along.receive_bytes(wire), along.all_reduce_steps
             further.append(MoveBytes("all_reduce", "gradients", axis, sent, received, steps, beside))
         return start, further
@@ -288,16 +282,6 @@ class BucketSpec:
             moves.append(MoveBytes("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, beside))
             full = own
         return moves
-
-    def size(self, axis: str) -> int:
-        """Ranks of an axis that split a tensor; where whole ones are dealt out, innermost axes are used up first."""
-        left = self.dealt
-        for name, along in self.ranks.items():
-            taken = math.gcd(along.size, left)
-            if name == axis:
-                return along.size // taken
-            left //= taken
-        return 1
 
 
 def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:

@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.links.label import Label, Purpose, title_of
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
 from terrazzo.engine.process.worker import Job
+from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import Pass
 
 __all__ = ["Unit", "compilation_of"]
@@ -36,17 +37,27 @@ class Unit:
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
         self._gathering: list[Transfer] = []
         self._publishing: Transfer | None = None
-        self._updates: list[Job] = []  # the one under way, or none
+        self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without the unit
         self._trainable_numel = sum(slot.numel for bucket in self.trainable() for slot in bucket.slots)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name or 'root'!r}, {self.numel:,} elements)"
+        return f"<{self.title}, {self.numel:,} elements>"
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return title_of(self.name)
 
     @property
     def module(self) -> nn.Module:
         module = self._module()
         assert module is not None, "the model is gone"
         return module
+
+    @property
+    def recipe(self) -> Recipe:
+        """What its buckets follow, as those of all units do."""
+        return self.buckets[0].recipe
 
     @property
     def is_root(self) -> bool:
@@ -70,7 +81,7 @@ class Unit:
     @property
     def side(self) -> Side | None:
         """Where its chains of collectives run."""
-        return self.buckets[0].recipe.axes.side
+        return self.recipe.axes.side
 
     @property
     def compiled(self) -> bool:
@@ -131,7 +142,7 @@ class Unit:
         """
         self._finish_gather()
         if self._updates:
-            publish = _publish(self.buckets, self._updates)
+            publish = _publish_updated(self.buckets, self._updates)
             self._gathering = [Transfer(_then_gather(publish, self.updated, self.buckets, from_rest), label, self.side)]
         else:
             self._gathering = [Transfer(chain, label, self.side) for chain in _gathers(self.buckets, from_rest)]
@@ -144,7 +155,7 @@ class Unit:
                     if transfer.in_flight is not None:
                         transfer.advance()
         elif self._updates:
-            self._gathering = [Transfer(_publish(self.buckets, self._updates), self.updated, self.side)]
+            self._gathering = [Transfer(_publish_updated(self.buckets, self._updates), self.updated, self.side)]
 
     @property
     def updated(self) -> Label:
@@ -178,7 +189,7 @@ class Unit:
         if self._gathering:
             self.wait()
         elif self._updates:
-            Transfer(_publish(self.buckets, self._updates), self.updated).finish()
+            Transfer(_publish_updated(self.buckets, self._updates), self.updated).finish()
 
     def rest_between(self) -> None:
         """From forward to backward: keep what the plan's `between` names."""
@@ -225,7 +236,7 @@ class Unit:
             among: the buckets that have been; all if None.
         """
         written = [bucket for bucket in self.trainable() if among is None or bucket in among]
-        moving = Transfer(_republish(written, self.buckets[0].full.data), self.updated, self.side)
+        moving = Transfer(_publish_written(written, self.buckets[0].full.data), self.updated, self.side)
         if moving.done:
             return
         self._publishing = moving
@@ -250,7 +261,8 @@ def _land(unit: Callable[[], Unit | None]) -> None:
         found.land()
 
 
-def _republish(buckets: Sequence[Bucket], moved: Tensor) -> Moves:
+def _publish_written(buckets: Sequence[Bucket], moved: Tensor) -> Moves:
+    """Bring resting weights in line with master weights that have been written or stepped on this thread."""
     for bucket in for_computation(lambda: buckets):  # held: their memory is, and the model may be dropped meanwhile
         yield from bucket.publish()
     return moved
@@ -266,8 +278,8 @@ def _then_gather(publish: Moves, updated: Label, buckets: Sequence[Bucket], from
     return (yield from at_once(gathering)) if gathering else buckets[0].full.data
 
 
-def _publish(buckets: Sequence[Bucket], updates: list[Job]) -> Moves:
-    """Bring resting weights in line with updated master weights, once their update has ended."""
+def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves:
+    """The same with master weights that are being updated in the background, once that has ended."""
     if updates:
         updates[0].wait()
         updates.clear()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters import new_folder
 from terrazzo.engine import persistent_buffers
-from terrazzo.errors import BadInput, Misuse, SaveFailed
+from terrazzo.errors import BadInput, Misuse, SaveFailed, listed
 from terrazzo.exchange import together
 from terrazzo.integrations.weights import whole_weights
 
@@ -175,7 +175,7 @@ def _load_adapter(model: nn.Module, folder: Path, adapter: str) -> None:
     ]
     if wrong:
         raise BadInput(
-            f"The adapter in '{folder}' is not one of this model ({len(wrong)} differences): {'; '.join(wrong[:5])}. "
+            f"The adapter in '{folder}' is not one of this model ({len(wrong)} differences): {listed(wrong, 5, ';')}. "
             f"Build the model with get_peft_model(base, LoraConfig.from_pretrained({str(folder)!r})), and shard that."
         )
     model.load_state_dict({parameter: tensors[name] for name, parameter in saved.items()}, strict=False)

@@ -142,7 +142,7 @@ def test_the_transient_peak_and_the_traffic_are_as_promised(
             a_step(model, optimizer, micro_batches, local)
             assert engine.peak_transient_bytes == bill.transient_bytes, (micro_batches, local)
             assert engine.store.usage()["host_bytes"] == bill.host_bytes, (micro_batches, local)
-            assert engine.recipe.tally.ledger.live_bytes == 0
+            assert engine.tally.ledger.live_bytes == 0
             assert {k: n for k, n in engine.traffic.bytes.items() if n} == {k: n for k, n in told.bytes.items() if n}
             for kind in ("all_gather", "reduce_scatter", "all_reduce"):
                 assert engine.traffic.count[kind] == told.count[kind], kind

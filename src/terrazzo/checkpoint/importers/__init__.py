@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from terrazzo.checkpoint.source import Source
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, listed
 
 __all__ = ["open_foreign"]
 
@@ -56,5 +56,6 @@ def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str]) -> S
     if (path / safetensors.INDEX_FILE).exists() or any(path.glob("*.safetensors")):
         return safetensors.SafetensorsCheckpoint(path, names)
     found = sorted(entry.name for entry in path.iterdir())
-    shown = ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
-    raise BadInput(f"The folder '{path}' is no checkpoint: it holds {shown or 'nothing'}. Known are {_KNOWN}.")
+    raise BadInput(
+        f"The folder '{path}' is no checkpoint: it holds {listed(found, 10) or 'nothing'}. Known are {_KNOWN}."
+    )

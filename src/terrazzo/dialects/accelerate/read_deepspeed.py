@@ -9,6 +9,7 @@ from terrazzo.dialects.accelerate.source import Source
 from terrazzo.dialects.description import Setting, Settings, settings
 from terrazzo.dialects.dialect import Context, Reading
 from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested
+from terrazzo.errors import listed
 
 __all__ = ["FILE", "read_deepspeed"]
 
@@ -63,7 +64,7 @@ def _from_file(source: Source, name: str, context: Context) -> Settings:
         source.say(FILE, verdict.kind, verdict.why)
     alone = [extra.key.removeprefix(f"{FILE}.") for extra in nested.extras if not extra.harmless]
     if alone and (verdict is None or verdict.kind != "refused"):
-        source.say(FILE, "lossy", f"DeepSpeed alone has {', '.join(alone[:8])}, which that file says")
+        source.say(FILE, "lossy", f"DeepSpeed alone has {listed(alone, 8)}, which that file says")
     source.keep_as(FILE, name, "the name of the file")
     stage = document.get("zero_optimization")
     return {**nested.given, **_at_start(source, stage.get("stage", 0) if isinstance(stage, dict) else 0)}

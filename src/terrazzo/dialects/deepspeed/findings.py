@@ -12,6 +12,7 @@ from terrazzo.dialects.deepspeed.read_zero import OLD_OFFLOAD
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, in_words
 from terrazzo.dialects.dialect import Context, Document, Finding, Reading
+from terrazzo.errors import listed
 
 __all__ = ["findings"]
 
@@ -59,7 +60,7 @@ def _auto(source: Source) -> Iterator[Finding]:
     """DeepSpeed has no "auto": it fails at the top, and drops it below."""
     keys = [key for key, value in source.flat.items() if value == AUTO and key not in LITERAL]
     if keys:
-        shown = ", ".join(keys[:6]) + (f" and {len(keys) - 6} more" if len(keys) > 6 else "")
+        shown = listed(keys, 6)
         text = f"only Hugging Face's Trainer and Accelerate fill 'auto' ({shown}): DeepSpeed alone fails or drops it"
         yield _warning(keys[0], text)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from terrazzo.errors import RanksApart
 
-__all__ = ["RUN_THE_SAME", "Label", "Purpose", "Stamp", "moving"]
+__all__ = ["RUN_THE_SAME", "Label", "Purpose", "Stamp", "moving", "title_of"]
 
 
 RUN_THE_SAME = (
@@ -90,9 +90,13 @@ class Label:
             )
 
     def __str__(self) -> str:
-        name = self.names[self.unit] if self.unit < len(self.names) else ""
-        unit = f"unit {name!r}" if name else "the root unit" if self.names else f"unit {self.unit}"
+        unit = title_of(self.names[self.unit]) if self.unit < len(self.names) else f"unit {self.unit}"
         return _WORDS[self.purpose].format(unit=unit, number=self.number)
+
+
+def title_of(name: str) -> str:
+    """What messages call the unit of that name."""
+    return f"unit {name!r}" if name else "the root unit"
 
 
 class Stamp(NamedTuple):

@@ -14,11 +14,12 @@ from itertools import chain, islice
 
 import torch
 
+from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.order import Event, Visit, merge
-from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.progress import Progress
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
@@ -29,12 +30,12 @@ __all__ = ["Agreement", "flags_numel"]
 class Agreement:
     """That of one model's ranks; each method is collective, and blocks."""
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, recipe: Recipe) -> None:
-        self._units, self._schedule, self._recipe = units, schedule, recipe
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, progress: Progress) -> None:
+        self._units, self._schedule, self._axes, self._progress = units, schedule, axes, progress
 
     def on_order(self) -> None:
         """Compare what the ranks ran, and make it the program; see `Order`."""
-        program, axes = self._schedule.program, self._recipe.axes
+        program, axes = self._schedule.program, self._axes
         numbers = _encoded(program.visits, program.together)
         digest = zlib.crc32(array("q", numbers).tobytes())
         if all(axes.equal(torch.tensor([len(numbers), digest], device=axes.control_device))):
@@ -47,7 +48,7 @@ class Agreement:
 
     def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, none of which is negative."""
-        axes, device = self._recipe.axes, self._recipe.axes.control_device
+        axes, device = self._axes, self._axes.control_device
         longest = int(axes.maximum(torch.tensor([len(numbers)], device=device)).item())
         own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=device)
         return [[number for number in row if number >= 0] for row in axes.rows(own).tolist()]
@@ -78,7 +79,8 @@ class Agreement:
         own_late = [int(unit.index in late) for unit in self._units]
         own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
         label = self._schedule.end_of(Purpose.END_OF_BACKWARD)
-        strayed, *flags = meet(self._recipe, label, [int(self._schedule.program.strayed), *own_late, *own_seen])
+        own = [int(self._schedule.program.strayed), *own_late, *own_seen]
+        strayed, *flags = meet(self._axes, self._progress, label, own)
         return strayed, flags[: len(own_late)], flags[len(own_late) :]
 
 

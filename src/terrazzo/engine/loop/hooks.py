@@ -15,6 +15,7 @@ from terrazzo.engine.loop.listeners import before_gradient, eager, on_backward, 
 from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_asides, scale_asides, scale_output
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
+from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
@@ -36,9 +37,10 @@ class Hooks:
         before_use: to be called before gradients are clipped, or taken by the optimizer.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, recipe: Recipe) -> None:
-        self.units, self.schedule = units, schedule
-        self._recipe, self._agreement = recipe, Agreement(units, schedule, recipe)
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, recipe: Recipe, progress: Progress) -> None:
+        self.units, self.schedule, self._progress = units, schedule, progress
+        self._compute = recipe.precision.compute
+        self._agreement = Agreement(units, schedule, recipe.axes, progress)
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
         self.tell_of_gradients(begun=_ignore, ended=_ignore, before_use=_ignore)
@@ -81,7 +83,7 @@ class Hooks:
 
     @property
     def scaler(self) -> LossScaler | None:
-        return self._recipe.denominator.scaler
+        return self._progress.denominator.scaler
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -91,7 +93,7 @@ class Hooks:
             self._begin_forward(module)
         if self.units[0].is_root:
             self.before_unit(0)
-        if self._recipe.precision.compute in _HALF:
+        if self._compute in _HALF:
             return self._cast(args), self._cast(kwargs)
         return args, kwargs
 
@@ -168,12 +170,12 @@ class Hooks:
         """Backward comes to a call of `unit`, which ran when its weights were those of `generation`."""
         if unit.generation != generation:
             raise Misuse(
-                f"Backward came to {_name_of(unit)}, whose weights have been changed since its forward, by "
+                f"Backward came to {unit.title}, whose weights have been changed since its forward, by "
                 "optimizer.step() or by writing into them. Run the forward again, or step after its backward."
             )
         if torch.is_grad_enabled() and unit.transient:
             raise Misuse(
-                f"Backward with create_graph=True came to {_name_of(unit)}, whose weights are not kept for a second "
+                f"Backward with create_graph=True came to {unit.title}, whose weights are not kept for a second "
                 "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
             )
         self.schedule.enter_backward(unit)
@@ -212,7 +214,7 @@ class Hooks:
         if not bucket.present:
             self._surprised = True
             raise Misuse(
-                f"A gradient came for {bucket.members[index].name!r} while the weights of {_name_of(unit)} were not "
+                f"A gradient came for {bucket.members[index].name!r} while the weights of {unit.title} were not "
                 "here: its backward was reached past the outputs of its forward, which nothing had told. Return every "
                 "tensor that the loss is computed from out of that module's forward, in tuples, lists or dicts; or run "
                 "the step again, which is watched more closely from now on."
@@ -263,7 +265,7 @@ class Hooks:
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self._recipe.precision.compute) if tensor.is_floating_point() else tensor
+            return tensor.to(self._compute) if tensor.is_floating_point() else tensor
 
         return tree_map_only(Tensor, cast, inputs)
 
@@ -279,10 +281,6 @@ def forget_gradients(units: Iterable[Unit], schedule: Schedule, set_to_none: boo
 
 def _ignore() -> None:
     """Nobody wants to know."""
-
-
-def _name_of(unit: Unit) -> str:
-    return f"unit {unit.name!r}" if unit.name else "the root unit"
 
 
 def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:

@@ -10,8 +10,10 @@ from itertools import chain
 
 import torch
 
+from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.collectives import TRAIL
-from terrazzo.engine.links.label import Label, moving
+from terrazzo.engine.links.label import RUN_THE_SAME, Label, moving
+from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import RanksApart
 
@@ -26,13 +28,13 @@ def meets(recipe: Recipe) -> bool:
     return bool(recipe.plan.weight.axes)
 
 
-def meet(recipe: Recipe, label: Label, numbers: Sequence[int]) -> list[int]:
+def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:
     """Each the highest of the `numbers` of all data ranks, which meet at `label`; blocks.
 
     Raises: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
     transport whose messages carry no labels.
     """
-    axes, trail = recipe.axes, _trail(recipe)
+    trail = _trail(axes, progress)
     values = torch.tensor([label.code, ~label.code, trail, ~trail, *numbers], device=axes.control_device)
     before = moving.set(label)
     try:
@@ -42,30 +44,30 @@ def meet(recipe: Recipe, label: Label, numbers: Sequence[int]) -> list[int]:
     label.check(highest, "another rank")
     label.check(~lowest, "another rank")
     if most != ~least:
-        _compare_trails(recipe, label)
+        _compare_trails(axes, progress, label)
     return [int(number) for number in top]
 
 
-def _trail(recipe: Recipe) -> int:
+def _trail(axes: Axes, progress: Progress) -> int:
     """A digest of what must be equal on all ranks: optimizer steps and their learning rates, what gradients are divided
     by, and what has been exchanged on transports whose messages carry no labels.
     """
-    digest = zlib.crc32(struct.pack("<qd", recipe.tally.steps, recipe.denominator.unscaled))
-    digest = zlib.crc32(_rates(recipe).tobytes(), digest)
-    for axis in recipe.axes.names:
-        digest = zlib.crc32(recipe.axes.along(axis).digest.to_bytes(4, "little"), digest)
+    digest = zlib.crc32(struct.pack("<qd", progress.steps, progress.denominator.unscaled))
+    digest = zlib.crc32(_rates(progress).tobytes(), digest)
+    for axis in axes.names:
+        digest = zlib.crc32(axes.along(axis).digest.to_bytes(4, "little"), digest)
     return digest
 
 
-def _rates(recipe: Recipe) -> array[float]:
-    return array("d", chain.from_iterable(recipe.tally.rates.values()))
+def _rates(progress: Progress) -> array[float]:
+    return array("d", chain.from_iterable(progress.rates.values()))
 
 
-def _compare_trails(recipe: Recipe, label: Label) -> None:
+def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
     """The trails of the ranks differ. Raises: `RanksApart` naming steps, learning rates, denominators, or the first
     exchange in which they do.
     """
-    axes, own_steps, divisor = recipe.axes, recipe.tally.steps, recipe.denominator.unscaled
+    own_steps, divisor = progress.steps, progress.denominator.unscaled
     steps = axes.rows(torch.tensor([own_steps], device=axes.control_device)).flatten().tolist()
     if min(steps) != max(steps):
         raise RanksApart(
@@ -73,8 +75,8 @@ def _compare_trails(recipe: Recipe, label: Label) -> None:
             f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
             "on it, for example with an all_reduce of whether the loss is finite."
         )
-    rates = axes.rows(torch.tensor([*_rates(recipe)], dtype=torch.float64, device=axes.control_device))
-    for own_rate, each in zip(_rates(recipe), rates.T.tolist(), strict=True):
+    rates = axes.rows(torch.tensor([*_rates(progress)], dtype=torch.float64, device=axes.control_device))
+    for own_rate, each in zip(_rates(progress), rates.T.tolist(), strict=True):
         if min(each) != max(each):
             raise RanksApart(
                 f"The ranks have not run the same: before {label}, optimizer.step() has used a learning rate of "
@@ -96,4 +98,4 @@ def _compare_trails(recipe: Recipe, label: Label) -> None:
             for mine, other in zip(own.tolist(), theirs, strict=True):
                 if mine != other and min(mine, other) >= 0:
                     label.of_code(mine).check(other, "another rank")
-    raise RanksApart(f"The ranks have not run the same some time before {label}.")
+    raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")

@@ -95,9 +95,9 @@ def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
         if member.parameter in optimizer.state
     }
     optimizer.register_step_pre_hook(weakly(engine.hooks, _before_step))
-    driver = OptimizerDriver(optimizer, engine.units, engine.recipe, engine.schedule, engine.publish, first)
+    driver = OptimizerDriver(optimizer, engine.units, engine.progress, engine.schedule, engine.publish, first)
     engine.drivers.append(driver)
-    engine.recipe.denominator.scaler = driver.scaler
+    engine.progress.denominator.scaler = driver.scaler
     apart = [bucket for bucket in driver.buckets if bucket.updated_apart]
     if apart or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)

@@ -39,9 +39,11 @@ from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.device import Stream
+from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
+from terrazzo.engine.tally import Tally
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
@@ -55,6 +57,8 @@ class Engine:
     Attributes:
         plan: as asked for, in the mesh's axes.
         recipe: the same with only the axes that have more than one rank, and the precision.
+        progress: what ranks compare of the training so far.
+        tally: what has been sent, and transient memory held.
         units: in registration order, root first.
         why_units: how the units were found.
         store: memory and files of what does not rest on the device.
@@ -65,6 +69,8 @@ class Engine:
 
     plan: Plan
     recipe: Recipe
+    progress: Progress
+    tally: Tally
     units: Sequence[Unit]
     why_units: str
     schedule: Schedule
@@ -111,8 +117,8 @@ class Engine:
         for driver in self.drivers:
             driver.retire()
         self.drivers.clear()
-        self.recipe.tally.rates.clear()
-        self.recipe.denominator.scaler = None
+        self.progress.rates.clear()
+        self.progress.denominator.scaler = None
         self.forget_gone()
 
     def forget_gone(self) -> None:
@@ -146,12 +152,12 @@ class Engine:
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent since the last `reset()`."""
-        return self.recipe.tally.traffic
+        return self.tally.traffic
 
     @property
     def peak_transient_bytes(self) -> int:
         """The most transient memory held at once since sharding; the bill promises `transient_bytes`."""
-        return self.recipe.tally.ledger.peak_bytes
+        return self.tally.ledger.peak_bytes
 
     def usage(self) -> dict[str, float]:
         """What lies beside the device, in bytes, and what has been done there: see `Store.usage`."""
@@ -201,7 +207,7 @@ class Engine:
         Args:
             each: reduce every micro-batch before the last, too; else add it up on this rank.
         """
-        self.schedule.turn_to(Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS)
+        self.schedule.set_pass(Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS)
 
     def gather_ahead(self, count: int) -> None:
         """From now on, gather at least so many units ahead of the running one."""
@@ -265,8 +271,7 @@ class Engine:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
         """
-        _, traffic = rehearse(self.units, self._paper_step(micro_batches, local))
-        return traffic
+        return rehearse(self.units, self._paper_step(micro_batches, local)).traffic
 
     @contextlib.contextmanager
     def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
@@ -311,7 +316,10 @@ class Engine:
             f"{name} is {shapes[name]} and should be {shape}" for name, shape in wanted.items() if shapes[name] != shape
         ]
         if wrong:
-            raise BadInput(f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}.")
+            raise BadInput(
+                f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
+                "was built as this one was."
+            )
         self.settle()
         with torch.no_grad():
             for bucket, slot, name in slots:

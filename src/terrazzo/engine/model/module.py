@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,11 @@ class ShardedModule(nn.Module):
         self._terrazzo.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, once no update is under way; collective while one may be."""
+        """The state dict of any module, once no update is under way. Collective while one may be.
+
+        Its parameters are those of the model: full tensors inside `tz.gathered`, and under plans that keep weights
+        whole; else they refuse to be read, by name. `tz.checkpoint.save` writes a model from its shards.
+        """
         self._terrazzo.finish_updates()
         return super().state_dict(*args, **kwargs)
 
@@ -44,15 +49,28 @@ class ShardedModule(nn.Module):
                 for the number of data ranks, DDP's mean. The same on every rank: a backward pass raises `RanksApart`
                 where it is not.
         """
-        if denominator is not None and not 0 < denominator < math.inf:
-            raise BadInput(f"The gradient denominator is {denominator}; it must be positive and finite.")
-        self._terrazzo.recipe.denominator.chosen = denominator
+        number = denominator is None or isinstance(denominator, Real | Tensor)
+        if not number or (denominator is not None and not 0 < denominator < math.inf):
+            raise BadInput(
+                f"The gradient denominator is {denominator!r}; it must be a positive and finite number, or None for "
+                "the number of data ranks."
+            )
+        self._terrazzo.progress.denominator.chosen = denominator
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors by name, one at a time: each rank keeps its own ranges. `state_dict` may be lazy.
+        """Load full tensors by name, one at a time: each rank keeps its own ranges. Collective.
 
-        A tensor that the model has under several names may come under any of them. `assign` changes nothing: parameters
-        stay views of the engine's memory, in the dtypes of its precision.
+        Args:
+            state_dict: full tensors of any dtype, the same on every rank. It may be lazy: each is looked up when it is
+                needed. A tensor that the model has under several names may come under any of them.
+            strict: refuse missing and unexpected names; else what is missing keeps its values.
+            assign: changes nothing: parameters stay views of the engine's memory, in the dtypes of its precision.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as torch does.
+
+        Raises:
+            BadInput: for names, if `strict`, and for tensors of other shapes; nothing has been changed.
         """
         engine, buffers = self._terrazzo, persistent_buffers(self)
         known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.links.transfer import Ledger
 from terrazzo.engine.model.attach import check_several
 from terrazzo.engine.model.checks import (
     check_agreement,
@@ -80,6 +81,7 @@ class Prepared:
 
     plan: Plan
     recipe: Recipe
+    tally: Tally
     units: list[Unit]
     why: str
     optimizers: list[Optimizer]
@@ -101,8 +103,8 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     compiled = [each.name for each in asked.specs if compilation_of(each.module) is not None]  # they reduce otherwise
     facts |= {"parameters": model_facts(asked.specs), "compiled units": compiled}
     check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
-    recipe = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision, tally)
-    return together(axes, lambda: _plan(asked, options, recipe))
+    recipe = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision)
+    return together(axes, lambda: _plan(asked, options, recipe, tally))
 
 
 def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes) -> _Asked:
@@ -125,15 +127,16 @@ def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options:
     return _Asked(plan, precision, specs, why, _build_optimizers(model, optimizer, specs))
 
 
-def _plan(asked: _Asked, options: Options, recipe: Recipe) -> Prepared:
+def _plan(asked: _Asked, options: Options, recipe: Recipe, tally: Tally) -> Prepared:
     axes, built = recipe.axes, asked.optimizers
-    planned = _plan_units(asked.specs, recipe, [number for number, each in enumerate(built) for _ in each.param_groups])
+    owners = [number for number, each in enumerate(built) for _ in each.param_groups]
+    planned = _plan_units(asked.specs, recipe, tally.ledger, owners)
     check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
     warn_of_unused(asked.plan, options.offload)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
     templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
-    return Prepared(asked.plan, recipe, planned, asked.why, built, templates)
+    return Prepared(asked.plan, recipe, tally, planned, asked.why, built, templates)
 
 
 def _one_of(kind: type[N], value: N | str, argument: str) -> N:
@@ -158,17 +161,12 @@ def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[Un
     else:
         built = [optimizer]
     for each in built:
-        if not isinstance(each, Optimizer):
-            raise BadInput(
-                f"optimizer is a {type(each).__name__}; pass a torch.optim.Optimizer, a list of them or a callable "
-                "that builds one."
-            )
         check_optimizer(each)
     assign_groups(built, [member for spec in specs for member in spec.members])
     return built
 
 
-def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) -> list[Unit]:
+def _plan_units(specs: list[UnitSpec], recipe: Recipe, ledger: Ledger, owners: Sequence[int]) -> list[Unit]:
     """The units, with nothing allocated yet.
 
     Args:
@@ -177,7 +175,8 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe, owners: Sequence[int]) ->
     units, names = [], tuple(spec.name for spec in specs)
     for index, spec in enumerate(specs):
         tiers = recipe.plan.tiers_of(index, len(specs))
-        buckets = [Bucket(group, recipe, not spec.name, tiers) for group in _bucket_groups(spec.members, owners)]
+        groups = _bucket_groups(spec.members, owners)
+        buckets = [Bucket(group, recipe, ledger, not spec.name, tiers) for group in groups]
         units.append(Unit(names, index, spec.module, buckets))
     return units
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -39,10 +40,12 @@ from terrazzo.engine.partition import Units
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
+from terrazzo.engine.progress import Progress
+from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
 
@@ -85,19 +88,23 @@ def shard(  # structure: signature fixed by the design
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = prepare(model, optimizer, plan, options)
-    recipe, planned = prepared.recipe, prepared.units
+    recipe, planned, axes = prepared.recipe, prepared.units, prepared.recipe.axes
     _warn_of_orphans(planned, prepared.optimizers)
     store = _open_store(planned, prepared.templates, options.offload)
     if store.drive is not None:
         give_back_freed()  # before anything large is built
     _build_units(model, planned, store)
+    prepared.tally.reset()
 
-    meeting = (lambda label, number: meet(recipe, label, [number])[0]) if meets(recipe) else None
-    schedule = Schedule(planned, prefetch, meeting, recipe.denominator)
-    hooks = Hooks(planned, schedule, recipe)
+    progress = Progress(Denominator(axes.size()))
+    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if meets(recipe) else None
+    schedule = Schedule(planned, prefetch, meeting, progress.denominator)
+    hooks = Hooks(planned, schedule, recipe, progress)
     engine = Engine(
         plan=prepared.plan,
         recipe=recipe,
+        progress=progress,
+        tally=prepared.tally,
         units=planned,
         why_units=prepared.why,
         schedule=schedule,
@@ -111,10 +118,9 @@ def shard(  # structure: signature fixed by the design
     make_sharded_module(model, engine)
     show_gradients(model, engine)
     watch_steps()
-    if recipe.axes.device.type == "cpu":
+    if axes.device.type == "cpu" and store.drive is None:
         bill = engine.bill
-        if store.drive is None:
-            keep_freed(bill.grad_bytes + bill.transient_bytes)
+        keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, _in_form_of(optimizer, prepared.optimizers)
 
 
@@ -140,9 +146,8 @@ def estimate(  # structure: signature fixed by that of shard
 
 def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
     """Host memory and files for what these units keep there. Collective."""
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    axes = buckets[0].recipe.axes
-    need = need_of(buckets, templates, offload.cell_numel)
+    axes = units[0].recipe.axes
+    need = need_of([bucket for unit in units for bucket in unit.buckets], templates, offload.cell_numel)
     return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
 
@@ -159,11 +164,11 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     """
     engine = engine_of(model)
     before = engine.schedule.this_pass
-    engine.schedule.turn_to(Pass.ADDS if engine.sums_locally(local) else Pass.REDUCES)
+    engine.schedule.set_pass(Pass.ADDS if engine.sums_locally(local) else Pass.REDUCES)
     try:
         yield
     finally:
-        engine.schedule.turn_to(before)
+        engine.schedule.set_pass(before)
 
 
 def clip_grad_norm_(
@@ -183,8 +188,12 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d fp32 tensor equal on all ranks.
     """
     engine = engine_of(model)
-    if not max_norm > 0 or not norm_type > 0:
-        raise BadInput(f"clip_grad_norm_ with max_norm {max_norm} and norm_type {norm_type}: both must be positive.")
+    given: list[Any] = [max_norm, norm_type]
+    if not all(isinstance(each, Real | Tensor) and float(each) > 0 for each in given):
+        raise BadInput(
+            f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
+            "float('inf') as norm_type takes the maximum."
+        )
     if any(bucket.gradient.unfinished for bucket in engine.trainable()):
         raise Misuse(
             "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
@@ -213,10 +222,10 @@ def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> 
     """Say which parameters get gradients that no optimizer takes."""
     names = orphans([member for unit in units for bucket in unit.buckets for member in bucket.members])
     if names and optimizers and dist.get_rank() == 0:
-        listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         warnings.warn(
-            f"{len(names)} trainable parameters are in no optimizer, so that they keep their values: {listed}. Give "
-            "tz.shard, or tz.attach, an optimizer that has them, or freeze them with requires_grad_(False).",
+            f"{len(names)} trainable parameters are in no optimizer, so that they keep their values: "
+            f"{listed(names, 5)}. Give tz.shard, or tz.attach, an optimizer that has them, or freeze them with "
+            "requires_grad_(False).",
             stacklevel=3,
         )
 
@@ -230,8 +239,7 @@ def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
 
 def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
-    recipe = units[0].buckets[0].recipe
-    initialize, axes, tally = initializer_of(model), recipe.axes, recipe.tally
+    initialize, axes = initializer_of(model), units[0].recipe.axes
     bare = materialize_buffers(model, axes.device)
     for unit in units:
         members = [member for bucket in unit.buckets for member in bucket.members]
@@ -242,5 +250,3 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     for module in bare:
         initialize(module, ())
     move_buffers(model, axes)
-    tally.ledger.peak_bytes = tally.ledger.live_bytes = 0
-    tally.traffic.reset()

@@ -307,7 +307,10 @@ def _norm(grad: _StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = Fa
     kind = 2.0 if kind in ("fro", None) else kind
     if dim is not None or keepdim or isinstance(kind, str) or not kind > 0:
         asked = f"norm({kind!r}, dim={dim}, keepdim={keepdim})"
-        raise Misuse(f"{asked} of a sharded gradient: it can be measured as a whole, by a p-norm.")
+        raise Misuse(
+            f"{asked} of a sharded gradient: it can be measured as a whole, by a p-norm. Leave out dim and keepdim, "
+            "and give p as a number above 0."
+        )
     owner, key = _found(grad)
     return owner.norm(key, float(kind)).to(named.get("dtype") or torch.float32)
 

@@ -50,7 +50,7 @@ class Background:
         self._check_whole()
         if index in self._begun:
             raise Misuse(
-                f"Gradients of unit {unit.name or 'root'!r} came after its update had begun: with offload step "
+                f"Gradients of {unit.title} came after its update had begun: with offload step "
                 "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and "
                 "optimizer.step() follows it. Or use tz.Offload(step='overlapped')."
             )

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from terrazzo.engine.optim.optimizer import ShardedOptimizer
 from terrazzo.engine.parameter import sharded_name
-from terrazzo.errors import Misuse
+from terrazzo.errors import Misuse, listed
 
 __all__ = ["on_foreign_step", "watch_steps"]
 
@@ -45,7 +45,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     names = [name for parameter in given if (name := sharded_name(parameter)) is not None]
     if names:
         raise Misuse(
-            f"This {type(optimizer).__name__} steps {len(names)} parameters of a sharded model ({names[0]!r}, ...), "
-            "and is not attached to it: their gradients are not there for it. Give it to tz.shard, or call "
+            f"This {type(optimizer).__name__} steps parameters of a sharded model ({listed(names, 1)}), and "
+            "is not attached to it: their gradients are not there for it. Give it to tz.shard, or call "
             "tz.attach(model, optimizer) before its first step."
         )

@@ -26,7 +26,7 @@ from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.stock import rate_of
 from terrazzo.engine.optim.twin import Twin
-from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
@@ -41,6 +41,7 @@ class OptimizerDriver:
     Args:
         optimizer: its groups' tensors are replaced by segments.
         units: of the model, built.
+        progress: of the model: steps and learning rates are noted there.
         schedule: of the model.
         publish: brings compute weights of some buckets in line with updated master weights.
         first: number of its first param group among those of all the model's optimizers.
@@ -57,22 +58,22 @@ class OptimizerDriver:
         self,
         optimizer: Optimizer,
         units: Sequence[Unit],
-        recipe: Recipe,
+        progress: Progress,
         schedule: Schedule,
         publish: Callable[[Collection[Bucket]], None],
         first: int = 0,
     ) -> None:
         self.groups = range(first, first + len(optimizer.param_groups))
-        self.units, self.recipe, self.schedule = units, recipe, schedule
+        self.units, self.recipe, self.progress, self.schedule = units, units[0].recipe, progress, schedule
         self._owned = _owned([bucket for unit in units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
         self._publish = weakref.WeakMethod(publish)  # its owner owns this driver
         self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
         self.background: Apart | None = None
-        scaling = recipe.precision.loss_scaling
+        scaling = self.recipe.precision.loss_scaling
         self.scaler = LossScaler(scaling) if scaling else None
         self.reference, self._retired = weakref.ref(optimizer), False
-        self._moments_differ = recipe.precision.moments != recipe.precision.master
+        self._moments_differ = self.recipe.precision.moments != self.recipe.precision.master
         self._fill_groups(optimizer)
         self._note_rates(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
@@ -94,7 +95,7 @@ class OptimizerDriver:
     def update_apart(self, make: Callable[[Callable[[], list[Segment] | None]], Apart]) -> None:
         """Have segments away from the device updated by what `make` returns; it is given what returns them."""
         self.background = make(weakly(self, lambda driver: driver.segments))
-        self.schedule.when_reduced(weakly(self, OptimizerDriver._reduced))
+        self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
 
     def _reduced(self, unit: int) -> None:
         if self.background is not None:
@@ -116,9 +117,15 @@ class OptimizerDriver:
         if _inside_another(optimizer):
             return
         if (args[1:] and args[1] is not None) or kwargs.get("closure") is not None:
-            raise Misuse("optimizer.step(closure) is not supported on sharded weights: run forward and backward first.")
+            raise Misuse(
+                "optimizer.step(closure) is not supported on sharded weights. Run forward and backward first, and then "
+                "call optimizer.step() without it."
+            )
         if self._retired:
-            raise Misuse(f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got.")
+            raise Misuse(
+                f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got: step that "
+                "one. It can be built anew over the model's parameters, and attached with tz.attach."
+            )
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
@@ -147,7 +154,7 @@ class OptimizerDriver:
         if _inside_another(optimizer):
             return
         self.drop_segment_gradients()
-        self.recipe.tally.steps += 1
+        self.progress.steps += 1
         self._note_rates(optimizer)
         if (publish := self._publish()) is not None:
             publish(self._owned.keys())
@@ -155,7 +162,7 @@ class OptimizerDriver:
             self.background.end_step()
 
     def _note_rates(self, optimizer: Optimizer) -> None:
-        self.recipe.tally.rates[self.groups.start] = [rate_of(group) for group in optimizer.param_groups]
+        self.progress.rates[self.groups.start] = [rate_of(group) for group in optimizer.param_groups]
 
     def drop_segment_gradients(self) -> None:
         """Segments have gradients inside a step alone."""
@@ -183,8 +190,8 @@ class OptimizerDriver:
             _cast_moments(optimizer, parameter, precision.master)
             kept = optimizer.state.get(parameter, {})
             optimizer.state[parameter] = twin.step(segment.group - self.groups.start, parameter, kept)
-            _cast_moments(optimizer, segment.parameter, precision.moments)
-            segment.parameter.grad = None
+            _cast_moments(optimizer, parameter, precision.moments)
+            parameter.grad = None
 
     def _overflowed(self) -> bool:
         """Whether any rank holds a non-finite gradient."""
@@ -283,7 +290,10 @@ class ShardedOptimizer(Optimizer):
         raise Misuse("A sharded optimizer cannot load a plain state_dict: restore with tz.checkpoint.load.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise Misuse("A sharded optimizer cannot be deep-copied: its tensors are views of the model's master weights.")
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be deep-copied: its tensors are views of master weights. "
+            "Copy it before tz.shard, or build another one for another model."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Misuse(

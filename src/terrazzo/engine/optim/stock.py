@@ -57,9 +57,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot be sharded element by element.
 
     Raises:
-        BadInput: an optimizer that is not known to be elementwise.
+        BadInput: what is no optimizer, or is not known to be elementwise.
     """
     name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise BadInput(f"optimizer is a {name}; pass a torch.optim.Optimizer (to tz.shard also what builds one).")
     if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
         raise BadInput(
             f"{name} cannot run on flat shards: it is not known to update each element from that element's values "

@@ -78,13 +78,12 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
     need = need_of(buckets, templates, offload.cell_numel)
     here = resting_bytes(buckets)
-    ledger, _ = rehearse(units, step)
     return MemoryBill(
         weight_bytes=here["weight"],
         master_bytes=here["master"],
         grad_bytes=here["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
-        transient_bytes=ledger.peak_bytes,
+        transient_bytes=rehearse(units, step).ledger.peak_bytes,
         host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),
         disk_bytes=disk_bytes(need),
     )

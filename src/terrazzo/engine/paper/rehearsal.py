@@ -13,13 +13,14 @@ import torch
 
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.side import Side
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Released, Traffic
+from terrazzo.engine.links.transfer import Handle, Moves, Released, Traffic
 from terrazzo.engine.loop.agreement import flags_numel
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meets
 from terrazzo.engine.order import contains
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import BucketSpec, MoveBytes, Pass, When
+from terrazzo.engine.tally import Tally
 from terrazzo.engine.unit import Unit
 
 __all__ = ["PaperStep", "PaperUnit", "rehearse"]
@@ -40,22 +41,20 @@ class PaperStep:
     local_sums: bool = False
 
 
-def rehearse(units: Sequence[Unit], step: PaperStep) -> tuple[Ledger, Traffic]:
+def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
     """Transient memory and traffic of one optimizer step on this rank.
 
     Args:
         units: in registration order; they need not be built.
     """
-    ledger, traffic = Ledger(), Traffic()
-    paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, ledger, traffic) for unit in units]
-    recipe = units[0].buckets[0].recipe
-    for each in paper:
-        each.side = recipe.axes.side and Side(torch.device("meta"))
+    tally, recipe = Tally(), units[0].recipe
+    traffic, side = tally.traffic, recipe.axes.side and Side(torch.device("meta"))
+    paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, side) for unit in units]
     meeting = (lambda label, wanted: _meet(recipe, traffic)) if meets(recipe) else None
     schedule = Schedule(paper, step.prefetch, meeting)
     earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
     for index in range(step.micro_batches):
-        schedule.turn_to(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
+        schedule.set_pass(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
         _forward(schedule, paper)
         _backward(schedule, paper)
         if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):
@@ -66,7 +65,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> tuple[Ledger, Traffic]:
         for bucket, paper_bucket in zip(unit.buckets, counted.buckets, strict=True):
             if any(member.group >= 0 for member in bucket.members):
                 paper_bucket.publish()
-    return ledger, traffic
+    return tally
 
 
 def _forward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
@@ -108,18 +107,21 @@ class PaperUnit:
     Args:
         buckets: of which it counts what they hold and send.
         compiled: whether its gradients come all at once.
-
-    Attributes:
+        tally: where it counts that.
         side: as of `Unit`.
     """
 
-    side: Side | None = None
-
-    def __init__(  # structure: what a unit is
-        self, name: str, index: int, buckets: Sequence[BucketSpec], compiled: bool, ledger: Ledger, traffic: Traffic
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        buckets: Sequence[BucketSpec],
+        compiled: bool,
+        tally: Tally,
+        side: Side | None = None,
     ) -> None:
-        self.name, self.index = name, index
-        self.buckets = [PaperBucket(bucket, ledger, traffic) for bucket in buckets]
+        self.name, self.index, self.side = name, index, side
+        self.buckets = [PaperBucket(bucket, tally) for bucket in buckets]
         self.has_gradients = any(bucket.trainable for bucket in buckets)
         self.regathered = any(bucket.regathered for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
@@ -171,8 +173,8 @@ class PaperUnit:
 class PaperBucket:
     """What a bucket holds at a moment of a step, in bytes."""
 
-    def __init__(self, spec: BucketSpec, ledger: Ledger, traffic: Traffic) -> None:
-        self.spec, self._ledger, self._traffic = spec, ledger, traffic
+    def __init__(self, spec: BucketSpec, tally: Tally) -> None:
+        self.spec, self._ledger, self._traffic = spec, tally.ledger, tally.traffic
         self.present = spec.resident
         self._held_bytes = self._pending_bytes = self._partial_bytes = 0
 

@@ -85,15 +85,15 @@ class Worker:
     def __del__(self) -> None:
         _end(self._jobs, len(self._threads))
 
-    def submit(self, job: Callable[[], None]) -> Job:
-        """Raises: `Misuse` in a forked child, and once it is closed."""
+    def submit(self, work: Callable[[], None]) -> Job:
+        """Have a thread do `work`, behind what came before. Raises: `Misuse` in a forked child, and once it is closed."""
         require_own(self._process)
-        done = Job()
+        job = Job()
         with self._closing:  # what comes behind the end would never be done
             if self._closed:
                 raise Misuse("A job was given to threads that have been closed: give it before close().")
-            self._jobs.put((done, job))
-        return done
+            self._jobs.put((job, work))
+        return job
 
     def close(self) -> None:
         """Return once all jobs are done and the threads have ended."""
@@ -119,20 +119,20 @@ def _work(jobs: _Jobs) -> None:
 
 
 def _do_next(jobs: _Jobs) -> bool:
-    """False at the end. What a job holds is gone when it counts as done, and when the next one is awaited."""
+    """False at the end. What the work holds is gone when its job counts as done, and when the next one is awaited."""
     item = jobs.get()
     if item is None:
         return False
-    done, job = item
+    job, work = item
     del item
     failure: BaseException | None = None
     try:
-        job()
+        work()
     except BaseException as error:
         failure = without_frames(error)
-    del job
+    del work
     if failure is None:
-        done.set_result(None)
+        job.set_result(None)
     else:
-        done.set_exception(failure)
+        job.set_exception(failure)
     return True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+
+import torch
 
 from terrazzo.engine.layout import ALIGN, padded_bytes, round_up
 from terrazzo.engine.spec import BucketSpec
@@ -27,6 +30,8 @@ class PlannedBucket(BucketSpec):
     """A bucket of these tensors.
 
     Attributes:
+        dealt: ranks of data axes among which whole tensors are dealt out (experts): so many fewer split each of them.
+        padded: as the engine pads; a bare number of parameters is not.
         end: elements of the flat space up to the padding at its end.
         moments: bytes per element of each state that the optimizer keeps for every element.
     """
@@ -34,23 +39,26 @@ class PlannedBucket(BucketSpec):
     def __init__(self, tensors: Sequence[TensorShape], placement: Placement, keep: bool) -> None:
         recipe, precision = placement.optimizer, placement.precision
         self.tensors, self._tp, self._fixed_bytes = tensors, placement.tp, recipe.fixed_bytes
-        self.dealt = placement.ep if tensors[0].role == "expert" else 1
-        self.end = sum(round_up(self.share(tensor), ALIGN if placement.padded else 1) for tensor in tensors)
-        split = max(1, placement.shards // self.dealt)
+        self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
+        self.end = sum(round_up(self.share(tensor), ALIGN if self.padded else 1) for tensor in tensors)
+        axes = placement.axes(self.dealt)
+        split = math.prod(axis.size for axis in axes.values())
         super().__init__(
-            round_up(self.end, ALIGN * split) if placement.padded else self.end,
+            round_up(self.end, ALIGN * split) if self.padded else self.end,
             placement.plan,
             precision,
-            placement.axes,
+            axes,
             placement.tiers,
             tensors[0].trainable,
             keep,
             on_host=placement.host > 0,
-            dealt=self.dealt,
-            padded=placement.padded,
         )
         each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
         self.moments = [each] * recipe.moments
+
+    def shares_memory(self, stored: torch.dtype) -> bool:
+        """Of a bare number of parameters as published sums count: a weight beside each master of another dtype."""
+        return super().shares_memory(stored) and (self.padded or stored == self.precision.master)
 
     def share(self, tensor: TensorShape) -> int:
         """Elements of a tensor on a rank, before data ranks divide it."""

@@ -52,21 +52,21 @@ class Placement:
         """Computed once: placements are looked up for every unit."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
-    @property
-    def shards(self) -> int:
-        """Ranks over which a unit must divide evenly."""
-        return self.ranks(axis for axis, _ in self.sizes)
-
     def ranks(self, axes: Iterable[str]) -> int:
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
-    @cached_property
-    def axes(self) -> Mapping[str, PaperAxis]:
-        """The axes of `sizes`."""
+    def axes(self, dealt: int = 1) -> Mapping[str, PaperAxis]:
+        """The axes of `sizes`, as they split a tensor.
+
+        Args:
+            dealt: ranks among which whole tensors are dealt out, which uses up the innermost axes first.
+        """
         found: dict[str, PaperAxis] = {}
         inner = 1
         for axis, size in self.sizes:
+            taken = math.gcd(size, dealt)
+            inner, dealt, size = inner * taken, dealt // taken, size // taken
             found[axis] = PaperAxis(size, self.host and max(1, min(size, self.host // inner)))
             inner *= size
         return found

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from terrazzo.engine.links.side import Side
-from terrazzo.engine.links.transfer import Ledger, Moves, Released, Traffic
+from terrazzo.engine.links.transfer import Ledger, Moves, Released
 from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.place import Tiers
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.spec import Pass, resting_bytes
+from terrazzo.engine.tally import Tally
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
@@ -116,16 +117,15 @@ def _states(found: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
 
 
 class _Player:
-    """Drives the schedule by the events of a trace, as `engine.hooks` does by those of a model."""
+    """Drives the schedule by the events of a trace, as `engine.loop.hooks` does by those of a model."""
 
     def __init__(self, setup: Setup, units: Sequence[Sequence[PlannedBucket]], trace: ActivationTrace) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
         self._trace = trace
         self._ledger, self._sums = _Observed(self._hold), _Observed(self._hold)
         ledgers = (self._ledger, self._sums)
-        self._paper = [_Unit(index, unit, setup.compile, *ledgers) for index, unit in enumerate(units)]
-        for unit in self._paper:
-            unit.side = None if setup.cluster.device.kind == "cpu" else Side(torch.device("meta"))
+        side = None if setup.cluster.device.kind == "cpu" else Side(torch.device("meta"))
+        self._paper = [_Unit(index, unit, setup.compile, *ledgers, side) for index, unit in enumerate(units)]
         self._schedule = Schedule(self._paper, setup.prefetch)
         self._local_sums = setup.sums_locally
         names = list(dict.fromkeys(event.unit for event in trace.events))
@@ -136,7 +136,7 @@ class _Player:
     def play(self, *, last: bool) -> None:
         """One micro-batch."""
         schedule = self._schedule
-        schedule.turn_to(Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
+        schedule.set_pass(Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
         self._moment, self._live = "forward", self._trace.buffer_bytes
         for unit in self._paper:
             unit.filled_numel = 0
@@ -192,8 +192,10 @@ class _Observed(Ledger):
 class _Unit(PaperUnit):
     """A unit on paper that also counts its sums, the finished gradients among them."""
 
-    def __init__(self, index: int, held: Sequence[PlannedBucket], compiled: bool, ledger: Ledger, sums: Ledger) -> None:
-        super().__init__(str(index or ""), index, held, compiled, ledger, Traffic())
+    def __init__(
+        self, index: int, held: Sequence[PlannedBucket], compiled: bool, ledger: Ledger, sums: Ledger, side: Side | None
+    ) -> None:
+        super().__init__(str(index or ""), index, held, compiled, Tally(ledger=ledger), side)
         self._sums, self._trainable = sums, [bucket for bucket in held if bucket.trainable]
         self.filled_numel = 0
 

@@ -123,7 +123,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Tra
         messages = 1 if setup.coalesced else len(bucket.tensors)
         for when in When:
             for move in bucket.collectives(when):
-                group = _group(setup, move.over, bucket.size(move.over))
+                group = _group(setup, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
                     link = network.link(group)
                     found.append(Transfer(move.kind, move.what, "data", when, move.sent_bytes, group, link, messages))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from terrazzo.config import DataConfig
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, listed
 from terrazzo.train.data.datasets_folder import dataset_of, read_dataset
 from terrazzo.train.data.records import Document, is_jsonl, is_parquet, read_jsonl, read_parquet
 from terrazzo.train.data.source_file import SourceFile, folder_files, is_url, plain_part, reading, stored_files
@@ -56,8 +56,9 @@ class Skipped:
     names: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        shown = ", ".join(self.names[:3]) + (", ..." if len(self.names) > 3 else "")
-        return f"{len(self.names)} binary or non-UTF-8 files skipped ({shown})" if self.names else "no file skipped"
+        if not self.names:
+            return "no file skipped"
+        return f"{len(self.names)} binary or non-UTF-8 files skipped ({listed(self.names)})"
 
 
 def named_sources(data: DataConfig) -> list[str]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, listed
 
 __all__ = ["meet"]
 
@@ -52,8 +52,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         ) from None
     run, absent = _call_roll(store, world_size, timeout) if rank == 0 else _answer(store, rank, timeout + _GRACE)
     if absent:
-        shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        who = f"Ranks {shown} have" if len(absent) > 1 else f"Rank {shown} has"
+        who = f"Ranks {listed(absent, 8)} have" if len(absent) > 1 else f"Rank {absent[0]} has"
         raise BadInput(
             f"{who} not come to {address}, where the {world_size} ranks of this run meet, within"
             f" {timeout.total_seconds():g} s: look at what became of them, or give them longer with launch.timeout_s."

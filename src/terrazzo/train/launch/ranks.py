@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from terrazzo.config import Config, LaunchConfig, flatten
 from terrazzo.engine.process import device as devices
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, listed
 from terrazzo.exchange import gather_json
 from terrazzo.train.launch import here
 from terrazzo.train.launch.joining import meet
@@ -96,5 +96,4 @@ def agree_on_config(config: Config) -> None:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:4]) + (", ..." if len(ranks) > 4 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, 4)}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from terrazzo.checkpoint.importers.parts.tree import Unusable, flattened, keep
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.source import WEIGHT, Source, StateInfo, TensorInfo
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, listed
 
 __all__ = ["OPTIMIZER_KEYS", "Sections", "StateDictSource", "add_extra", "divide"]
 
@@ -131,7 +131,7 @@ def divide(tree: Mapping[str, Any], where: str) -> Sections:
         rest = _without(tree, [*model, optimizer])
     if not model:
         raise BadInput(
-            f"'{where}' holds no weights: its entries are {', '.join(map(repr, list(tree)[:8])) or 'none'}. Give one"
+            f"'{where}' holds no weights: its entries are {listed([*map(repr, tree)], 8) or 'none'}. Give one"
             f" with a model's state dict under {', '.join(map(repr, MODEL_KEYS))}, or with nothing else."
         )
     return Sections(model, tree[optimizer] if optimizer is not None else None, rest)
