@@ -18,6 +18,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.exchange import agree, gather_json
 from terrazzo.train.launch.ranks import agree_on_config
+from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
 CONFIG = """
@@ -73,9 +74,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> N
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.rmtree(checkpoints / "step-00000006")
 
-    done = run(tmp_path, "checkpoint.resume=required")
-    assert done.returncode == 0, done.stderr
-    assert "resumed at step 3" in done.stdout
+    words = command(tmp_path, "checkpoint.resume=required")
+    first, second = programs.on_ranks(2, *words[1:])  # as under torchrun
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "resumed at step 3" in first.stdout
     assert curve(tmp_path) == expected
     assert metrics(tmp_path, "validation") == validation
 
