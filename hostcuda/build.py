@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,20 +71,12 @@ def _key() -> str:
 def _build(target: Path) -> None:
     root = _torch()
     include = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
+    libraries = [f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-
-        def compiled(source: Path) -> str:
-            made = f"{folder}/{source.stem}.o"
-            _run(["g++", *_FLAGS, *include, "-c", str(source), "-o", made])
-            return made
-
-        # The longest first.
-        sources = sorted(_SOURCES.glob("*.cpp"), key=lambda source: source.stem not in ("kernels", "tensors"))
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            objects = list(threads.map(compiled, sources))
-        libraries = [f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib"]
-        linked = f"{folder}/{target.name}"
-        _run(["g++", "-shared", *objects, *libraries, "-o", linked])
+        whole, linked = Path(folder, "whole.cpp"), f"{folder}/{target.name}"
+        # As one source: reading torch's headers takes longer than compiling ours.
+        whole.write_text("".join(f'#include "{source}"\n' for source in sorted(_SOURCES.glob("*.cpp"))))
+        _run(["g++", *_FLAGS, *include, "-shared", str(whole), *libraries, "-o", linked])
         os.replace(linked, target)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.helpers import programs
 from tests.helpers.cover import cover, places
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool, RankFailed, run_in_processes
@@ -151,3 +154,31 @@ def test_a_grid_of_one_axis_is_its_own_cover() -> None:
 def test_plans_are_told_apart_by_their_places() -> None:
     assert places("zero2") == {"weight": "-", "between": "-", "grad": "D", "optim": "D"}
     assert places("zero2@cpu")["optim"] == "D@cpu"
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_program_has_arguments_environment_folder_and_outputs_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nprint(sys.argv[1:], __name__, os.environ['A'], os.getcwd())\n1 / 0"
+    )
+    environment = {**os.environ, "A": "b"}
+    for words in (["script.py"], ["-m", "script"], ["-c", (tmp_path / "script.py").read_text()]):
+        done = programs.run(*words, "x", cwd=tmp_path, env=environment)
+        assert done.stdout == f"['x'] __main__ b {tmp_path}\n"
+        assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+        assert done.returncode == 1
+    assert programs.run("-c", "import sys; sys.exit(75)").returncode == 75
+    assert programs.run("-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
+    with pytest.raises(subprocess.TimeoutExpired) as late:
+        programs.run("-c", "import time; print('begun', flush=True); time.sleep(60)", timeout_s=1.0)
+    assert late.value.output == "begun\n"
+
+
+@pytest.mark.processes
+def test_programs_on_ranks_meet() -> None:
+    code = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); print(dist.get_rank())"
+    ranks = programs.on_ranks(2, "-c", code)
+    assert [(rank.returncode, rank.stdout) for rank in ranks] == [(0, "0\n"), (0, "1\n")]

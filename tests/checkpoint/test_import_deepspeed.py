@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from argparse import Namespace
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -436,6 +437,14 @@ def put(tree: Any, where: tuple[Any, ...], value: Any) -> Any:
     return before
 
 
+def places_of_files(files: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Where something is. Of files that are alike but for a number, each has its turn."""
+    alike: dict[Any, list[tuple[Any, ...]]] = defaultdict(list)
+    for where in places(files):
+        alike[re.sub(r"\d+", "", where[0]), *map(str, where[1:])].append(where)
+    return [found[turn % len(found)] for turn, found in enumerate(alike.values())]
+
+
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where something is, above other things first."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -447,7 +456,7 @@ def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("layout", ["stage 0, bf16", "stage 1", "stage 3", "stage 2, universal", "stage 3, universal"])
 def test_code_in_any_place_is_refused_and_does_not_run(tmp_path: Path, states: States, layout: str) -> None:
     files = files_of(layout, states)
-    for where in places(files):
+    for where in places_of_files(files):
         before = put(files, where, RunsCode())
         with pytest.raises(BadInput, match="ran_code"):
             DeepSpeedCheckpoint(write(tmp_path, {where[0]: files[where[0]]} if (tmp_path / TAG).exists() else files))
@@ -462,7 +471,7 @@ def test_anything_in_any_place_is_read_or_refused(tmp_path: Path, states: States
     files = files_of(layout, states)
     write(tmp_path, files)
     junk = [None, -1, "x", [], {}, [[1]], {1: 2}, torch.ones(2), 1.5, 2**70]
-    for index, where in enumerate(place for place in places(files) if len(place) > 1):
+    for index, where in enumerate(place for place in places_of_files(files) if len(place) > 1):
         before = put(files, where, junk[index % len(junk)])
         write(tmp_path, {where[0]: files[where[0]]})
         try:

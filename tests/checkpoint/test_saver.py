@@ -21,6 +21,7 @@ from terrazzo.checkpoint import local
 from terrazzo.errors import BadInput, SaveFailed
 from tests.engine.toys import Net, adamw, batch, loss_of
 from tests.helpers.processes import Pool
+from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.processes
 
@@ -183,10 +184,10 @@ saver._writer._process.kill, saver._patience_s = lambda: None, 0.5
 
 
 def test_a_writer_does_not_outlive_its_program(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), "stays"], stdout=subprocess.PIPE) as program:
-        assert program.stdout is not None
-        writer = int(program.stdout.readline())
-        program.kill()
+    program = Program("-c", PROGRAM, str(tmp_path), "stays")
+    writer = int(program.stdout.readline())
+    program.send_signal(signal.SIGKILL)
+    program.communicate()
     deadline = time.monotonic() + 10
     while os.path.exists(f"/proc/{writer}/cmdline") and Path(f"/proc/{writer}/cmdline").read_bytes():
         assert time.monotonic() < deadline

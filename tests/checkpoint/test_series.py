@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from terrazzo.checkpoint.describe import lost
 from terrazzo.checkpoint.local import LocalStore
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.errors import BadInput, Damaged
+from tests.helpers.programs import Program
 from tests.helpers.threads import exclusive, run_in_threads
 
 
@@ -179,16 +179,14 @@ def test_times_do_not_count(tmp_path: Path) -> None:
 def test_a_folder_has_one_writer_and_its_name_is_said(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom terrazzo import checkpoint\nlock = checkpoint.claim(sys.argv[1], 'process 7 on host h')\n"
-        "print('mine', flush=True)\nsys.stdin.read()"
+        "print('mine', flush=True)\nimport time; time.sleep(60)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdin is not None
-        assert other.stdout.readline() == "mine\n"
-        with pytest.raises(BadInput, match=r"Another run saves in .*: process 7 on host h\."):
-            checkpoint.claim(tmp_path, "me")
-        other.kill()
+    other = Program("-c", code, str(tmp_path))
+    assert other.stdout.readline() == "mine\n"
+    with pytest.raises(BadInput, match=r"Another run saves in .*: process 7 on host h\."):
+        checkpoint.claim(tmp_path, "me")
+    other.send_signal(signal.SIGKILL)
+    other.communicate()
     lock = checkpoint.claim(tmp_path, "me")
     assert lock is not None
     lock.drop()

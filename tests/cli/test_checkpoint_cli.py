@@ -33,6 +33,7 @@ from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.model.causal_lm import logits_of
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config
+from tests.helpers import programs
 from tests.helpers.threads import exclusive, run_in_threads
 
 ROOT = Path(__file__).parents[2]
@@ -638,7 +639,7 @@ def test_progress_adds_up_to_all_bytes(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_terminal_gets_a_progress_bar_and_a_pipe_none(saved: Path) -> None:
     command = [sys.executable, "-m", "terrazzo", "checkpoint", "verify", str(saved)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = programs.run(*command[1:])
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     own, its = pty.openpty()

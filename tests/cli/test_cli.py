@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.errors import BadInput, SaveFailed
+from tests.helpers import programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,13 +70,9 @@ def test_a_password_in_an_error_is_not_shown(
 def test_a_batch_that_does_not_divide_starts_no_process(tmp_path: Path) -> None:
     start = time.monotonic()
     overrides = ["batch.global_batch=7", f"log.folder={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "terrazzo", "train", str(ROOT / "examples/quickstart.yaml"), *overrides],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
-    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    config = str(ROOT / "examples/quickstart.yaml")
+    done = programs.run("-m", "terrazzo", "train", config, *overrides, env=environment)
     assert done.returncode == 2
     assert "7 / 16 = 0.4375" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -87,13 +84,11 @@ def test_a_reader_that_leaves_ends_a_report_quietly() -> None:
     """As `head` does. The first verb prints at its end, the second one more than a pipe holds."""
     environment = os.environ | {"COLUMNS": "500"}
     for arguments in (["plan", "--params", "70e9", "--world", "64"], ["plan", "--help"], ["--version"]):
-        command = [sys.executable, "-m", "terrazzo", *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            process.stdout.close()
-            assert process.stderr.read() == b""
-            assert process.wait(60) == 141
+        program = programs.Program("-m", "terrazzo", *arguments, env=environment)
+        program.stdout.close()
+        assert program.stderr.read() == ""
+        assert program.wait(60) == 141
+        program.close()
 
 
 @pytest.mark.processes

@@ -71,6 +71,7 @@ def in_groups(model: nn.Module, name: str) -> Optimizer:
     return kind(groups, **options)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plan", ["zero3", "zero1"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_bitwise_itself_on_whole_parameters(name: str, plan: str) -> None:

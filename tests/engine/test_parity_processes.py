@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -82,16 +83,28 @@ def train_ddp(case: Case) -> list[list[float]]:
     return losses
 
 
-@pytest.mark.parametrize(("variant", "micro_batches"), [("tied", 1), ("frozen", 3)])
-def test_losses_are_ddps(two_processes: Pool, variant: str, micro_batches: int) -> None:
-    common = Case("zero0", 2, variant=variant, micro_batches=micro_batches, steps=8)
-    wanted = torch.tensor(two_processes.run(train_ddp, common), dtype=torch.float64)
-    for case in (replace(case, variant=variant, micro_batches=micro_batches, steps=8) for case in PLANS):
-        traces = [traces for traces, _ in two_processes.run(train, case)]
-        found = torch.tensor([[trace.losses for trace in ranks] for ranks in traces], dtype=torch.float64)
-        torch.testing.assert_close(
-            found, wanted, rtol=1e-6, atol=1e-6, msg=lambda text, c=case: f"{plan_id(c)}: {text}"
-        )
+@pytest.fixture(scope="module")
+def losses_of_ddp(two_processes: Pool) -> Callable[[Case], torch.Tensor]:
+    """Trained once for each of its cases, whatever their plan."""
+
+    @cache
+    def of(case: Case) -> torch.Tensor:
+        return torch.tensor(two_processes.run(train_ddp, case), dtype=torch.float64)
+
+    return lambda case: of(replace(case, plan="zero0", shards=2, replicas=None))
+
+
+@pytest.mark.cover(strength=1, case=lambda case: {"": plan_id(case)})
+@pytest.mark.parametrize("trained", [("tied", 1), ("frozen", 3)], ids=str)
+@pytest.mark.parametrize("case", PLANS, ids=plan_id)
+def test_losses_are_ddps(
+    two_processes: Pool, losses_of_ddp: Callable[[Case], torch.Tensor], case: Case, trained: tuple[str, int]
+) -> None:
+    case = replace(case, variant=trained[0], micro_batches=trained[1], steps=8)
+    wanted = losses_of_ddp(case)
+    traces = [traces for traces, _ in two_processes.run(train, case)]
+    found = torch.tensor([[trace.losses for trace in ranks] for ranks in traces], dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 # -- delays ----------------------------------------------------------------------------------------------------

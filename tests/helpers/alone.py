@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import programs
 
 __all__ = ["limit_of", "outcome_of", "runs_elsewhere"]
 
@@ -44,18 +45,11 @@ def _run(module: Path, root: Path, marks: str, limit_s: float) -> tuple[dict[str
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         options = ["-q", "-n0", "-m", marks, f"--timeout={limit_s}", f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", *options, str(module)]
+        inside = {**os.environ, _INSIDE: "1"}
         try:
-            done = subprocess.run(
-                command,
-                cwd=root,
-                env={**os.environ, _INSIDE: "1"},
-                capture_output=True,
-                text=True,
-                timeout=limit_s - 10,
-            )
+            done = programs.run("-m", "pytest", *options, str(module), cwd=root, env=inside, timeout_s=limit_s - 10)
         except subprocess.TimeoutExpired as late:
-            return {}, f"no end after {limit_s - 10:.0f} s; so far: {late.stdout!r}"
+            return {}, f"no end after {late.timeout:.0f} s; so far: {late.stdout!r}"
         return _read(report) if report.exists() else {}, done.stdout + done.stderr
 
 

@@ -4,13 +4,13 @@ A test marked `cover` runs over its cover in `make test`, and over the whole gri
 are marked `long`. An axis is an argument of the test, or something of one:
 
     @pytest.mark.cover                     # any two values of two arguments meet
-    @pytest.mark.cover(strength=1)         # any value comes up
+    @pytest.mark.cover(strength=1)         # any value comes up, where an axis has more of them than another in turns
     @pytest.mark.cover(plan=places)        # instead of `plan`, where its states lie
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -26,9 +26,15 @@ def cover(cases: Sequence[Mapping[str, object]], strength: int = 2) -> list[int]
     """Indices of the cases to choose; of equals the first. A case maps axes to values, apart by `repr`."""
     met = [_met({axis: repr(value) for axis, value in case.items()}, strength) for case in cases]
     left, chosen = frozenset[object]().union(*met), []
+    used = Counter[object]()
+
+    def worth(index: int) -> tuple[int, int]:
+        return len(met[index] & left), -sum(used[each] for each in met[index]) if strength == 1 else 0
+
     while left:
-        best = max(range(len(cases)), key=lambda index: len(met[index] & left))
+        best = max(range(len(cases)), key=worth)
         chosen.append(best)
+        used.update(met[best])
         left -= met[best]
     return sorted(chosen)
 

@@ -14,8 +14,11 @@ from tests.hostcuda.ranks import Ranks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     why = hostcuda.obstacle()
     here = [item for item in items if Path(__file__).parent in item.path.parents]
-    for item in here if why is not None else ():
-        item.add_marker(pytest.mark.skip(reason=why))
+    for item in here:
+        if why is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
+        elif item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(400))  # whichever is first builds the device and starts ranks
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ class Ranks(Pool):
     def _start(self) -> None:
         """Waits for the server's imports, which are no part of what is run first."""
         super()._start()
-        self.run(abs, 0, timeout_s=150.0)
+        self.run(abs, 0, timeout_s=300.0)
 
     @property
     def body(self) -> Callable[..., None]:

@@ -29,6 +29,7 @@ def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_rank
         assert [first, second] == pytest.approx(on_host, rel=1e-6)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("touch", TOUCHES)
 @pytest.mark.parametrize(("plan", "precision"), [("zero2", "bf16"), ("zero1", "fp32")])
 def test_weights_on_their_way_are_whole_for_whoever_touches_them(

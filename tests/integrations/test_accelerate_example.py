@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import programs
 
 pytest.importorskip("accelerate")
 
@@ -41,18 +40,12 @@ print("resumed")
 """
 
 
-def run(folder: Path, *command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, *command]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_example_trains_and_one_process_resumes_it(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    printed = [line for line in run(tmp_path, *torchrun, str(SCRIPT)).splitlines() if line.startswith("epoch")]
+    ranks = programs.on_ranks(2, str(SCRIPT), cwd=tmp_path, timeout_s=150)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    printed = [line for rank in ranks for line in rank.stdout.splitlines() if line.startswith("epoch")]
     losses = [float(line.split()[-1]) for line in printed]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert "resumed" in run(tmp_path, "-c", ALONE)
+    alone = programs.run("-c", ALONE, cwd=tmp_path, timeout_s=150)
+    assert (alone.returncode, alone.stdout) == (0, "resumed\n"), alone.stderr

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -17,6 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from terrazzo.errors import BadInput
 from terrazzo.integrations.deepspeed.__main__ import main
+from tests.helpers import programs
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +39,7 @@ CONFIG = {
 
 
 def losses(stdout: str) -> dict[int, list[float]]:
-    said = re.findall(r"rank (\d) \| (-?\d\.\d+e[+-]\d\d)", stdout)  # lines of two ranks may run into each other
+    said = re.findall(r"rank (\d) \| (-?\d\.\d+e[+-]\d\d)", stdout)
     return {rank: [float(value) for name, value in said if int(name) == rank] for rank in (0, 1)}
 
 
@@ -77,17 +76,10 @@ def by_the_door(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("door")
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     (folder / "both.py").write_text(BOTH)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    door = ["-m", "terrazzo.integrations.deepspeed", "both.py", "--deepspeed_config", "ds.json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    for _ in range(2):  # a launch has failed once in about forty, for a reason that is not known yet
-        done = subprocess.run(
-            [sys.executable, *launcher, *door], capture_output=True, text=True, timeout=75, cwd=folder, env=environment
-        )
-        if done.returncode == 0:
-            break
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout, folder
+    door = ("-m", "terrazzo.integrations.deepspeed", "both.py", "--deepspeed_config", "ds.json")
+    ranks = programs.on_ranks(2, *door, cwd=folder, timeout_s=150)
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr[-2000:] for rank in ranks]
+    return "".join(rank.stdout for rank in ranks), folder
 
 
 def test_an_unmodified_script_has_the_plain_loops_losses(by_the_door: tuple[str, Path]) -> None:

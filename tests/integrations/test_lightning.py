@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
+from tests.helpers import programs
 from tests.helpers.processes import Pool
 from tests.integrations import killed
 
@@ -341,10 +340,6 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path, two_processes: Pool)
 @pytest.mark.processes
 def test_the_example_starts_its_own_ranks(tmp_path: Path) -> None:
     script = Path("examples/integrations/lightning_script.py").resolve()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = programs.run(str(script), cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert "after 24 steps" in done.stdout

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from terrazzo.train.optimizer import check_settings
 from terrazzo.train.plan import build_plan, build_precision
 from terrazzo.train.preflight.swap import check_folders
 from terrazzo.train.promise.as_setup import optimizer_recipe
+from tests.helpers import programs
 
 TINY = {
     "model_type": "llama",
@@ -194,12 +192,7 @@ def test_what_is_emitted_trains_as_it_is(strategy: str, tmp_path: Path) -> None:
     overrides += [f"data.source={tmp_path / 'text.txt'}", "launch.device=cpu", "launch.threads=1"]
     folders = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"]
     folders += [f"offload.path={tmp_path / 'run' / 'swap'}"] if "nvme" in strategy else []
-    done = subprocess.run(
-        [sys.executable, "-m", "terrazzo", "train", str(tmp_path / "train.yaml"), *overrides, *folders],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    words = ["-m", "terrazzo", "train", str(tmp_path / "train.yaml"), *overrides, *folders]
+    for rank in programs.on_ranks(2, *words, timeout_s=170):
+        assert rank.returncode == 0, rank.stderr[-2000:]
     assert (tmp_path / "run").is_dir()

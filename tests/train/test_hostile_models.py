@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ from terrazzo.train.data.tokenizer import load_tokenizer
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.huggingface import build_causal_lm, read_config
 from terrazzo.train.preflight import check
+from tests.helpers import programs
 from tests.helpers.chat import save_tokenizer, turns
 
 pytest.importorskip("transformers")
@@ -319,7 +318,7 @@ rendering.render({"messages": [{"role": "user", "content": "a"}], "chat_template
 print(rendering._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = programs.run("-c", program)
     assert done.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 20
     while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < deadline:

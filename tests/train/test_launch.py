@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from terrazzo.train.launch.failure import Failure, first_failure
 from terrazzo.train.launch.here import resolve_device, set_threads
 from terrazzo.train.launch.ranks import _agree_on_device, join
 from terrazzo.train.launch.starting import _report, adopt_slurm, environment_of, first_host, ranks_to_start
+from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
 RANK = """
@@ -56,13 +57,7 @@ def launch(tmp_path: Path, how: str) -> tuple[subprocess.CompletedProcess[str], 
     script.write_text(RANK)
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(script), how],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-    )
+    done = programs.run("-c", LAUNCH, str(script), how, env={**environment, "OMP_NUM_THREADS": "1"})
     return done, time.monotonic() - start
 
 
@@ -78,14 +73,15 @@ def test_a_killed_launcher_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
     """From the ranks' first moment: these import nothing, and would sleep on."""
     (tmp_path / "rank.py").write_text(IDLE)
     (tmp_path / "temporary").mkdir()
-    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path)]
-    launcher = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")})
+    words = ("-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path))
+    launcher = programs.Program(*words, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")})
     deadline = time.monotonic() + 60
     while not (found := list(tmp_path.glob("rank.[0-9]*"))):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    launcher.kill()
-    launcher.wait()
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait(20)
+    launcher.close()
     deadline = time.monotonic() + 15
     while any(Path(f"/proc/{path.suffix[1:]}").exists() for path in tmp_path.glob("rank.[0-9]*")):
         assert time.monotonic() < deadline

@@ -18,6 +18,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.exchange import agree, gather_json
 from terrazzo.train.launch.ranks import agree_on_config
+from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
 CONFIG = """
@@ -38,16 +39,12 @@ def command(folder: Path, *overrides: str) -> list[str]:
     text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(1500)))
     config = folder / "config.yaml"
     config.write_text(CONFIG.replace("SOURCE", str(text)).replace("FOLDER", str(folder)))
-    return [sys.executable, "-m", "terrazzo", "train", str(config), *overrides]
+    return ["-m", "terrazzo", "train", str(config), *overrides]
 
 
 def environment() -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return {**kept, "OMP_NUM_THREADS": "1"}
-
-
-def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, *overrides), capture_output=True, text=True, timeout=90, env=environment())
 
 
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -61,7 +58,7 @@ def curve(folder: Path) -> list[tuple[float, ...]]:
 
 @pytest.mark.processes
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    done = programs.run(*command(tmp_path), env=environment())
     assert done.returncode == 0, done.stderr
     expected, validation = curve(tmp_path), metrics(tmp_path, "validation")
     assert [point[0] for point in expected] == [1, 2, 3, 4, 5, 6]
@@ -73,9 +70,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> N
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.rmtree(checkpoints / "step-00000006")
 
-    done = run(tmp_path, "checkpoint.resume=required")
-    assert done.returncode == 0, done.stderr
-    assert "resumed at step 3" in done.stdout
+    first, second = programs.on_ranks(2, *command(tmp_path, "checkpoint.resume=required"))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "resumed at step 3" in first.stdout
     assert curve(tmp_path) == expected
     assert metrics(tmp_path, "validation") == validation
 
@@ -88,8 +85,8 @@ def one_rank_of(launcher: subprocess.Popen[str]) -> int:
 
 @pytest.mark.processes
 def test_sigterm_to_one_rank_saves_the_same_step_on_all_and_has_its_own_exit_code(tmp_path: Path) -> None:
-    arguments = command(tmp_path, "train.steps=100000", "checkpoint.every=null", "schedule.name=constant")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+    words = command(tmp_path, "train.steps=100000", "checkpoint.every=null", "schedule.name=constant")
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step") and "| loss" in line:

@@ -373,6 +373,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, An
     return found
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("clip", [1.0, None], ids=["clipped", "in backward"])
 @pytest.mark.parametrize("tiers", TIERS)
 def test_a_run_ends_as_it_does_in_memory(

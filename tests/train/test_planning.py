@@ -35,6 +35,7 @@ from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned, traced_memory
 from terrazzo.train.promise.summary import Pace, summary_lines
 from terrazzo.train.run import train_command
+from tests.helpers import programs
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -351,11 +352,9 @@ def test_a_run_ends_with_what_was_promised_of_it(tmp_path: Path) -> None:
     raw |= {"batch": {"global_batch": 4, "micro_batch": 4, "sequence_length": 32}, "train": {"steps": 4}}
     path.write_text(json.dumps({**raw, "log": {"folder": str(tmp_path / "run"), "every": 1, "tensorboard": False}}))
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "terrazzo", "train", str(path)],
-        env={**kept, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=90, check=True,
-    )  # fmt: skip
+    environment = {**kept, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = programs.run("-m", "terrazzo", "train", str(path), env=environment)
+    assert done.returncode == 0, done.stderr
     said = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert said["kind"] == "summary"
     for state in ("state_bytes", "transient_bytes", "traffic_bytes"):

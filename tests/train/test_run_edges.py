@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +31,7 @@ from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.preflight import check
 from terrazzo.train.session import Session, open_session
 from tests.checkpoint.faults import reap, spawn_child
+from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 from tests.train.test_launch import LAUNCH
 from tests.train.test_session import ALONE, StopAfter, config_in, equal, final_state, metrics, trained
@@ -266,8 +265,7 @@ time.sleep(60)
 def test_a_crash_in_native_code_is_named_and_nothing_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(STARTS)
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path / "starts")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=kept)
+    done = programs.run("-c", LAUNCH, str(tmp_path / "rank.py"), str(tmp_path / "starts"), env=kept)
     assert done.returncode == 1
     assert "Rank 1 was ended by SIGSEGV" in done.stderr.rstrip().splitlines()[-1]
     starts = (tmp_path / "starts").read_text()  # the other rank may not have come so far

@@ -20,17 +20,17 @@ from tests.engine.offload.runs import TIERS
 from tests.engine.toys import Net, adamw, train
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
+from tests.helpers.programs import Program, on_ranks
 
 pytestmark = pytest.mark.processes
 
 
-def started(task: str, folder: Path, rank: int = 0, ranks: int = 1) -> subprocess.Popen[str]:
+ROOT = Path(__file__).parents[3]
+
+
+def words(task: str, folder: Path) -> list[str]:
     (folder / "swap").mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.engine.offload.program", task, str(folder)]
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[3]
-    out = subprocess.PIPE
-    return subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=out, text=True)
+    return ["-m", "tests.engine.offload.program", task, str(folder)]
 
 
 def left_in(folder: Path) -> list[str]:
@@ -39,15 +39,15 @@ def left_in(folder: Path) -> list[str]:
 
 def test_a_program_that_ends_right_behind_a_step_ends_well(tmp_path: Path) -> None:
     """The update is under way: it must not be cut off within a kernel, which aborts the process."""
-    program = started("exit", tmp_path)
-    _, errors = program.communicate(timeout=60)
-    assert program.returncode == 0, errors
+    command = [sys.executable, *words("exit", tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
     assert left_in(tmp_path) == []
 
 
 def test_a_killed_program_leaves_files_that_the_next_start_removes(tmp_path: Path) -> None:
-    program = started("live", tmp_path)
-    assert program.stdout is not None
+    program = Program(*words("live", tmp_path), cwd=ROOT)
     assert program.stdout.readline() == "trained\n"
     assert len(left_in(tmp_path)) == 1
     with fake_group(1):
@@ -66,9 +66,9 @@ def test_a_killed_program_leaves_files_that_the_next_start_removes(tmp_path: Pat
 
 def test_a_drive_that_fails_one_rank_ends_all(tmp_path: Path) -> None:
     """With the reason on the rank that has it, and soon; nothing stays behind and the checkpoint loads."""
-    programs = [started("fail", tmp_path, rank, 2) for rank in range(2)]
-    errors = [program.communicate(timeout=60)[1] for program in programs]
-    assert [program.returncode for program in programs] == [1, 1], errors
+    ranks = on_ranks(2, *words("fail", tmp_path), cwd=ROOT)
+    errors = [rank.stderr for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], errors
     assert "SwapFailed: The swap file" in errors[1]
     assert "No space left on device" in errors[1]
     assert "Error" in errors[0].splitlines()[-1]

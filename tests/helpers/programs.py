@@ -1,0 +1,141 @@
+"""Python programs, started as forks of a server that has imported torch: two seconds of computing less for each.
+
+`run` and `Program` are `subprocess.run` and `Popen` of what would stand behind `python`; `on_ranks` is torchrun. Each
+program is the `__main__` of a process of its own, with arguments, environment, folder and output of its own. What the
+interpreter does first and last is not as in a fresh one: tests of that use `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing as mp
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+import torch.distributed as dist
+
+from tests.helpers.forkserver import spawning_by_fork
+
+__all__ = ["Program", "on_ranks", "run"]
+
+Done = subprocess.CompletedProcess[str]
+
+
+class Program:
+    """`python WORDS`, begun. `words` are a file or `-m` and a module or `-c` and code, and arguments."""
+
+    def __init__(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] = os.environ) -> None:
+        self.words = words
+        (self.stdout, out), (self.stderr, err) = _pipe(), _pipe()
+        arguments = (words, str(cwd or os.getcwd()), dict(env), out, err)
+        self._process = mp.get_context("spawn").Process(target=_main, args=arguments, daemon=True)
+        with spawning_by_fork():
+            self._process.start()
+        out.close()
+        err.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code, negative for a signal. Raises `subprocess.TimeoutExpired`, with the program killed."""
+        self._process.join(timeout_s)
+        code: int | None = self._process.exitcode
+        if code is None:
+            self._process.kill()
+            self._process.join()
+            raise subprocess.TimeoutExpired(self.words, timeout_s)
+        return code
+
+    def communicate(self, timeout_s: float = 90.0) -> Done:
+        """All that it still says, and how it ended. Raises `subprocess.TimeoutExpired`, with what it has said."""
+        with ThreadPoolExecutor(2) as readers:
+            out, err = (readers.submit(pipe.read) for pipe in (self.stdout, self.stderr))
+            try:
+                code = self.wait(timeout_s)
+            except subprocess.TimeoutExpired as late:
+                late.output, late.stderr = out.result(), err.result()
+                raise
+            finally:
+                wait([out, err])
+                self.close()
+        return Done(self.words, code, out.result(), err.result())
+
+    def close(self) -> None:
+        """No more is read."""
+        self.stdout.close()
+        self.stderr.close()
+
+
+def run(*words: str, cwd: Path | None = None, env: Mapping[str, str] = os.environ, timeout_s: float = 90.0) -> Done:
+    """`python WORDS` to its end. Raises `subprocess.TimeoutExpired`."""
+    return Program(*words, cwd=cwd, env=env).communicate(timeout_s)
+
+
+def on_ranks(ranks: int, *words: str, cwd: Path | None = None, timeout_s: float = 90.0) -> list[Done]:
+    """`torchrun --nproc-per-node RANKS WORDS` to its end, rank by rank. Raises `subprocess.TimeoutExpired`."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one for its ranks
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    environments = [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    programs = [Program(*words, cwd=cwd, env=environment) for environment in environments]
+    deadline = time.monotonic() + timeout_s
+    with ThreadPoolExecutor(ranks) as waiting:
+        return list(waiting.map(lambda program: program.communicate(deadline - time.monotonic()), programs))
+
+
+def _pipe() -> tuple[IO[str], Connection]:
+    """What the parent reads, and what the child writes to."""
+    ours, theirs = os.pipe()
+    return os.fdopen(ours), Connection(theirs, readable=False)
+
+
+def _main(words: tuple[str, ...], folder: str, environment: dict[str, str], out: Connection, err: Connection) -> None:
+    for descriptor, pipe in ((1, out), (2, err)):
+        os.dup2(pipe.fileno(), descriptor)
+        pipe.close()
+    mp.current_process().daemon = False  # it ends with the test's process, and may start others
+    mp.set_start_method(None, force=True)  # the default
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    try:
+        _execute(list(words))
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.exit(1)
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _execute(words: list[str]) -> None:
+    """As the interpreter does with its command line."""
+    if words[0] == "-m":
+        sys.argv, sys.path[:0] = words[1:], [os.getcwd()]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv, sys.path[:0] = ["-c", *words[2:]], [""]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(module))
+    else:
+        sys.argv, sys.path[:0] = words, [str(Path(words[0]).parent)]
+        runpy.run_path(words[0], run_name="__main__")
