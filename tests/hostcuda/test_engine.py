@@ -51,7 +51,7 @@ def test_any_two_of_the_other_settings_meet_in_every_plan(
 @pytest.mark.parametrize("micro", [2, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "plan",
-    ["hybrid_shard", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("hybrid_shard_zero2", "hfsdp", "hpz"))],
+    ["hybrid_shard", "hfsdp", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("hybrid_shard_zero2", "hpz"))],
 )
 @pytest.mark.parametrize("tier", ["", pytest.param("@cpu", marks=pytest.mark.long)])
 def test_two_mesh_axes(plan: str, tier: str, micro: int, four_ranks: Ranks, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.layout import Range
-from terrazzo.engine.links.transfer import Ledger, Moves, Released
+from terrazzo.engine.links.transfer import Ledger, Moves, Released, for_computation
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import SumAxes
@@ -194,7 +194,7 @@ class Gradient:
         """`data` and what earlier micro-batches have left."""
         if self._partial is None:
             return data
-        partial, self._partial = self._partial.wait(), None
+        partial, self._partial = for_computation(self._partial.wait), None  # held: its memory is
         with partial.opened(partial.range) as sums:
             if self.tier != "device":
                 return data.add_(sums.to(data.device, non_blocking=True))  # pinned, and written again behind this copy

@@ -86,7 +86,11 @@ class Worker:
         _end(self._jobs, len(self._threads))
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """Have a thread do `work`, behind what came before. Raises: `Misuse` in a forked child, and once it is closed."""
+        """Have a thread do `work`, behind what came before.
+
+        Raises:
+            Misuse: in a forked child, and once it is closed.
+        """
         require_own(self._process)
         job = Job()
         with self._closing:  # what comes behind the end would never be done
