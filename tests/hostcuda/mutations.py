@@ -74,6 +74,13 @@ def the_computation_does_not_wait_for_a_chain(self: Any, mark: Any) -> None:
     pass
 
 
+@mutation(Side, "further", ZERO3)
+@contextlib.contextmanager
+def a_division_does_not_wait_for_the_sum(self: Any, count: int) -> Iterator[None]:
+    with aside():
+        yield
+
+
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """On a stream that nobody waits for, and that waits for nobody."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.layout import Range
-from terrazzo.engine.links.transfer import Ledger, Moves, Released, for_computation
+from terrazzo.engine.links.transfer import Ledger, Moves, Released, branching, for_computation, further
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import SumAxes
@@ -185,7 +185,10 @@ class Gradient:
             yield Released(ledger, partial_bytes, lent=True)
             counted = data.nbytes if not held_bytes and self.sum_axes.goes_on else 0
             ledger.take(counted)
-            data = yield from self._finish(Buffer(self.space, first, data), denominator)
+            with branching():
+                if not held_bytes and first == self.sum_axes.optim:  # nothing that is used has to be given back
+                    further()
+                data = yield from self._finish(Buffer(self.space, first, data), denominator)
             yield Released(ledger, counted)
         yield Released(ledger, held_bytes, lent=True)
         return data

@@ -42,8 +42,8 @@ class Reductions:
 
     @property
     def under_way(self) -> bool:
-        """Whether any has not ended."""
-        return bool(self._sums)
+        """Whether any has memory that it will give back."""
+        return any(each.transfer.holds_room for each in self._sums)
 
     def advance(self) -> None:
         """Move all one collective on; those beside the computation to their end."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine.links.label import moving
 from terrazzo.engine.links.sums import divide
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic, converted, for_computation
+from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic, converted, for_computation, further
 
 __all__ = ["TRAIL", "Collectives", "NativeCollectives", "all_gather_single"]
 
@@ -144,6 +144,7 @@ class NativeCollectives(Collectives):
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         self._leave_trail()
         yield self._queued(dist.all_reduce(full, group=self.group, async_op=True), full)
+        further()
         return divide(converted(full, dtype), denominator)
 
 

@@ -26,11 +26,15 @@ def side_of(device: torch.device, backends: Collection[str]) -> Side | None:
 
 
 class Side:
-    """Whole chains, one after the other, on a stream of their own. Memory that they allocate for themselves is its."""
+    """Whole chains, one after the other, on a stream of their own. Memory that they allocate for themselves is its.
+
+    What a chain goes on with has further streams, if it says so: a sum between machines, or a division, does not keep
+    gathers and sums inside of a machine waiting.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = Stream.beside(device)
-        self._user = self._stream
+        self._stream = self._user = Stream.beside(device)
+        self._further: list[Stream] = []
 
     @contextlib.contextmanager
     def chain(self) -> Iterator[None]:
@@ -38,6 +42,19 @@ class Side:
         self._user = self._computation
         self._stream.wait_event(self._user.mark())
         with self._stream.inside():
+            yield
+
+    @contextlib.contextmanager
+    def further(self, count: int) -> Iterator[None]:
+        """Inside of `chain`: what is queued inside comes after what the chain has queued; other chains need not wait.
+
+        Args:
+            count: how often this chain has gone further before.
+        """
+        if count == len(self._further):
+            self._further.append(Stream.beside(self._stream.device))
+        self._further[count].wait_event(self.mark())
+        with self._further[count].inside():
             yield
 
     def home(self) -> AbstractContextManager[Any]:
@@ -53,8 +70,8 @@ class Side:
         return made
 
     def mark(self) -> torch.Event | None:
-        """Inside of `chain`: its end."""
-        return self._stream.mark()
+        """Inside of `chain` or `further`: its end."""
+        return Stream.current(self._stream.device).mark()
 
     def wait(self, mark: torch.Event | None) -> None:
         """The computation waits for a mark."""

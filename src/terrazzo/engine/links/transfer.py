@@ -5,9 +5,11 @@ collective has finished. A `Transfer` drives such a generator, so a chain of col
 callbacks.
 
 Where the host need not wait for a collective, a whole chain is queued at its start on a stream beside the computation,
-which waits once, for its end. Memory goes back to the stream that it came from: what is the computation's and a chain
-uses is held until that wait. What is the side's can be lent to the computation, and is free for the side's next chain
-as soon as it is released, whatever the computation waits for.
+which waits for its end. What a gradient's chain goes on with after a sum, over other links or by a division, has a
+stream further on, and the next chain need not wait for it. Memory goes back to the stream that it came from: what is
+the computation's and a chain uses is held until the computation has waited for all of it. What is the side's can be
+lent to the computation, and is free for the side's next chain as soon as it is released, whatever the computation waits
+for.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -35,8 +37,10 @@ __all__ = [
     "Traffic",
     "Transfer",
     "at_once",
+    "branching",
     "converted",
     "for_computation",
+    "further",
 ]
 
 
@@ -128,6 +132,14 @@ class Released:
         self._keep = None
 
 
+@dataclass
+class _Leg:
+    """What a chain has queued on one stream: its end, and what is released once the computation has waited for that."""
+
+    mark: torch.Event | None = None
+    released: list[Released] = field(default_factory=list)
+
+
 Moves = Generator[Handle | Released, None, Tensor]
 """A chain of collectives: yields each while it is in flight, and what it releases; returns the moved tensor."""
 
@@ -144,10 +156,10 @@ class Transfer:
         self._moves, self._label, self._side = moves, label or moving.get(), side
         self._in_flight: Handle | None = None
         self._result: Tensor | None = None
-        self._mark: torch.Event | None = None
-        self._released: list[Released] = []
+        self._legs = [_Leg()] if side is not None else []
+        self._depth, self._first_awaited = 0, False
+        self._branch: ExitStack | None = None
         self._for_computation: list[Any] = []
-        self._awaited = side is not None
         self._moves_nothing = True
         self._go_on()
         if self._moves_nothing:
@@ -155,13 +167,19 @@ class Transfer:
 
     def __del__(self) -> None:
         """A model has been dropped in the middle: what is held here goes back to the computation's memory now."""
-        if self._awaited and self._side is not None and not sys.is_finalizing():
-            self._side.wait(self._mark)
+        if self._side is not None and not sys.is_finalizing():
+            for leg in self._legs:
+                self._side.wait(leg.mark)
 
     @property
     def done(self) -> bool:
         """Whether the computation may use what has been moved."""
-        return self._in_flight is None and not self._awaited
+        return self._in_flight is None and not self._legs
+
+    @property
+    def holds_room(self) -> bool:
+        """Whether it may use memory that it releases: not behind its first wait, though it may have gone further."""
+        return not (self.done or self._first_awaited)
 
     @property
     def in_flight(self) -> Handle | None:
@@ -169,15 +187,21 @@ class Transfer:
         return self._in_flight
 
     def advance(self) -> None:
-        """Wait for the collective in flight, if any, and start the next one; or for all that runs beside."""
+        """Wait for the collective in flight, if any, and start the next one; or for what runs beside.
+
+        Of a chain that goes further, that is what it has queued before, and only the next time the rest.
+        """
         if self._in_flight is not None:
             self._in_flight.wait()
             self._go_on()
-        elif self._side is not None and self._awaited:
-            self._side.wait(self._mark)
-            self._awaited = False
-            self._give(self._released)
-            self._released, self._for_computation = [], []
+        elif self._side is not None and self._legs:
+            legs, self._legs = (self._legs, []) if self._first_awaited else (self._legs[:1], self._legs[1:])
+            self._first_awaited = True
+            for leg in legs:
+                self._side.wait(leg.mark)
+                self._give(leg.released)
+            if not self._legs:
+                self._for_computation = []
 
     def finish(self) -> Tensor:
         """Run the chain to its end and return what it moved."""
@@ -191,8 +215,9 @@ class Transfer:
         """For the next chain: give what it may have, with all that this one has used if the host waits for chains."""
         if self._side is None:
             self.finish()
-        self._give([released for released in self._released if released.lent])
-        self._released = [released for released in self._released if not released.lent]
+        for leg in self._legs:
+            self._give(released for released in leg.released if released.lent)
+            leg.released = [released for released in leg.released if not released.lent]
 
     def _give(self, released: Iterable[Released]) -> None:
         for each in released:
@@ -204,6 +229,31 @@ class Transfer:
         with self._side.home():
             self._for_computation.append(make())
         return self._for_computation[-1]
+
+    @contextmanager
+    def branching(self) -> Iterator[None]:
+        """See the function `branching`."""
+        with ExitStack() as self._branch:
+            yield
+        self._branch = None
+
+    def further(self) -> None:
+        """See the function `further`."""
+        if self._branch is not None:
+            self._branch.enter_context(self._one_further())
+
+    @contextmanager
+    def _one_further(self) -> Iterator[None]:
+        assert self._side is not None, "chains without a side are computation"
+        if self._depth + 1 == len(self._legs):
+            self._legs.append(_Leg())
+        with self._side.further(self._depth):
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._legs[self._depth].mark = self._side.mark()
+                self._depth -= 1
 
     def _go_on(self) -> None:
         if self._side is None:
@@ -218,7 +268,7 @@ class Transfer:
                         self._in_flight.wait()
                         self._start_next()
                 finally:
-                    self._mark = self._side.mark()
+                    self._legs[0].mark = self._side.mark()
         finally:
             _beside.reset(before)
 
@@ -230,7 +280,7 @@ class Transfer:
                 if self._side is None:
                     step.give()
                 else:
-                    self._released.append(step)
+                    self._legs[self._depth].released.append(step)
                 step = next(self._moves)
             self._in_flight, self._moves_nothing = step, False
         except StopIteration as stop:
@@ -252,6 +302,23 @@ def for_computation(make: Callable[[], M]) -> M:
     """What `make` allocates for more than the chain that runs now: memory of the computation, held while that waits."""
     transfer = _beside.get()
     return make() if transfer is None else cast(M, transfer.hold(make))
+
+
+@contextmanager
+def branching() -> Iterator[None]:
+    """What comes behind `further` inside is not waited for by what the chain that runs now does afterwards."""
+    transfer = _beside.get()
+    with transfer.branching() if transfer is not None else nullcontext():
+        yield
+
+
+def further() -> None:
+    """Until the end of `branching`, what follows has a stream further on: other chains need not wait for it.
+
+    All of it has to be queued, and nothing that it uses is released: what it ends with has that memory.
+    """
+    if (transfer := _beside.get()) is not None:
+        transfer.further()
 
 
 def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
