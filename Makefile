@@ -1,28 +1,42 @@
-# make install | demo | test | test-long | mutations | lint | docs | bench | gpu | clean. Needs only Python 3.11+, pip and make.
+# make install | demo | test | test-long | mutations | lint | docs | dist | bench | gpu | clean. Needs only Python 3.11+, pip and make.
 PYTHON ?= python3
 JOBS ?= 2
 BENCH_ARGS ?=
 GPU_ARGS ?=
 BIN := .venv/bin
-STAMP := .venv/.installed
-BENCH_STAMP := .venv/.bench-installed
-DOCS_STAMP := .venv/.docs-installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# What .venv has: the package itself, with the tests, with what checks and builds it, with what it is measured beside.
+BASE := .venv/.base
+TEST := .venv/.test
+DEV := .venv/.dev
+BENCH := .venv/.bench
+DOCS := .venv/.docs
 # Kernels of one thread: ranks share the cores, and sums come out the same on every machine.
 export OMP_NUM_THREADS ?= 1
 # Compiled once, also where the environment says otherwise: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-long mutations lint format docs bench gpu clean
+.PHONY: install demo test test-long mutations lint format docs dist bench gpu clean
 
-install: $(STAMP)
+install: $(TEST)
 
-$(STAMP): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
+	@echo "installing Terrazzo and torch into .venv: once, some minutes ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	$(PIP) -e .
+	@touch $@
 
-demo: install
-	$(BIN)/terrazzo train examples/quickstart.yaml
+$(TEST): $(BASE)
+	$(PIP) -e '.[test]'
+	@touch $@
+
+$(DEV): $(TEST)
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(BASE)
+	@echo "training a small language model on two processes, about two minutes ..."
+	@$(BIN)/terrazzo train examples/quickstart.yaml
 
 test: install
 	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(JOBS) $(PYTEST_ARGS)
@@ -38,37 +52,43 @@ test-long: install
 mutations: install
 	$(BIN)/python -m tools.mutations $(MUTATIONS)
 
-lint: install
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/lint_structure.py src/terrazzo benchmarks tools hostcuda
 
-format: install
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # The documentation as a site, in site/; a broken link, a page outside the nav or any warning ends it.
 docs: export NO_MKDOCS_2_WARNING := 1
-docs: $(DOCS_STAMP)
+docs: $(DOCS)
 	$(BIN)/python -m mkdocs build --quiet --strict
 
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	touch $@
+$(DOCS): $(BASE)
+	$(PIP) -e '.[docs]'
+	@touch $@
 
-bench: $(BENCH_STAMP)
+# A wheel and a source distribution, from the same commit the same bytes.
+dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1577836800)
+dist: $(DEV)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
+bench: $(BENCH)
 	$(BIN)/terrazzo bench $(BENCH_ARGS)
 
 # DeepSpeed comes as source, and building it asks for the torch that is installed already.
-$(BENCH_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check setuptools wheel hatchling editables
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt \
-	  -e '.[bench]'
-	touch $@
+$(BENCH): $(TEST)
+	$(PIP) setuptools wheel hatchling editables
+	$(PIP) --no-build-isolation -e '.[bench]'
+	@touch $@
 
 # The first half hour on a GPU: one table, and one record to send back. See docs/performance.md.
-gpu: $(BENCH_STAMP)
+gpu: $(BENCH)
 	$(BIN)/python -m benchmarks.gpu.first $(GPU_ARGS)
 
 clean:

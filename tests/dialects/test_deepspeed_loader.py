@@ -20,7 +20,7 @@ from terrazzo.dialects.dialect import Context, Reading
 from terrazzo.dialects.keys import ANY, LIST, SWITCH
 from terrazzo.dialects.reader import flatten
 
-pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench-installed")
+pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")
 
 DIALECT = DeepSpeed()
 FUZZ = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

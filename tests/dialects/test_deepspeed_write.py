@@ -45,7 +45,7 @@ _WORLD = ("mesh.dp_shard", "mesh.dp_replicate", "batch.global_batch", "batch.mic
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(descriptions())
 def test_the_loader_takes_what_is_written(description: Description) -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench-installed")
+    pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")
     from deepspeed.runtime.config import DeepSpeedConfig
 
     writing = DIALECT.write(description)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import terrazzo as tz
 from terrazzo.engine import compile_units, engine_of, estimate
@@ -44,8 +46,14 @@ def with_adafactor(model: nn.Module) -> Any:
     return tz.shard(model, torch.optim.Adafactor(model.parameters()), "zero3")
 
 
+def wrapped_in(wrapper: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    return lambda m: tz.shard(nn.Sequential(wrapper(m)), None, "zero3")
+
+
 CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     "unknown plan": (lambda m: tz.shard(m, None, "zero33"), ["'zero33'", "Did you mean 'zero3'"]),
+    "in DDP": (wrapped_in(DistributedDataParallel), ["'0'", "torch's DistributedDataParallel", "plan='zero0'"]),
+    "in DataParallel": (wrapped_in(nn.DataParallel), ["'0'", "torch's DataParallel", "torchrun"]),
     "unknown precision": (lambda m: tz.shard(m, None, precision="fp23"), ["'fp23'", "Did you mean"]),
     "prefix rule": (
         lambda m: tz.shard(m, None, tz.Plan(weight="R", between="R", grad="R", optim="S,R"), mesh=mesh_2d()),
@@ -434,3 +442,28 @@ def test_errors_are_values_or_runtime_errors_too() -> None:
     """So that code which catches torch's and Python's own kinds still does."""
     assert issubclass(tz.BadInput, ValueError) and issubclass(tz.Misuse, RuntimeError)
     assert issubclass(tz.BadInput, tz.TerrazzoError) and issubclass(tz.Misuse, tz.TerrazzoError)
+
+
+def test_torchs_own_data_parallelism_around_a_sharded_model_is_refused() -> None:
+    with fake_group(1):
+        model, _ = tz.shard(Net(), None, "zero3")
+        for wrap, named, edit in (
+            (DistributedDataParallel, "Remove DistributedDataParallel", "plan='zero0'"),
+            (nn.DataParallel, "Remove DataParallel", "torchrun"),
+            (lambda inner: DistributedDataParallel(nn.Sequential(inner)), "Remove DistributedDataParallel", "sharded"),
+            (fully_shard, "Remove fully_shard", "import fully_shard from terrazzo"),
+        ):
+            with pytest.raises(tz.Misuse, match=named) as caught:
+                wrap(model)
+            assert edit in str(caught.value)
+
+
+def test_a_model_that_torch_shards_is_refused() -> None:
+    with fake_group(1):
+        model: nn.Module = Net()
+        fully_shard(model)
+        with pytest.raises(tz.BadInput, match=r"the model has been given to torch's fully_shard.*from terrazzo"):
+            tz.shard(model, None, "zero3")
+        own: nn.Module = Net()
+        tz.fully_shard(own)
+        assert own(torch.zeros(2, 4, dtype=torch.long)) is not None, "ours of the same name is another matter"

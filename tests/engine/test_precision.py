@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from terrazzo.engine.precision import PRECISIONS, LossScaling, Precision
+from terrazzo.config import config_from_dict
+from terrazzo.dialects.dialect import NO_CONTEXT
+from terrazzo.dialects.terrazzo.read import read
+from terrazzo.engine.precision import PRECISION_SPELLINGS, PRECISIONS, LossScaling, Precision
 from terrazzo.errors import BadInput
+from terrazzo.planner.setup.recipes import precision as planned
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -64,8 +69,45 @@ def test_a_wrong_dtype_names_the_field_and_the_choices(dtype: Any) -> None:
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(BadInput, match=r"no precision 'bf16_pure'.*Did you mean 'bf16-pure'"):
-        Precision.named("bf16_pure")
+    with pytest.raises(BadInput, match=r"no precision 'bf16-pur'.*Did you mean 'bf16-pure'"):
+        Precision.named("bf16-pur")
+
+
+SPELLINGS = {
+    "fp32": ["fp32", "float32", torch.float32, "torch.float32", "FP32", "32", "32-true"],
+    "bf16": ["bf16", "bfloat16", torch.bfloat16, "BFloat16", "bf16-mixed", "bf16_mixed", "amp_bf16"],
+    "bf16-pure": ["bf16-pure", "bf16_pure", "bf16-true"],
+    "fp16": ["fp16", "float16", torch.float16, "half", "fp16-mixed", "16-mixed", "amp_fp16"],
+}
+
+
+@pytest.mark.parametrize("preset", PRECISIONS)
+def test_every_usual_spelling_is_taken_everywhere(preset: str) -> None:
+    """By `tz.shard` and the doors (`Precision.named`), configurations, the planner, and the hub's own dialect."""
+    for spelling in SPELLINGS[preset]:
+        assert Precision.named(spelling) is PRECISIONS[preset]
+        assert config_from_dict({"precision": str(spelling)}).precision.name == preset
+        assert planned(str(spelling)) == planned(preset)
+    meant = read({"precision": preset}, NO_CONTEXT).description["precision.master"].value
+    for spelling in PRECISION_SPELLINGS[preset]:
+        assert read({"precision": spelling}, NO_CONTEXT).description["precision.master"].value == meant
+
+
+@pytest.mark.parametrize(
+    ("word", "why"), [(16, "say 'bf16' or 'fp16'"), ("mixed", "either of two"), ("16-true", "say 'fp16'"),
+                      (torch.float64, 'tz.Precision(*["fp64"] * 6)'), ("double", "float64"), ("tf32", "say 'fp32'")],
+)  # fmt: skip
+def test_what_may_mean_several_is_refused_by_name(word: Any, why: str) -> None:
+    for ask in (Precision.named, lambda word: config_from_dict({"precision": word}), lambda word: planned(str(word))):
+        with pytest.raises(BadInput, match=re.escape(str(word))) as caught:
+            ask(str(word) if isinstance(word, torch.dtype) else word)
+        assert why in str(caught.value)
+
+
+def test_dtypes_of_states_have_all_their_names() -> None:
+    given = config_from_dict({"precision": {"name": "float32", "reduce": "bfloat16", "moments": "torch.float16"}})
+    assert (given.precision.reduce, given.precision.moments) == ("bf16", "fp16")
+    assert Precision(reduce="torch.bfloat16").reduce is torch.bfloat16  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -14,7 +16,17 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from terrazzo.telemetry import Console, JsonLines, PeakMemory, StepMetrics, Stopwatch, TensorBoard
+from terrazzo.telemetry import (
+    Console,
+    JsonLines,
+    PeakMemory,
+    ReportPage,
+    StepMetrics,
+    StepTable,
+    Stopwatch,
+    TensorBoard,
+    duration,
+)
 from terrazzo.telemetry import metrics as metrics_module
 
 METRICS = StepMetrics(
@@ -30,17 +42,60 @@ METRICS = StepMetrics(
 )
 
 
-def test_one_line_says_everything_and_na_where_nothing_is_known() -> None:
-    line = METRICS.line(1000)
-    for part in ("step   20/1000", "loss 1.5000", "lr 3.00e-04", "8,192 tok/s", "MFU n/a", "1.50 GiB", "data 1%"):
-        assert part in line
-    assert "comm 25%" in line
-    assert "comm n/a" in replace(METRICS, communication=None).line(1000)
-    assert "\n" not in line
-    known = replace(METRICS, grad_norm=0.5, tflops=123.4, mfu=0.42, skipped_steps=3).line(1000)
-    assert "grad norm 0.500 | " in known
-    assert "123 TFLOP/s | MFU 42.0%" in known
-    assert known.endswith("skipped 3")
+OPTIONAL = ["mfu", "tflops", "communication", "skipped_steps", "disk_read_gb_s", "disk_write_gb_s", "cpu_step_gparam_s"]
+LARGEST = replace(
+    METRICS, step=10**6, loss=12.3456, tokens_per_s=98_765_432.0, peak_memory_bytes=1600 * 2**30, grad_norm=1e30,
+    mfu=0.999, tflops=12345.6, communication=1.0, data_wait=1.0, skipped_steps=123456, disk_read_gb_s=123.4,
+    disk_write_gb_s=123.4, cpu_step_gparam_s=123.4,
+)  # fmt: skip
+
+
+def test_a_row_has_what_this_run_measures_and_blanks_for_nothing() -> None:
+    table = StepTable(1000, {"communication"}, 80)
+    assert table.header().split() == ["step", "loss", "norm", "lr", "tok/s", "comm", "data", "memory", "left"]
+    row = table.row(replace(METRICS, grad_norm=0.5, data_wait=0.001), 130.0)
+    assert row.split() == ["20", "1.5000", "0.500", "3.0e-04", "8,192", "25%", "1.50", "GiB", "2", "min"]
+    assert len(row) == len(table.header()), "columns stand below their titles"
+    fast = StepTable(1000, {"mfu", "skipped_steps"}, 80)
+    assert "comm" not in fast.header()
+    assert fast.row(replace(METRICS, mfu=0.42, skipped_steps=3), 1.0).split()[3:6] == ["42.0%", "1%", "3"]
+    assert table.remark(20, "1.2500", "held out").startswith(row[:6] + "   1.2500  held out")
+
+
+@pytest.mark.parametrize("known", [set(subset) for n in (0, 2, 7) for subset in itertools.combinations(OPTIONAL, n)])
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_row_fits_the_terminal(known: set[str], width: int) -> None:
+    """What does not fit has no column; loss, pace, memory and time left always have."""
+    table = StepTable(10**6, known, width)
+    assert max(len(table.header()), len(table.row(LARGEST, 9e6))) <= width
+    assert {"loss", "tok/s", "memory", "left"} <= set(table.header().split())
+
+
+def test_durations_read_at_a_glance() -> None:
+    assert [duration(seconds) for seconds in (0.2, 119, 120, 7200, 5400 * 3, 86400 * 12)] == [
+        "0 s", "119 s", "2 min", "2.0 h", "4.5 h", "12 d",
+    ]  # fmt: skip
+
+
+def test_the_page_of_a_run_has_its_curves_and_nothing_of_it_is_obeyed(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(3000):
+        metrics.log("train", step, {"loss": 3.0 - step / 1000})
+    metrics.log("train", 3000, {"learning_rate": 0.1})  # its loss was not finite
+    metrics.log("validation", 3000, {"loss": 0.0})
+    metrics.log("sample", 3000, {"text": "<script>alert(1)</script>"})
+    page = ReportPage(tmp_path / "report.html", metrics.path, "a & b", {"Plan": "zero3"}, lambda said: [f"{said}"])
+    page.log("summary", 3000, {"states": 1})
+    page.close()
+    metrics.close()
+    shown = (tmp_path / "report.html").read_text()
+    assert "<script" not in shown
+    assert "a &amp; b" in shown
+    assert "&#x27;states&#x27;: 1" in shown
+    train, validation = re.findall(r'points="([^"]+)"', shown)
+    assert 500 < len(train.split()) <= 1001
+    assert train.split()[0].startswith("48.0,")
+    assert validation == "672.0,232.0", "the lowest loss of the last step is at the right end of the axis"
 
 
 def test_unknown_and_infinite_values_are_not_written() -> None:
@@ -106,7 +161,8 @@ def test_a_run_goes_on_without_a_reader(monkeypatch: pytest.MonkeyPatch, capfd: 
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        console = Console(10)
+        console = Console()
+        console.begin(10)
         console.say("read")
         assert os.read(reader, 100) == b"read\n"
         os.close(reader)

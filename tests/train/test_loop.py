@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -63,7 +64,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> N
     expected, validation = curve(tmp_path), metrics(tmp_path, "validation")
     assert [point[0] for point in expected] == [1, 2, 3, 4, 5, 6]
     assert expected[-1][1] < expected[0][1]
-    assert "done: step 6 of 6" in done.stdout
+    assert "done      step 6 of 6" in done.stdout
+    assert re.search(r"\ncontinue  .*\btrain\.steps=12\n$", done.stdout, re.DOTALL)
     summary = metrics(tmp_path, "summary")[0]
     assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"]
     assert summary["transient_bytes_measured"] == summary["transient_bytes_promised"]
@@ -89,14 +91,15 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all_and_has_its_own_exit_cod
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("step") and "| loss" in line:
+            if re.match(r" +\d+ +\d+\.\d{4}", line):
                 break
         start = time.monotonic()
         os.kill(one_rank_of(process), signal.SIGTERM)
         rest = process.stdout.read()
         assert process.wait(60) == 75
         assert time.monotonic() - start < 30
-    assert "stopped on request" in rest
+    assert "stopped   step" in rest
+    assert re.search(r"\ncontinue  .* schedule\.name=constant\n$", rest, re.DOTALL)
     saved = list((tmp_path / "run" / "checkpoints").iterdir())
     assert len(saved) == 1
     assert json.loads((saved[0] / "manifest.json").read_text())["step"] == metrics(tmp_path, "train")[-1]["step"]

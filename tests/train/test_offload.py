@@ -34,7 +34,7 @@ from terrazzo.train.preflight.room import check_plan
 from terrazzo.train.preflight.swap import check_folders, host_lacks_room, offload_notes
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
-from terrazzo.train.promise.summary import summary_lines
+from terrazzo.train.promise.summary import bytes_line, summary_lines
 from terrazzo.train.session import open_session
 from tests.helpers.threads import run_in_threads
 
@@ -409,21 +409,23 @@ def test_the_summary_tells_bytes_by_tier_and_rates(tmp_path: Path, capsys: pytes
     assert usage["stepped_numel"] >= 4 * numel
     assert usage["written_bytes"] >= 4 * 12 * numel
     out = capsys.readouterr().out
+    assert bytes_line(said) in out
+    page = (tmp_path / "run" / "report.html").read_text()
     for line in summary_lines(said):
-        assert line in out
+        assert line in page
     for words in (
         "host memory: promised",
         "swap files, of this rank: promised",
         "of this rank: read",
         "optimizer step on the CPU:",
     ):
-        assert words in out
+        assert words in page
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     rates: dict[str, Any] = {}  # updates go on beside the steps: not every log step sees one end
     for line in steps:
         rates |= line
     assert min(rates[name] for name in ("disk_read_gb_s", "disk_write_gb_s", "cpu_step_gparam_s")) > 0
-    assert "GB/s" in out
+    assert "read GB/s" in out
 
 
 def test_a_run_on_the_device_says_nothing_of_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import subprocess
@@ -366,8 +367,10 @@ def test_a_run_ends_with_what_was_promised_of_it(tmp_path: Path) -> None:
     assert said["step_s_measured"] > 0
     assert said["tokens_per_s_measured"] > 0
     assert "plan: zero3 splits states over data ranks, but there is only one" in done.stdout
+    assert summary.bytes_line(said) in done.stdout
+    page = html.unescape((tmp_path / "run" / "report.html").read_text())
     for line in summary_lines(said):
-        assert line in done.stdout
+        assert line in page
 
 
 @pytest.mark.parametrize(
@@ -410,6 +413,14 @@ SUMMARY: dict[str, Any] = {
     "learnt_share": 1.0,
     "no_promise": "",
 }
+
+
+def test_bytes_that_are_as_promised_are_said_once() -> None:
+    sent = {"traffic_bytes_measured": SUMMARY["traffic_bytes_promised"]}
+    assert summary.bytes_line({**SUMMARY, **sent}) == "states 3.00, transient 1.00, sent per step 1.00 MiB, as promised"
+    there = {"disk_bytes_promised": 2**22, "disk_bytes_measured": 2**23}
+    line = summary.bytes_line({**SUMMARY, **there})
+    assert line.endswith("files 8.00 MiB (promised 4.00 MiB), sent per step 0.50 MiB (promised 1.00 MiB)")
 
 
 def test_a_summary_reads_promised_then_measured() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -106,11 +107,11 @@ class Run:
 
     def steps(self) -> int:
         """How many it has made, as far as it has said."""
-        return sum(line.startswith("step") and "| loss" in line for line in list(self.said))
+        return sum(re.match(r" +\d+ +\d+\.\d{4}", line) is not None for line in list(self.said))
 
     def committed(self) -> int:
         """The newest step whose checkpoint is known to be saved: a save begins when the one before it is done."""
-        saves = [int(line.strip()[-8:]) for line in list(self.said) if line.startswith("saving ")]
+        saves = [int(line.strip()[-8:]) for line in list(self.said) if "  saving " in line]
         return saves[-2] if len(saves) > 1 else 0
 
     def until(self, reached: Callable[[], object]) -> bool:

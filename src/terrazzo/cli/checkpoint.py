@@ -33,6 +33,7 @@ from terrazzo.checkpoint.source import WEIGHT, Watched
 from terrazzo.checkpoint.stores import check_new
 from terrazzo.cli.checkpoint_text import differences_text, inspect_text, listing_text, tensors_text
 from terrazzo.cli.terminal import columns, say, say_json
+from terrazzo.engine import dtype_named
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["checkpoint"]
@@ -248,6 +249,7 @@ def _check_target(to: Target, dst: str, given: Sequence[str]) -> None:
 def _huggingface_options(dtype: str | None, max_shard_size: str | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if dtype is not None:
+        dtype = dtype_named(dtype)
         if dtype not in DTYPES:
             raise BadInput(f"--dtype is '{dtype}'; there are: {', '.join(DTYPES)}.")
         options["dtype"] = DTYPES[dtype]

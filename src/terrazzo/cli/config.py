@@ -192,7 +192,9 @@ def _context(
 ) -> Context:
     from terrazzo.config.files import load
     from terrazzo.dialects.dialect import Context
+    from terrazzo.engine import dtype_named
 
+    load_dtype = None if load_dtype is None else dtype_named(load_dtype)
     if load_dtype not in (None, *LOAD_DTYPES):
         raise BadInput(f"--load-dtype is '{load_dtype}'; there are: {', '.join(LOAD_DTYPES)}.")
     return Context(

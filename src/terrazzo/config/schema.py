@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from terrazzo.engine import TIERS, Place
+from terrazzo.engine import DTYPE_FIELDS, TIERS, Place, dtype_named, preset_named
 from terrazzo.errors import did_you_mean
 
 __all__ = [
@@ -47,7 +47,7 @@ class Named(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        return {"name": value} if isinstance(value, str | int) else value
 
 
 class ModelConfig(Section):
@@ -225,6 +225,16 @@ class PrecisionConfig(Named):
     master: DtypeName | None = Field(None, description="weights that the optimizer updates")
     moments: DtypeName | None = Field(None, description="optimizer state")
 
+    @field_validator("name", mode="before")
+    @classmethod
+    def _as_preset(cls, value: Any) -> Any:
+        return preset_named(value) if isinstance(value, str | int) else value
+
+    @field_validator(*DTYPE_FIELDS, mode="before")
+    @classmethod
+    def _as_dtype(cls, value: Any) -> Any:
+        return dtype_named(value) if isinstance(value, str) else value
+
 
 class BatchConfig(Section):
     """Sizes in sequences and tokens. The number of micro-batches per step follows from these and the rank count."""
@@ -337,11 +347,11 @@ class LogConfig(Section):
 
     folder: Path = Field(
         Path("runs/default"),
-        description="for config.json, metrics.jsonl, TensorBoard files and, by default, checkpoints",
+        description="for report.html, metrics.jsonl, plan.txt, config.json, tensorboard and, by default, checkpoints",
     )
     every: int = Field(10, gt=0, description="steps between console lines")
     tensorboard: bool = Field(True, description="write event files to log.folder/tensorboard")
-    note: str | None = Field(None, description="printed at the very end, such as what to do next")
+    note: str | None = Field(None, description="printed at the end; {terrazzo} is that command, as your shell finds it")
 
 
 class Config(Section):

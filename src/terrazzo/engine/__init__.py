@@ -46,7 +46,17 @@ from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
-from terrazzo.engine.precision import DTYPE_FIELDS, DTYPE_NAMES, DTYPES, PRECISIONS, LossScaling, Precision
+from terrazzo.engine.precision import (
+    DTYPE_FIELDS,
+    DTYPE_NAMES,
+    DTYPES,
+    PRECISION_SPELLINGS,
+    PRECISIONS,
+    LossScaling,
+    Precision,
+    dtype_named,
+    preset_named,
+)
 
 __all__ = [
     "DTYPES",
@@ -56,6 +66,7 @@ __all__ = [
     "OFFLOADS",
     "PLANS",
     "PRECISIONS",
+    "PRECISION_SPELLINGS",
     "TIERS",
     "Engine",
     "LossScaling",
@@ -79,6 +90,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile_units",
     "data_mesh",
+    "dtype_named",
     "engine_of",
     "estimate",
     "find_units",
@@ -86,5 +98,6 @@ __all__ = [
     "on_foreign_step",
     "parameter_names",
     "persistent_buffers",
+    "preset_named",
     "shard",
 ]

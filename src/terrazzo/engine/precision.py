@@ -9,13 +9,58 @@ import torch
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["DTYPES", "DTYPE_FIELDS", "DTYPE_NAMES", "PRECISIONS", "LossScaling", "Precision"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_FIELDS",
+    "DTYPE_NAMES",
+    "PRECISIONS",
+    "PRECISION_SPELLINGS",
+    "LossScaling",
+    "Precision",
+    "dtype_named",
+    "preset_named",
+]
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """Every dtype that a state may have, with its name in configurations."""
 _DTYPES = {name: dtype for dtype, short in DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
 DTYPES = {short: dtype for dtype, short in DTYPE_NAMES.items()}
 """Every dtype that a state may have, by its name in configurations."""
+
+PRECISION_SPELLINGS = {
+    "fp32": ("float32", "32", "32-true"),
+    "bf16": ("bfloat16", "bf16-mixed", "amp-bf16"),
+    "bf16-pure": ("bf16-true",),
+    "fp16": ("float16", "half", "fp16-mixed", "16-mixed", "amp-fp16"),
+}
+"""How torch, Lightning, Composer and others spell the presets; `_` for `-`, capitals and `torch.` are the same."""
+_PRESET_OF = {spelling: name for name, spellings in PRECISION_SPELLINGS.items() for spelling in spellings}
+_DOUBLE = 'no preset is in float64: pass precision=tz.Precision(*["fp64"] * 6), or each of the six dtypes'
+_NO_MASTERS = "it would update weights in fp16, which loses most updates: say 'fp16', whose master weights are fp32"
+_UNCLEAR = {
+    **dict.fromkeys(("16", "amp", "mixed"), "it may be either of two: say 'bf16' or 'fp16'"),
+    **dict.fromkeys(("16-true", "fp16-true", "fp16-pure"), _NO_MASTERS),
+    **dict.fromkeys(("fp64", "float64", "double", "64", "64-true"), _DOUBLE),
+    "tf32": "it is a way to multiply fp32: say 'fp32', and torch.set_float32_matmul_precision('high')",
+}
+
+
+def preset_named(name: object) -> str:
+    """The preset that a spelling stands for; a word that stands for none comes back as it is.
+
+    Raises:
+        BadInput: one that may mean several, or what there is no preset for.
+    """
+    word = str(name).strip().lower().removeprefix("torch.").replace("_", "-")
+    if word in _UNCLEAR:
+        raise BadInput(f"precision {str(name)!r}: {_UNCLEAR[word]}.")
+    return word if word in PRECISIONS else _PRESET_OF.get(word, str(name))
+
+
+def dtype_named(name: object) -> str:
+    """The short name of a dtype, of a state, by any of its names; a word that names none comes back as it is."""
+    word = str(name).strip().lower().removeprefix("torch.")
+    return DTYPE_NAMES[_DTYPES[word]] if word in _DTYPES else str(name)
 
 
 @dataclass(frozen=True)
@@ -73,7 +118,7 @@ class Precision:
         for name in DTYPE_FIELDS:
             value = getattr(self, name)
             if isinstance(value, str):
-                value = _DTYPES.get(value, value)
+                value = DTYPES.get(dtype_named(value), value)
             if value not in _DTYPES.values():
                 raise BadInput(
                     f"precision: {name} is {value!r}; it must be one of fp32, bf16, fp16, fp64."
@@ -82,16 +127,17 @@ class Precision:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def named(cls, name: str) -> Precision:
-        """The preset of that name.
+    def named(cls, name: str | torch.dtype) -> Precision:
+        """The preset of that name, by any usual spelling.
 
         Raises:
-            BadInput: an unknown name; the nearest is named.
+            BadInput: an unknown name, or one that may mean several; the nearest is named.
         """
-        if name not in PRECISIONS:
+        preset = preset_named(name)
+        if preset not in PRECISIONS:
             known = ", ".join(PRECISIONS)
-            raise BadInput(f"There is no precision {name!r}.{did_you_mean(name, PRECISIONS)} Presets are {known}.")
-        return PRECISIONS[name]
+            raise BadInput(f"There is no precision {preset!r}.{did_you_mean(preset, PRECISIONS)} Presets are {known}.")
+        return PRECISIONS[preset]
 
     def __str__(self) -> str:
         dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]

@@ -86,7 +86,7 @@ class Setup:
         """This one with what is given in its place, plan and precision perhaps by name; None leaves what is here."""
         kept = {name: value for name, value in given.items() if value is not None}
         for name, kind in (("plan", Plan), ("precision", Precision)):
-            if isinstance(kept.get(name), str):
+            if isinstance(kept.get(name), str | torch.dtype):
                 kept[name] = kind.named(kept[name])
         return replace(self, **kept)
 
@@ -124,7 +124,7 @@ class TerrazzoArguments:
     """
 
     plan: Plan | str | None = None
-    precision: Precision | str | None = None
+    precision: Precision | str | torch.dtype | None = None
     units: Units | None = None
     mesh: DeviceMesh | None = None
     prefetch: int | None = None

@@ -2,17 +2,22 @@
 
 from terrazzo.telemetry.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
 from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
+from terrazzo.telemetry.page import ReportPage
 from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
+from terrazzo.telemetry.step_table import StepTable, duration
 
 __all__ = [
     "Console",
     "JsonLines",
     "PeakMemory",
+    "ReportPage",
     "Sink",
     "StepMetrics",
+    "StepTable",
     "Stopwatch",
     "TensorBoard",
     "allowed_bytes",
     "available_host_bytes",
+    "duration",
     "resident_bytes",
 ]

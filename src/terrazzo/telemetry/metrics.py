@@ -1,4 +1,4 @@
-"""What is measured at a log step, and how it reads on one line."""
+"""What is measured at a log step."""
 
 from __future__ import annotations
 
@@ -42,23 +42,6 @@ class StepMetrics:
     def as_dict(self) -> dict[str, Any]:
         """Every known value by name. An overflowing gradient norm is left out: JSON has no infinity."""
         return {key: value for key, value in asdict(self).items() if value is not None and math.isfinite(value)}
-
-    def line(self, steps: int) -> str:
-        """One console line; `steps` is the length of the run."""
-        norm = f"{self.grad_norm:.3f}" if self.grad_norm is not None else "n/a"
-        tflops = f"{self.tflops:.3g}" if self.tflops is not None else "n/a"
-        mfu = f"{self.mfu:.1%}" if self.mfu is not None else "n/a"
-        communication = f"{self.communication:.0%}" if self.communication is not None else "n/a"
-        skipped = f" | skipped {self.skipped_steps}" if self.skipped_steps else ""
-        disk = "" if self.disk_read_gb_s is None else f" | disk in {self.disk_read_gb_s:.2f} GB/s"
-        disk += "" if self.disk_write_gb_s is None else f" | disk out {self.disk_write_gb_s:.2f} GB/s"
-        cpu = "" if self.cpu_step_gparam_s is None else f" | CPU step {self.cpu_step_gparam_s:.2f} Gparam/s"
-        return (
-            f"step {self.step:>{len(str(steps))}}/{steps} | loss {self.loss:.4f} | grad norm {norm}"
-            f" | lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tok/s | {tflops} TFLOP/s | MFU {mfu}"
-            f" | peak {self.peak_memory_bytes / 2**30:.2f} GiB | data {self.data_wait:.0%} | comm"
-            f" {communication}{disk}{cpu}{skipped}"
-        )
 
 
 class Stopwatch:

@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from terrazzo.files import to_nowhere
 
@@ -152,6 +145,10 @@ class TensorBoard(Sink):
 class _UnreadConsole(RichConsole):
     """Falls silent when whoever reads standard output has gone, where rich ends the process."""
 
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave it as it is: a rank that is killed could not bring it back."""
+        return False
+
     def on_broken_pipe(self) -> None:
         self.fall_silent("nobody reads it any more")
 
@@ -169,17 +166,19 @@ class Console:
     without lines, and says so on stderr.
     """
 
-    def __init__(self, steps: int, first_step: int = 0) -> None:
+    def __init__(self) -> None:
         self._console = _UnreadConsole(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal; 80 in a pipe."""
+        return self._console.width
+
+    def begin(self, steps: int, first_step: int = 0) -> None:
+        """Show how far the run has come, on a terminal."""
         if self._console.is_terminal:
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-            )
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._progress = Progress(TextColumn("training"), *columns, console=self._console, transient=True)
             self._task = self._progress.add_task("training", total=steps, completed=first_step)
             self._progress.start()

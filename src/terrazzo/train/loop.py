@@ -16,6 +16,7 @@ from terrazzo.errors import Diverged
 from terrazzo.telemetry import PeakMemory, Stopwatch
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
+from terrazzo.train.command import Command
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
 from terrazzo.train.folders import swap_folders
@@ -30,10 +31,10 @@ __all__ = ["Trainer", "step_on"]
 class Trainer:
     """Runs a session to its last step, or until it is asked to stop."""
 
-    def __init__(self, session: Session, stop: StopRequest) -> None:
+    def __init__(self, session: Session, stop: StopRequest, command: Command | None = None) -> None:
         self.session, self.stop = session, stop
         self.engine = engine_of(session.model)
-        self.report = Report(session)
+        self.report = Report(session, command or Command())
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
         self.losses: list[Tensor] = []  # of the steps since they were last checked, this rank's share of each
@@ -46,7 +47,7 @@ class Trainer:
         try:
             return self._run()
         except BaseException:
-            self.report.leave()
+            self.report.failed()
             raise
 
     def _run(self) -> int:
@@ -67,6 +68,8 @@ class Trainer:
             last = stopped or session.step == train.steps
             if last or session.step % session.config.log.every == 0:
                 self.log()
+            if stopped and session.step < train.steps:
+                self.report.stopping()
             with self.watch.pause():
                 self.between_steps(finished=session.step == train.steps, last=last)
         session.keeper.finish()

@@ -1,10 +1,13 @@
-"""What a run says: its header, its log steps, and the summary that holds the plan's promises against measurements."""
+"""What a run says: its header, a row for each log step, and at the end what to open and how to go on.
+
+On screen is what decides whether to let it run; all else is in the run's folder: `plan.txt`, `metrics.jsonl` and
+`report.html`.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,19 @@ from typing import Any
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.process import device as devices
+from terrazzo.errors import printable
 from terrazzo.planner.machine.devices import this_machine
-from terrazzo.telemetry import Console, JsonLines, Sink, StepMetrics, TensorBoard
+from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics, StepTable, TensorBoard, duration
+from terrazzo.train.command import Command, folded, program
 from terrazzo.train.evaluate import Validation
 from terrazzo.train.plan import build_precision
 from terrazzo.train.promise.as_setup import matmul_format
-from terrazzo.train.promise.summary import Pace, mfu, summarize, summary_lines
+from terrazzo.train.promise.summary import Pace, bytes_line, mfu, summarize, summary_lines
 from terrazzo.train.session import Session
 
 __all__ = ["Measured", "Report"]
+
+LABEL = 10
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,14 @@ def peak_flops(config: Config) -> float | None:
 class Report:
     """Everything that is said and written. Every rank has one; only rank 0's has a screen and files."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, command: Command) -> None:
+        self._session, self._command = session, command
         self._engine = engine_of(session.model)
-        self._bill = self._engine.memory_bill(session.micro_batches)
-        self._console = Console(session.config.train.steps, session.step) if session.ranks.is_first else None
+        self._console = Console() if session.ranks.is_first else None
+        self._on_cuda = devices.is_cuda(session.ranks.device)
+        self._peak_flops = peak_flops(session.config) if self._on_cuda else None
+        width = self._console.width if self._console is not None else 0
+        self._table = StepTable(session.config.train.steps, self._known(), width)
         self._sinks: list[Sink] = []
         self._metrics_file: JsonLines | None = None
         self._start = time.perf_counter()
@@ -59,8 +69,6 @@ class Report:
         self._first_validation: Validation | None = None
         self._last_validation: Validation | None = None
         self._last_sample = ""
-        self._on_cuda = devices.is_cuda(session.ranks.device)
-        self._peak_flops = peak_flops(session.config) if self._on_cuda else None
         if session.ranks.is_first and session.step < session.config.train.steps:
             self._open()  # else nothing is left to be done, and what was written of it stays as it is
 
@@ -69,10 +77,30 @@ class Report:
         config = without_passwords(session.config.model_dump(mode="json"))
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (log.folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        bill = self._engine.memory_bill(session.micro_batches)
+        plan = without_passwords(f"{self._engine.describe()}\n\nmemory of each rank:\n{bill.table()}")
+        (log.folder / "plan.txt").write_text(plan + "\n", encoding="utf-8")
         self._metrics_file = JsonLines(log.folder / "metrics.jsonl", session.step)
-        self._sinks.append(self._metrics_file)
+        title = f"{self._model()}: {self._engine.plan.name}, {_precision(session.config)}"
+        details = {"Plan": plan, "Configuration": text}
+        page = ReportPage(log.folder / "report.html", self._metrics_file.path, title, details, summary_lines)
+        self._sinks += [self._metrics_file, page]
         if log.tensorboard:
             self._sinks.append(TensorBoard(log.folder / "tensorboard", session.step))
+
+    def _known(self) -> set[str]:
+        """The optional metrics that this run has: what a device does not tell, or a plan does not do, has no column."""
+        tiers = {tier for unit in self._engine.units for tier in unit.buckets[0].tiers}
+        has = {
+            "mfu": self._peak_flops is not None,
+            "tflops": self._on_cuda and self._peak_flops is None,
+            "communication": not self._on_cuda and self._session.ranks.world_size > 1,
+            "skipped_steps": bool(self._session.optimizer.scaler_state()),
+            "disk_read_gb_s": "nvme" in tiers,
+            "disk_write_gb_s": "nvme" in tiers,
+            "cpu_step_gparam_s": bool(tiers - {"device"}),
+        }
+        return {name for name, is_there in has.items() if is_there}
 
     def lost(self) -> str | None:
         """What has become of the log folder, if its files are no longer where they were begun; rank 0 looks."""
@@ -82,27 +110,28 @@ class Report:
 
     def begin(self) -> None:
         """The header: what is about to run."""
-        session, ranks = self._session, self._session.ranks
-        numel = sum(parameter.numel() for parameter in session.model.parameters())
-        learnt = sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad)
-        of_them = "" if learnt == numel else f" ({learnt / 1e6:.2f} M trained)"
-        batch = session.config.batch
-        count = session.micro_batches
-        micro = f"{count} micro-batch{'es' if count > 1 else ''} per rank"
-        self._say(
-            f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}, {ranks.world_size} ×"
-            f" {ranks.device.type} | {batch.global_batch} × {batch.sequence_length} tokens per step in {micro} |"
-            f" {session.data.train.tokens_numel:,} training tokens"
-        )
+        session, config = self._session, self._session.config
+        batch, count, size = config.batch, session.micro_batches, session.ranks.world_size
+        micro = f" in {count} micro-batches per rank" if count > 1 else ""
+        self._row("model", self._model())
+        self._row("data", f"{session.data.train.tokens_numel:,} training tokens")
         if session.data.skipped.names:
-            self._say(f"data: {session.data.skipped}")
+            self._row("data", str(session.data.skipped))
         for note in session.data.notes:
-            self._say(f"data: {note}")
-        self._say(f"{self._engine.describe()}\n{self._bill.table()}")
-        for note in session.notes:
+            self._row("data", note)
+        ranks = f"{size} {session.ranks.device.type.upper()} rank{'s' if size > 1 else ''}"
+        self._row("plan", f"{self._engine.plan.name} on {ranks}, {_precision(config)}")
+        self._row("step", f"{batch.global_batch} × {batch.sequence_length} tokens{micro}")
+        self._row("memory", f"{self._bill_text()} per rank, beside activations")
+        self._row("folder", str(config.log.folder))
+        for note in [*session.notes, *([f"resumed at step {session.step}"] if session.step else [])]:
             self._say(note)
-        if session.step:
-            self._say("\n".join([f"resumed at step {session.step}", *session.resume_notes]))
+        for note in session.resume_notes:
+            self._say(note)
+        if session.step < config.train.steps:
+            self._say(f"\n{self._table.header()}")
+        if self._console is not None:
+            self._console.begin(config.train.steps, session.step)
 
     def log_step(self, measured: Measured) -> None:
         """A log step."""
@@ -110,7 +139,8 @@ class Report:
         self._peak_bytes = measured.peak_memory_bytes
         metrics = self._metrics(measured)
         self._log("train", metrics.as_dict())
-        self._say(metrics.line(self._session.config.train.steps))
+        left = self._session.config.train.steps - metrics.step
+        self._say(self._table.row(metrics, left * metrics.step_s))
 
     def validation(self, found: Validation | None) -> None:
         """A validation loss."""
@@ -119,25 +149,26 @@ class Report:
         self._first_validation = self._first_validation or found
         self._last_validation = found
         self._log("validation", asdict(found))
-        self._say(
-            f"step {self._session.step} | validation loss {found.loss:.4f} | {found.bits_per_byte:.4f} bits per byte"
-        )
+        self._remark(f"held out, {found.bits_per_byte:.4f} bits per byte", f"{found.loss:.4f}")
 
     def sample(self, text: str) -> None:
-        """A text sample."""
+        """A text sample; the last one is in the summary."""
         self._log("sample", {"text": text})
-        indented = "\n".join(f"    {line}" for line in text.strip("\n").split("\n"))
-        self._last_sample = f"sample at step {self._session.step}:\n{indented}"
-        if self._session.step < self._session.config.train.steps:  # the last one closes the summary
-            self._say(self._last_sample)
+        self._last_sample = text
+        if self._session.step < self._session.config.train.steps:
+            self._remark(self._shortened(f"sample: {_on_one_line(text)}", beside=LABEL))
 
     def saved(self, path: str) -> None:
         """A checkpoint was written, or will be in the background."""
-        self._say(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
+        self._remark(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
+
+    def stopping(self) -> None:
+        """Somebody has asked for it: what is left is to save."""
+        self._remark("stopping and saving; Ctrl-C once more ends at once")
 
     def exported(self, path: Path) -> None:
         """A Hugging Face folder was written."""
-        self._say(f"exported {path}")
+        self._remark(f"exported {path}")
 
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""
@@ -153,47 +184,70 @@ class Report:
         if not self._sinks:
             self._say_nothing_left()
             return
-        session, seconds = self._session, time.perf_counter() - self._start
-        summary = summarize(session, self._traffic, self._pace, self._peak_bytes, self._peak_flops)
+        session, pace = self._session, self._pace
+        summary = summarize(session, self._traffic, pace, self._peak_bytes, self._peak_flops)
         self._log("summary", summary)
-        state = "stopped on request and saved" if stopped else "done"
-        if stopped and session.config.checkpoint.resume != "never":
-            state += ", start the same command again to continue"
-        self._say(f"\n{state}: step {session.step} of {session.config.train.steps}, {seconds:.0f} s")
-        for line in self._summary_lines(summary):
-            self._say(line)
+        per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
+        at = f"step {session.step} of {session.config.train.steps}, {duration(time.perf_counter() - self._start)}"
+        self._say("")
+        self._row("stopped" if stopped else "done", at + per_second + self._learnt())
+        self._row("bytes", bytes_line(summary))
         if self._last_sample and not stopped:
-            self._say(f"\n{self._last_sample}\n")
-        if session.config.log.note:
-            self._say(session.config.log.note)
+            self._row("sample", self._shortened(_on_one_line(self._last_sample), beside=LABEL))
+        self._row("report", str(session.config.log.folder / "report.html"))
+        if session.config.log.note and not stopped:
+            self._say(session.config.log.note.rstrip("\n").replace("{terrazzo}", program()))
         self.leave()
+        self._say_how_to_go_on(finished=not stopped)
+
+    def _learnt(self) -> str:
+        first, last = self._first_validation, self._last_validation
+        if first is None or last is None or first is last:
+            return ""
+        return f"; {first.bits_per_byte:.2f} → {last.bits_per_byte:.2f} bits per byte"
+
+    def failed(self) -> None:
+        """The run ends with an error, which others say: what there is to go on from, and the end of all files."""
+        self.leave()
+        session, saved = self._session, self._session.keeper.saved_step
+        if session.step and session.step < session.config.train.steps:
+            self._say("")
+            self._row("failed", f"after step {session.step} of {session.config.train.steps}; {_saved(saved)}")
+            if saved:
+                self._say_how_to_go_on(finished=False)
 
     def leave(self) -> None:
-        """The end of the screen and of all files, with nothing more to say."""
+        """The end of the progress bar and of all files."""
         if self._console is not None:
             self._console.close()
         for sink in self._sinks:
             sink.close()
 
+    def _say_how_to_go_on(self, *, finished: bool) -> None:
+        command = self._command.going_on(self._session.config, finished=finished)
+        width = self._console.width if self._console is not None else 0
+        self._say(folded(f"{'continue':<{LABEL}}", command, width))
+
     def _say_nothing_left(self) -> None:
         """Of a finished run that was started again: there is nothing that was measured."""
         session = self._session
-        self._say(
-            f"\nnothing left to do: step {session.step} of {session.config.train.steps} is in {session.keeper.folder}."
-            " To go on from there: a larger train.steps. To begin anew: another log.folder, or checkpoint.resume=never"
-            " with checkpoint.overwrite=true."
-        )
+        at = f"step {session.step} of {session.config.train.steps} is in {session.keeper.folder}"
+        self._say("")
+        self._row("done", f"nothing left to do: {at}")
+        self._row("anew", "another log.folder, or checkpoint.resume=never checkpoint.overwrite=true")
+        self._say_how_to_go_on(finished=True)
 
-    def _summary_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        first, last = self._first_validation, self._last_validation
-        lines = [self._engine.describe(), self._bill.table(), *summary_lines(summary)]
-        if first is not None and last is not None and first is not last:
-            lines.append(f"validation: {first.bits_per_byte:.4f} → {last.bits_per_byte:.4f} bits per byte")
-        log = self._session.config.log
-        curves = f" | curves: tensorboard --logdir {log.folder / 'tensorboard'}" if log.tensorboard else ""
-        lines.append(f"metrics: {log.folder / 'metrics.jsonl'}{curves}")
-        lines.append(f"checkpoints: {self._session.config.checkpoint_folder}")
-        return lines
+    def _model(self) -> str:
+        parameters = list(self._session.model.parameters())
+        numel = sum(parameter.numel() for parameter in parameters)
+        learnt = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        of_them = "" if learnt == numel else f" ({learnt / 1e6:.2f} M trained)"
+        return f"{type(self._session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}"
+
+    def _bill_text(self) -> str:
+        bill = self._engine.memory_bill(self._session.micro_batches)
+        parts = {"": bill.total_bytes, " of the host": bill.host_bytes, " in files": bill.disk_bytes}
+        return ", ".join(f"{count / 2**20:,.1f} MiB{where}" for where, count in parts.items() if count or not where)
 
     def _metrics(self, measured: Measured) -> StepMetrics:
         session = self._session
@@ -237,6 +291,30 @@ class Report:
         for sink in self._sinks:
             sink.log(kind, self._session.step, values)
 
+    def _row(self, label: str, text: str) -> None:
+        self._say(f"{label:<{LABEL}}{text}")
+
+    def _remark(self, text: str, loss: str = "") -> None:
+        self._say(self._table.remark(self._session.step, loss, text))
+
+    def _shortened(self, text: str, beside: int) -> str:
+        room = (self._console.width if self._console is not None else 0) - beside
+        return text if len(text) <= room else f"{text[: room - 4]} ..."
+
     def _say(self, text: str) -> None:
         if self._console is not None:
             self._console.say(without_passwords(text))
+
+
+def _precision(config: Config) -> str:
+    """Its name, and the dtypes that were given in place of its own."""
+    given = config.precision.model_dump(exclude={"name"}, exclude_none=True)
+    return ", ".join([config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items())])
+
+
+def _on_one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def _saved(step: int) -> str:
+    return f"step {step} is saved" if step else "nothing is saved"

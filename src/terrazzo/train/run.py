@@ -10,7 +10,10 @@ import torch.distributed as dist
 from terrazzo.config import LaunchConfig, load_config
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import together
-from terrazzo.train.launch.failure import announce_ready, run_rank
+from terrazzo.telemetry import Console
+from terrazzo.train.command import Command
+from terrazzo.train.launch.failure import REPORT, announce_ready, run_rank
+from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.ranks import agree_on_config, join
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
 from terrazzo.train.launch.stop import StopRequest
@@ -30,17 +33,19 @@ def train_command(path: Path, overrides: list[str]) -> int:
         BadInput: found before any process was started.
     """
     adopt_slurm()
+    command = Command(path, overrides) if REPORT in os.environ or not is_rank() else Command()
     if not is_rank():
         config = load_config(path, overrides)
         ranks = ranks_to_start(config.launch)
         check(config, ranks)
+        Console().say(f"starting {ranks} {resolve_device(config.launch).upper()} rank{'s' if ranks > 1 else ''} ...")
         if ranks > 1:
             return launch_ranks(ranks, ["-m", "terrazzo", "train", str(path), *overrides])
         os.environ.update(ALONE, MASTER_ADDR="localhost", MASTER_PORT="0")
-    return run_rank(int(os.environ["RANK"]), lambda: _train_rank(path, overrides))
+    return run_rank(int(os.environ["RANK"]), lambda: _train_rank(path, overrides, command))
 
 
-def _train_rank(path: Path, overrides: list[str]) -> int:
+def _train_rank(path: Path, overrides: list[str], command: Command) -> int:
     """One rank's whole life; its exit code. What is wrong on one is raised on all: each reads its own file."""
     stop = StopRequest()
     announce_ready()
@@ -49,7 +54,7 @@ def _train_rank(path: Path, overrides: list[str]) -> int:
     agree_on_config(config)
     notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
     with open_session(config, ranks, notes) as session:
-        code = Trainer(session, stop).run()
+        code = Trainer(session, stop, command).run()
     dist.destroy_process_group()
     return code
 

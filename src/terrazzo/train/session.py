@@ -17,7 +17,7 @@ from terrazzo.config import Config, without_passwords
 from terrazzo.engine import data_mesh, engine_of
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first, patiently, together
-from terrazzo.telemetry import resident_bytes
+from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
 from terrazzo.train.data import Loader, TokenData, evaluated, load_data
@@ -173,7 +173,8 @@ def open_session(config: Config, ranks: Ranks, notes: Sequence[str] = ()) -> Ses
 def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) -> Session:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
-    data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput))
+    say = Console().say if ranks.is_first else None
+    data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=say)
     _check_validation(config, data, ranks.world_size)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_swap_folders(config)

@@ -13,7 +13,7 @@ from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.paths import PATH_OF, WORDS
-from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Place, Plan
+from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISION_SPELLINGS, PRECISIONS, Place, Plan
 from terrazzo.errors import BadInput
 
 __all__ = ["read"]
@@ -169,11 +169,11 @@ def _shortest(tier: str) -> str:
 
 def _precision(reader: Reader) -> Settings:
     key = "precision" if "precision" in reader.flat else "precision.name"
-    name = reader.choice(key, {preset: preset for preset in PRECISIONS}, "fp32", fold=False)
+    name = reader.choice(key, _PRESETS, "fp32", fold=False)
     preset = PRECISIONS[name.value]
     found: Settings = {}
     for field in DTYPE_FIELDS:
-        own = _take(reader, f"precision.{field}")
+        own = reader.choice(f"precision.{field}", _DTYPES, fold=False, null=True)
         named = Setting(DTYPE_NAMES[getattr(preset, field)], name.origin, name.key)
         found[f"precision.{field}"] = own if own.value else named
     scaling = preset.loss_scaling
@@ -183,6 +183,13 @@ def _precision(reader: Reader) -> Settings:
     found["precision.saved"] = Setting(found["precision.master"].value, "derived", found["precision.master"].key)
     return found
 
+
+_PRESETS = {
+    **{preset: preset for preset in PRECISIONS},
+    **{spelling: preset for preset, spellings in PRECISION_SPELLINGS.items() for spelling in spellings},
+}
+_DTYPES = {name: short for dtype, short in DTYPE_NAMES.items() for name in (short, str(dtype), str(dtype)[6:])}
+"""Every spelling that the schema takes."""
 
 _ALWAYS: Settings = {
     "precision.buffers": Setting(LOADED, "default"),

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.backends import backend_of
+from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.place import Plan
@@ -74,6 +75,7 @@ def check_model(model: nn.Module) -> None:
     if sharded:
         which = f"Its module {sharded[0]!r}" if sharded[0] else f"This {type(model).__name__}"
         raise Misuse(f"{which} is already sharded. Build a new model to shard it differently.")
+    check_unwrapped(model)
     parameters = dict(model.named_parameters())
     taken = [name for name, parameter in parameters.items() if "terrazzo_name" in vars(parameter)]
     if taken:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
 from terrazzo.engine.model.names import persistent_buffers
+from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["ShardedModule", "make_sharded_module"]
@@ -27,6 +28,10 @@ class ShardedModule(nn.Module):
     """Mixed into the class of a sharded model."""
 
     _terrazzo: Engine
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        refuse_class(cls)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, as the optimizer's `zero_grad` does."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,7 +59,7 @@ class Options:
     """The arguments of `shard` beside model, optimizer and plan."""
 
     units: Units | None
-    precision: Precision | str
+    precision: Precision | str | torch.dtype
     mesh: DeviceMesh | None
     prefetch: int
     offload: Offload
@@ -139,8 +140,8 @@ def _plan(asked: _Asked, options: Options, recipe: Recipe, tally: Tally) -> Prep
     return Prepared(asked.plan, recipe, tally, planned, asked.why, built, templates)
 
 
-def _one_of(kind: type[N], value: N | str, argument: str) -> N:
-    if isinstance(value, str):
+def _one_of(kind: type[N], value: N | str | torch.dtype, argument: str) -> N:
+    if isinstance(value, str) or (kind is Precision and isinstance(value, torch.dtype)):
         return kind.named(value)
     if not isinstance(value, kind):
         raise BadInput(f"{argument} is {value!r}; pass a tz.{kind.__name__} or the name of one.")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,7 @@ from terrazzo.engine.model.materialize import (
 from terrazzo.engine.model.module import make_sharded_module
 from terrazzo.engine.model.prepare import OptimizerLike, Options, prepare
 from terrazzo.engine.model.stand_in import show_gradients
+from terrazzo.engine.model.wrappers import watch_wrapping
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
@@ -58,7 +60,7 @@ def shard(  # structure: signature fixed by the design
     plan: Plan | str = "zero3",
     *,
     units: Units | None = None,
-    precision: Precision | str = "fp32",
+    precision: Precision | str | torch.dtype = "fp32",
     mesh: DeviceMesh | None = None,
     prefetch: int = 1,
     offload: Offload | None = None,
@@ -78,7 +80,8 @@ def shard(  # structure: signature fixed by the design
             `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`,
             of all units or, as in `zero3@cpu:0.7`, of a share of them.
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
-        precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`.
+        precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`, or another spelling of one, such as
+            `bfloat16` or `torch.bfloat16`.
         mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.
         prefetch: how many units ahead of the running one are gathered; 0 for none. Nothing where weights are whole.
         offload: how states that the plan places on `cpu` or `nvme` are kept and updated; see `tz.Offload`.
@@ -118,6 +121,7 @@ def shard(  # structure: signature fixed by the design
     make_sharded_module(model, engine)
     show_gradients(model, engine)
     watch_steps()
+    watch_wrapping()
     if axes.device.type == "cpu" and store.drive is None:
         bill = engine.bill
         keep_freed(bill.grad_bytes + bill.transient_bytes)
@@ -130,7 +134,7 @@ def estimate(  # structure: signature fixed by that of shard
     plan: Plan | str = "zero3",
     *,
     units: Units | None = None,
-    precision: Precision | str = "fp32",
+    precision: Precision | str | torch.dtype = "fp32",
     mesh: DeviceMesh | None = None,
     prefetch: int = 1,
     offload: Offload | None = None,

@@ -53,7 +53,7 @@ class Accelerator(accelerate.Accelerator):
         self,
         *positional: Any,
         plan: Plan | str | None = None,
-        precision: Precision | str | None = None,
+        precision: Precision | str | torch.dtype | None = None,
         units: Units | None = None,
         offload: Offload | None = None,
         setup: Setup | None = None,

@@ -63,7 +63,7 @@ class TerrazzoStrategy(ParallelStrategy):
         self,
         plan: Plan | str = "zero3",
         *,
-        precision: Precision | str | None = None,
+        precision: Precision | str | torch.dtype | None = None,
         units: list[type[nn.Module] | str] | None = None,
         dp_replicate: int = 1,
         prefetch: int = 1,
@@ -74,7 +74,7 @@ class TerrazzoStrategy(ParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **lightning: Any,
     ) -> None:
-        self._asked = Precision.named(precision) if isinstance(precision, str) else precision
+        self._asked = Precision.named(precision) if isinstance(precision, str | torch.dtype) else precision
         super().__init__(**lightning)
         self._plan = Plan.named(plan) if isinstance(plan, str) else plan
         self._units = tuple(units) if units is not None else None

@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
+from terrazzo.engine import PLANS, PRECISION_SPELLINGS, PRECISIONS, Plan, Precision, preset_named
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.setup.setup import Checkpointing
 
@@ -35,9 +35,6 @@ RECIPES: dict[str, tuple[Precision, str]] = {
 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
 1910.02054)."""
 
-PRECISION_SYNONYMS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "amp-bf16": "bf16", "amp-fp16": "fp16"}
-"""As torch and other trainers spell them."""
-
 _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
 """Names of plans that `strategy` knows, each of which may have an offload."""
@@ -63,10 +60,11 @@ def strategy(name: str) -> Plan:
 def precision(name: str) -> tuple[Precision, str]:
     """Dtypes, and the format of matrix products, of that name. Raises: `BadInput` with the nearest name."""
     key = name.strip().lower().replace("_", "-")
-    key = PRECISION_SYNONYMS.get(key, key)
+    key = key if key in RECIPES else preset_named(name)
     if key not in RECIPES:
-        near = did_you_mean(key, (*RECIPES, *PRECISION_SYNONYMS))
-        synonyms = ", ".join(f"{synonym} = {known}" for synonym, known in PRECISION_SYNONYMS.items())
+        spelled = {spelling: preset for preset, each in PRECISION_SPELLINGS.items() for spelling in each}
+        near = did_you_mean(key, (*RECIPES, *spelled))
+        synonyms = ", ".join(f"{spelling} = {preset}" for spelling, preset in spelled.items())
         raise BadInput(f"There is no precision {name!r}.{near} Precisions are {', '.join(RECIPES)}; {synonyms}.")
     return RECIPES[key]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from terrazzo.config import Config, DataConfig
+from terrazzo.config import Config, DataConfig, without_passwords
 from terrazzo.errors import BadInput
 from terrazzo.train.data.cache import CacheHeader, TokenCache, cache_key, open_cache, write_cache
 from terrazzo.train.data.chat import chat_fingerprint, load_chat
@@ -64,13 +64,16 @@ class TokenData:
                 )
 
 
-def load_data(config: Config, *, builds: bool = True, together: Together = _alone) -> TokenData:
+def load_data(
+    config: Config, *, builds: bool = True, together: Together = _alone, say: Callable[[str], None] | None = None
+) -> TokenData:
     """Tokenizes what section `data` names, unless the cache has it, and opens it.
 
     Args:
         builds: True on exactly one rank of each group of ranks that share a file system. More do no harm: they
             repeat the work and write the same file. The others wait in `together`.
         together: how this rank's failure reaches all; the default is that of a single process.
+        say: is told what takes long.
 
     Raises:
         BadInput: on every rank, when any rank cannot use its input.
@@ -81,7 +84,7 @@ def load_data(config: Config, *, builds: bool = True, together: Together = _alon
         wanted = [_wanted_cache(config.data, source, tokenizer) for source in _sources_of(config.data)]
         if builds:
             for one in wanted:
-                _build_if_needed(config.data, one, tokenizer)
+                _build_if_needed(config.data, one, tokenizer, say)
         return tokenizer, wanted
 
     tokenizer, wanted = together(made)
@@ -114,11 +117,16 @@ def _default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "terrazzo" / "tokens"
 
 
-def _build_if_needed(data: DataConfig, wanted: _WantedCache, tokenizer: Tokenizer) -> None:
+def _build_if_needed(
+    data: DataConfig, wanted: _WantedCache, tokenizer: Tokenizer, say: Callable[[str], None] | None
+) -> None:
     """Writes the cache, unless a whole and undamaged one is there."""
     source, files, path = wanted
     if open_cache(path, path.stem, verify=True) is not None:
         return
+    if say is not None:
+        named = source if isinstance(source, str) else ", ".join(source)
+        say(f"tokenising {without_passwords(named)} ...")
     skipped = Skipped()
     documents = read_documents(files, data.text_field, data.max_bytes, skipped)
     try:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import BadInput, SaveFailed, SwapFailed
+from terrazzo.errors import BadInput, Diverged, SaveFailed, SwapFailed
 from terrazzo.tether import PARENT
 from terrazzo.train.launch.scratch import Scratch
 
@@ -44,7 +44,7 @@ BAD_INPUT = 2
 PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-_MENDABLE = BadInput | SaveFailed | SwapFailed  # one paragraph says it all
+_MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
 
 REPORT = "TERRAZZO_REPORT"  # the descriptor on which a rank reports to `launch_ranks`, which has started it
 SIBLING_GRACE_S = 8.0  # time for a rank to fail by itself before it is ended because another one failed

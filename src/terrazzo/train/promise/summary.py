@@ -11,7 +11,7 @@ from terrazzo.planner import Estimate
 from terrazzo.train.promise.planned import planned
 from terrazzo.train.session import Session
 
-__all__ = ["Pace", "mfu", "summarize", "summary_lines"]
+__all__ = ["Pace", "bytes_line", "mfu", "summarize", "summary_lines"]
 
 MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
@@ -112,6 +112,21 @@ def _measured_pace(session: Session, pace: Pace, peak_flops: float | None) -> di
 def mfu(flops_per_s: float, peak_flops: float | None) -> float | None:
     """Model FLOPs utilisation, a share from 0 to 1; None where either is not known."""
     return flops_per_s / peak_flops if flops_per_s and peak_flops else None
+
+
+def bytes_line(summary: Mapping[str, Any]) -> str:
+    """What was promised to the byte, as it was measured; with the promise where that was another."""
+    sent = {which: sum(summary[f"traffic_bytes_{which}"].values()) for which in ("promised", "measured")}
+    keys = {"states": "state_bytes", "transient": "transient_bytes", "host": "host_bytes", "files": "disk_bytes"}
+    found = {name: (summary[f"{key}_promised"], summary[f"{key}_measured"]) for name, key in keys.items()}
+    found["sent per step"] = (sent["promised"], sent["measured"])
+    parts, kept = [], True
+    for name, (promised, measured) in found.items():
+        if promised or measured or name == "states":
+            kept = kept and promised == measured
+            other = "" if promised == measured else f" (promised {_mib(promised)})"
+            parts.append(f"{name} {_mib(measured)}{other}")
+    return f"{', '.join(parts).replace(' MiB,', ',')}{', as promised' if kept else ''}"
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:

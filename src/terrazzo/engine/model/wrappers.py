@@ -1,0 +1,65 @@
+"""torch's own data parallelism around a sharded model, or inside one that is to be sharded: refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["check_unwrapped", "refuse_class", "watch_wrapping"]
+
+_INSTEAD = {
+    "DistributedDataParallel": "plan='zero0' is the same: whole weights on every rank, gradients averaged",
+    "DataParallel": "start one process per device with torchrun; plan='zero0' keeps whole weights on each",
+    "FullyShardedDataParallel": "plan='full_shard' is the same, and so are its other strategies by their names",
+    "FSDPModule": "plan='zero3' is the same; or import fully_shard from terrazzo in place of torch",
+}
+_WATCH: list[Any] = []
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises: `BadInput` for a model that torch's data parallelism already averages, or shards."""
+    for name, module in model.named_modules():
+        if (kind := _kind(type(module))) is not None:
+            at = f"module {name!r}" if name else "the model"
+            call = "fully_shard" if kind == "FSDPModule" else kind
+            raise BadInput(
+                f"tz.shard: {at} has been given to torch's {call}, which does the work that tz.shard is to do. Pass "
+                f"the model without it: {_INSTEAD[kind]}."
+            )
+
+
+def watch_wrapping() -> None:
+    """From now on, to wrap a sharded model in torch's data parallelism raises `Misuse`."""
+    if not _WATCH:
+        _WATCH.append(register_module_module_registration_hook(_before_registration))
+
+
+def refuse_class(kind: type) -> None:
+    """Raises: `Misuse` for the class that torch's fully_shard makes of a sharded model's."""
+    if _kind(kind) is not None:
+        raise _wrapped("fully_shard", kind.__mro__[2].__name__, _INSTEAD["FSDPModule"])
+
+
+def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is None or (kind := _kind(type(parent))) is None or kind == "FSDPModule":  # which holds what it did before
+        return
+    if any(hasattr(module, "_terrazzo") for module in child.modules()):
+        raise _wrapped(kind, type(child).__name__, _INSTEAD[kind])
+
+
+def _wrapped(call: str, given: str, instead: str) -> Misuse:
+    return Misuse(
+        f"torch's {call} was given a {given} that is sharded: tz.shard averages gradients and gathers weights by "
+        f"itself. Remove {call}(...): {instead}."
+    )
+
+
+def _kind(kind: type) -> str | None:
+    """Which of torch's wrappers a class is. Ours of the same name, made for torch's scripts, is none."""
+    names = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.")]
+    ours = any(base.__module__.startswith("terrazzo.integrations") for base in kind.__mro__)
+    return None if ours else next((name for name in names if name in _INSTEAD), None)
