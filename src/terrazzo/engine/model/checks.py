@@ -25,7 +25,7 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = [
     "check_agreement",
@@ -80,7 +80,7 @@ def check_model(model: nn.Module) -> None:
     taken = [name for name, parameter in parameters.items() if "terrazzo_name" in vars(parameter)]
     if taken:
         raise Misuse(
-            f"{_listed(taken)}: parameters of a model that is sharded already, and only one may gather and step "
+            f"{listed(taken)}: parameters of a model that is sharded already, and only one may gather and step "
             "them. Shard the module that holds both models, or give each its own copy."
         )
     if not parameters:
@@ -88,13 +88,13 @@ def check_model(model: nn.Module) -> None:
     exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
     if exotic:
         raise BadInput(
-            f"{_listed(exotic)}: complex and sparse parameters cannot be sharded. Keep a complex one as the real "
+            f"{listed(exotic)}: complex and sparse parameters cannot be sharded. Keep a complex one as the real "
             "nn.Parameter(torch.view_as_real(parameter.detach())), and a sparse one dense, by parameter.to_dense()."
         )
     scattered = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
     if scattered:
         raise BadInput(
-            f"{_listed(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
+            f"{listed(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
             "each by nn.Parameter(parameter.detach().contiguous())."
         )
 
@@ -109,7 +109,7 @@ def _check_sparse(model: nn.Module) -> None:
     names = [name for name, each in embeddings if each.sparse and each.weight.requires_grad]
     if names:
         raise BadInput(
-            f"{_listed(names)}: gradients of an embedding with sparse=True are sparse tensors, which have "
+            f"{listed(names)}: gradients of an embedding with sparse=True are sparse tensors, which have "
             "no place in a flat gradient. Build it with sparse=False, or freeze its weight."
         )
 
@@ -126,7 +126,7 @@ def check_dtypes(model: nn.Module, precision: Precision) -> None:
     doubles = [name for name, each in floating if each.dtype == torch.float64]
     if doubles and {precision.weight, precision.compute, precision.master} != {torch.float64}:
         raise BadInput(
-            f"{_listed(doubles)}: float64, which the precision would round to {_short(precision.compute)} without a "
+            f"{listed(doubles)}: float64, which the precision would round to {_short(precision.compute)} without a "
             "word, and float64 inputs would then fail in the first product of matrices. Call model.float() first, or "
             'keep it with precision=tz.Precision(*["fp64"] * 6).'
         )
@@ -135,18 +135,13 @@ def check_dtypes(model: nn.Module, precision: Precision) -> None:
         if each.requires_grad:
             trained.setdefault(each.dtype, []).append(name)
     if len(trained) > 1 and dist.get_rank() == 0:
-        kinds = "; ".join(f"{_short(dtype)}: {_listed(names)}" for dtype, names in trained.items())
+        kinds = "; ".join(f"{_short(dtype)}: {listed(names)}" for dtype, names in trained.items())
         warnings.warn(
             f"The trainable parameters are in several dtypes ({kinds}). All of them compute in "
             f"{_short(precision.compute)} from now on: a forward that casts its input for one of them fails there. "
             "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'.",
             stacklevel=6,  # the caller of `shard`
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -215,8 +210,8 @@ def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
     for unit in units:
         if devices.is_cuda(device) and unit.captured and unit.transient:
             raise BadInput(
-                f"Unit {unit.name or 'root'!r} is compiled into CUDA graphs (mode 'reduce-overhead' or "
-                "'max-autotune'), which read weights at fixed addresses, and this plan frees them between uses. "
+                f"{unit.title}: compiled into CUDA graphs (mode 'reduce-overhead' or 'max-autotune'), which read "
+                "weights at fixed addresses, and this plan frees them between uses. "
                 "Compile with mode=None or 'max-autotune-no-cudagraphs', or a plan that keeps weights whole: zero0, "
                 "zero1 or zero2 in fp32."
             )
