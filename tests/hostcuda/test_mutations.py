@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 def test_a_fault_of_the_engine_is_found(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(findings_with, name, str(tmp_path))
     print(name, first, second)
-    if name == "a_thread_that_copies_stands_on_the_first_device":  # which is the first rank's own
+    if name == "a_thread_that_copies_uses_the_first_device":  # which is the first rank's own
         assert (first, second) == ([], ["foreign"])
         return
     for found in (first, second):

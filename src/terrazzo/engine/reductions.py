@@ -46,7 +46,7 @@ class Reductions:
         return any(each.transfer.holds_room for each in self._sums)
 
     def advance(self) -> None:
-        """Move all one collective on; those beside the computation to their end."""
+        """Move all one collective on; those beside the computation to their end, or to where they go further."""
         for each in self._sums:
             each.transfer.advance()
         self._drop_done()
