@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     )
     from terrazzo.planner.api import plan
 
+    full_state_dict: Any
     fully_shard: Any
     initialize: Any
+    save_pretrained: Any
 else:
     __getattr__ = lazily(
         __name__,
@@ -43,6 +45,8 @@ else:
             ),
             "terrazzo.integrations.deepspeed": ("initialize",),
             "terrazzo.integrations.fsdp2": ("fully_shard",),
+            "terrazzo.integrations.pretrained": ("save_pretrained",),
+            "terrazzo.integrations.weights": ("full_state_dict",),
             "terrazzo.planner.api": ("plan",),
         },
     )
@@ -68,9 +72,11 @@ __all__ = [
     "attach",
     "checkpoint",
     "clip_grad_norm_",
+    "full_state_dict",
     "fully_shard",
     "gathered",
     "initialize",
     "plan",
+    "save_pretrained",
     "shard",
 ]

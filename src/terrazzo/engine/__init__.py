@@ -39,6 +39,7 @@ from terrazzo.engine.model.module import ShardedModule
 from terrazzo.engine.model.names import PersistentBuffer, parameter_names, persistent_buffers
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.model.state import ParameterInfo, Piece, Read
+from terrazzo.engine.model.whole import whole_weights
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.foreign import on_foreign_step
 from terrazzo.engine.optim.optimizer import ShardedOptimizer
@@ -100,4 +101,5 @@ __all__ = [
     "persistent_buffers",
     "preset_named",
     "shard",
+    "whole_weights",
 ]
