@@ -35,6 +35,7 @@ from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.attach import attach
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
+from terrazzo.engine.model.full_state import OptimizerStates
 from terrazzo.engine.model.module import ShardedModule
 from terrazzo.engine.model.names import PersistentBuffer, parameter_names, persistent_buffers
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
@@ -45,6 +46,7 @@ from terrazzo.engine.optim.foreign import on_foreign_step
 from terrazzo.engine.optim.optimizer import ShardedOptimizer
 from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
+from terrazzo.engine.parameter import Zeros
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
 from terrazzo.engine.precision import (
@@ -73,6 +75,7 @@ __all__ = [
     "LossScaling",
     "MemoryBill",
     "Offload",
+    "OptimizerStates",
     "ParameterInfo",
     "PersistentBuffer",
     "Piece",
@@ -84,6 +87,7 @@ __all__ = [
     "ShardedOptimizer",
     "Traffic",
     "Units",
+    "Zeros",
     "accumulate",
     "attach",
     "check_optimizer",

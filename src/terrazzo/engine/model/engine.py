@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
@@ -65,6 +66,7 @@ class Engine:
         templates: what is kept for a parameter of each param group, those of all optimizers one after the other.
         drivers: one for each optimizer.
         process: that sharded the model.
+        attached: told of every optimizer that `attach` has put on the model, if anybody wants to know.
     """
 
     plan: Plan
@@ -79,6 +81,7 @@ class Engine:
     templates: Templates = ()
     drivers: list[OptimizerDriver] = field(default_factory=list)
     process: int = field(default_factory=os.getpid)
+    attached: Callable[[Optimizer], None] | None = None
 
     @property
     def axes(self) -> Axes:
@@ -303,6 +306,7 @@ class Engine:
 
         Args:
             state: may be lazy; one tensor at a time is looked up. A tied parameter may come under any of its names.
+                A DTensor is gathered, so all ranks must have it.
             buffers: those to set; `state` has each.
 
         Raises:
@@ -324,7 +328,8 @@ class Engine:
         with torch.no_grad():
             for bucket, slot, name in slots:
                 if name is not None:
-                    bucket.write(slot, state[name])
+                    value = state[name]
+                    bucket.write(slot, value.full_tensor() if isinstance(value, DTensor) else value)
             for name, buffer in buffers.items():
                 buffer.copy_(state[name])
 
