@@ -61,6 +61,9 @@ class AtRest(nn.Parameter):
         touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
+        measure = vars(touched).get("terrazzo_measure") if touched is not None else None
+        if measure is not None and (measured := measure(func, args, kwargs or {})) is not None:
+            return measured
         if func is torch.zeros_like and type(touched) is AtRest:
             return Zeros.like(touched)
         raise Misuse(f"{_function_name(func)} was called on {cls._refusal(touched)}")
