@@ -18,6 +18,7 @@ from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
     from terrazzo.engine import (
+        EMA,
         LossScaling,
         Offload,
         Place,
@@ -40,7 +41,7 @@ else:
         __name__,
         {
             "terrazzo.engine": (
-                *("LossScaling", "Offload", "Place", "Plan", "Precision"),
+                *("EMA", "LossScaling", "Offload", "Place", "Plan", "Precision"),
                 *("accumulate", "attach", "clip_grad_norm_", "gathered", "shard"),
             ),
             "terrazzo.integrations.deepspeed": ("initialize",),
@@ -54,6 +55,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "BadInput",
     "Damaged",
     "Diverged",

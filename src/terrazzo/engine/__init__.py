@@ -33,6 +33,7 @@ packages:
 from terrazzo.engine.axes import data_mesh
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.attach import attach
+from terrazzo.engine.model.average import EMA
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.model.full_state import OptimizerStates
@@ -66,6 +67,7 @@ __all__ = [
     "DTYPE_FIELDS",
     "DTYPE_NAMES",
     "ELEMENTWISE",
+    "EMA",
     "OFFLOADS",
     "PLANS",
     "PRECISIONS",

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from terrazzo.ending import require_own
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
@@ -24,11 +25,13 @@ from terrazzo.engine.model.state import (
     ParameterInfo,
     Piece,
     Read,
+    average_pieces,
     copied_pieces,
     device_bytes,
     model_pieces,
     optimizer_pieces,
     parameter_infos,
+    restore_averages,
     restore_model,
     restore_optimizer,
 )
@@ -66,6 +69,7 @@ class Engine:
         templates: what is kept for a parameter of each param group, those of all optimizers one after the other.
         drivers: one for each optimizer.
         process: that sharded the model.
+        averages: of trained weights, as `EMA` keeps them; empty without one.
         attached: told of every optimizer that `attach` has put on the model, if anybody wants to know.
     """
 
@@ -81,6 +85,7 @@ class Engine:
     templates: Templates = ()
     drivers: list[OptimizerDriver] = field(default_factory=list)
     process: int = field(default_factory=os.getpid)
+    averages: dict[Bucket, Buffer] = field(default_factory=dict)
     attached: Callable[[Optimizer], None] | None = None
 
     @property
@@ -352,6 +357,7 @@ class Engine:
         yield from model_pieces(self.buckets())
         for driver in self._stepping() if with_optimizer else ():
             yield from optimizer_pieces(driver)
+        yield from average_pieces(self.averages) if with_optimizer else ()
 
     def restore(self, read: Read, with_optimizer: bool = True) -> None:
         """Set the weights, and unless told otherwise the optimizer's state, from `read`. Collective.
@@ -367,6 +373,7 @@ class Engine:
         self.settle()
         with torch.no_grad():
             restore_model(self.buckets(), read)
+            restore_averages(self.averages if with_optimizer else {}, read)
             for driver in self.drivers:
                 if driver.background is not None:
                     driver.background.mend()

@@ -125,7 +125,8 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse(
             f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy "
-            "the model before tz.shard, or load its weights into a second model."
+            "the model before tz.shard, or load its weights into a second model. For an average of its weights, as of "
+            "torch.optim.swa_utils.AveragedModel, use tz.EMA(model, decay)."
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Resting
+from terrazzo.engine.buffer import Buffer, Resting
 from terrazzo.engine.layout import Range, Slot
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.optim.optimizer import OptimizerDriver
@@ -26,12 +26,14 @@ __all__ = [
     "ParameterInfo",
     "Piece",
     "Read",
+    "average_pieces",
     "copied_pieces",
     "device_bytes",
     "model_pieces",
     "optimizer_pieces",
     "parameter_infos",
     "reading",
+    "restore_averages",
     "restore_model",
     "restore_optimizer",
 ]
@@ -59,8 +61,8 @@ class Piece:
 
     Attributes:
         name: the parameter's fully qualified name.
-        kind: `weight`, or the optimizer's own key such as `exp_avg`; a state that is not per element, such as `step`,
-            is given whole as [0, its number of elements).
+        kind: `weight`, `average`, or the optimizer's own key such as `exp_avg`; a state that is not per element, as
+            `step` is, is given whole as [0, its number of elements).
         shape: the parameter's.
         numel: of the whole state.
         dtype: of the elements.
@@ -193,6 +195,21 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
                 elif held.start == slot.offset:
                     whole = torch.as_tensor(value).reshape(-1)
                     yield _whole(slot, kind, whole)
+
+
+def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:
+    """This rank's share of the weights' moving averages."""
+    for bucket, average in averages.items():
+        for slot in bucket.slots:
+            if (held := own_share(bucket).intersect(slot.range)).numel:
+                yield _piece(slot, "average", held, average)
+
+
+def restore_averages(averages: Mapping[Bucket, Buffer], read: Read) -> None:
+    """Set what `read` has of them."""
+    for bucket, average in averages.items():
+        for slot in bucket.slots:
+            _restore(average, slot, "average", average.range, read)
 
 
 def restore_model(buckets: list[Bucket], read: Read) -> None:
