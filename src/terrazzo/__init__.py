@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         attach,
         clip_grad_norm_,
         gathered,
+        register_forward_method,
         shard,
     )
     from terrazzo.planner.api import plan
@@ -42,7 +43,7 @@ else:
         {
             "terrazzo.engine": (
                 *("EMA", "LossScaling", "Offload", "Place", "Plan", "Precision"),
-                *("accumulate", "attach", "clip_grad_norm_", "gathered", "shard"),
+                *("accumulate", "attach", "clip_grad_norm_", "gathered", "register_forward_method", "shard"),
             ),
             "terrazzo.integrations.deepspeed": ("initialize",),
             "terrazzo.integrations.fsdp2": ("fully_shard",),
@@ -79,6 +80,7 @@ __all__ = [
     "gathered",
     "initialize",
     "plan",
+    "register_forward_method",
     "save_pretrained",
     "shard",
 ]

@@ -54,7 +54,7 @@ NAN = "blocks.1.down.weight"
 def measures(model: nn.Module) -> dict[str, Tensor]:
     pairs = [(n, p, what) for n, p in model.named_parameters() for what in MEASURES]
     wanted = [each for each in pairs if each[0] != NAN or "histogram" not in each[2]]  # torch has none of those
-    return {f"{what} of {n}": MEASURES[what](p) for n, p, what in wanted}
+    return {f"{what} of {n}": MEASURES[what](p).detach() for n, p, what in wanted}
 
 
 @pytest.mark.parametrize("plan", [*EVERY_PLAN, "zero3@cpu", "zero3@cpu-all", "zero3@nvme-all", "zero2@cpu"])

@@ -37,6 +37,7 @@ from terrazzo.engine.model.average import EMA
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.model.full_state import OptimizerStates
+from terrazzo.engine.model.methods import register_forward_method
 from terrazzo.engine.model.module import ShardedModule
 from terrazzo.engine.model.names import PersistentBuffer, parameter_names, persistent_buffers
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
@@ -106,6 +107,7 @@ __all__ = [
     "parameter_names",
     "persistent_buffers",
     "preset_named",
+    "register_forward_method",
     "shard",
     "whole_weights",
 ]

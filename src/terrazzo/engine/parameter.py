@@ -61,6 +61,9 @@ class AtRest(nn.Parameter):
         touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
+        reach = vars(touched).get("terrazzo_reach") if touched is not None else None
+        if reach is not None and reach():  # inside the model's forward: it has been gathered
+            return func(*args, **(kwargs or {}))
         measure = vars(touched).get("terrazzo_measure") if touched is not None else None
         if measure is not None and (measured := measure(func, args, kwargs or {})) is not None:
             return measured
@@ -79,7 +82,8 @@ class AtRest(nn.Parameter):
             )
         return (
             f"{name!r}, whose values are sharded over ranks: outside its unit's forward and backward they are not on "
-            "this rank. Read or write them inside 'with tz.gathered(model):', or use the module's own forward."
+            "this rank. Read or write them inside 'with tz.gathered(model):', or call the model itself; a method of "
+            "its own that computes with weights needs tz.register_forward_method(model, 'name') once."
         )
 
 

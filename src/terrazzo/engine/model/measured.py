@@ -42,6 +42,7 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
         return func(*args, **named)
     part = _part_of(bucket.weight, slot.range).to(member.parameter.dtype)
     whole = Measured.of(part, member.parameter, member.name, engine.axes, bucket.weight_axes)
+    whole.tracked = member.trainable and func not in _ALIASES
     return Measured.__torch_function__(func, (Measured,), (whole, *args[1:]), named)
 
 
@@ -61,11 +62,13 @@ class Measured(AtRest):
         part: 1-D.
         axes: of the mesh.
         over: those over which the parts are split; along others ranks have the same.
+        tracked: whether plain torch would note how it was computed, for a gradient.
     """
 
     part: Tensor
     axes: Axes
     over: tuple[str, ...]
+    tracked: bool = False
 
     @classmethod
     def of(cls, part: Tensor, like: Tensor, name: str, axes: Axes, over: tuple[str, ...]) -> Measured:
@@ -88,10 +91,13 @@ class Measured(AtRest):
         if func in _ELEMENTWISE and isinstance(args[0], Measured) and not _tensors(args[1:], named):
             own = args[0]
             with torch.no_grad():
-                return cls.of(func(own.part, *args[1:], **named), own, own.terrazzo_name, own.axes, own.over)
+                made = cls.of(func(own.part, *args[1:], **named), own, own.terrazzo_name, own.axes, own.over)
+            made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
+            return made
         if func in _MEASURES and isinstance(args[0], Measured):
             with torch.no_grad():
-                return _MEASURES[func](args[0], *args[1:], **named)
+                number = _MEASURES[func](args[0], *args[1:], **named)
+            return _ungraded(number, args[0].terrazzo_name) if args[0].tracked else number
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -114,6 +120,29 @@ class Measured(AtRest):
         """A result in the dtype that torch would give it."""
         floating = self.part.dtype if self.part.is_floating_point() else torch.float32
         return value.to(floating if dtype is None else dtype)
+
+
+def _ungraded(number: Tensor, name: str) -> Tensor:
+    if not (torch.is_grad_enabled() and number.is_floating_point()):
+        return number
+    made: Tensor = _Ungraded.apply(torch.zeros((), requires_grad=True), number, name)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Ungraded(torch.autograd.Function):
+    """A measure that plain torch could differentiate: a loss that has it must not lose its gradient without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, number: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise Misuse(
+            f"Backward came to a measure of {ctx.name!r} that was taken while its values were sharded, which has no "
+            "gradient. Compute that term inside the model's forward and return it, or use the optimizer's weight_decay."
+        )
 
 
 def _tensors(rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
@@ -230,6 +259,8 @@ _ELEMENTWISE = frozenset(
         Tensor.data.__get__,  # type: ignore[attr-defined]
     ]
 )
+_ALIASES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+"""What comes of them has no gradient in plain torch either."""
 _MEASURES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_named("sum"), _sum),
     **dict.fromkeys(_named("mean"), _mean),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
-from terrazzo.engine import Engine, engine_of
+from terrazzo.engine import Engine, engine_of, register_forward_method
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2.states import Rows, place, whole_value
 
@@ -238,29 +238,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         BadInput: there is no such method.
     """
-    if not isinstance(module, FSDPModule):
-        return
-    if not hasattr(module, method_name):
-        raise BadInput(f"{type(module).__name__} has no method {method_name!r}: name one of its own.")
-    method = getattr(module, method_name)
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        """Have `forward`, with the hooks around it, run the method in its place, once."""
-        own = {name: value for name, value in module.__dict__.items() if name == "forward"}
-
-        def once(*args: Any, **kwargs: Any) -> Any:
-            restore()
-            return method(*args, **kwargs)
-
-        def restore() -> None:
-            module.__dict__.pop("forward", None)
-            module.__dict__.update(own)
-
-        module.__dict__["forward"] = once
-        try:
-            return module(*args, **kwargs)
-        finally:
-            restore()
-
-    module.__dict__[method_name] = call
+    if isinstance(module, FSDPModule):
+        register_forward_method(module, method_name)
