@@ -66,13 +66,13 @@ class EMA:
 
         Raises: `Misuse` after an `optimizer.step()` inside.
         """
-        steps = self._engine.recipe.tally.steps
+        steps = self._engine.progress.steps
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
-        if self._engine.recipe.tally.steps != steps:
+        if self._engine.progress.steps != steps:
             raise Misuse("optimizer.step() ran inside 'with ema.swapped():' and has changed the average: step outside.")
 
     @torch.no_grad()

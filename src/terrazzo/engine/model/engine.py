@@ -17,7 +17,6 @@ from terrazzo.ending import require_own
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer
-from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
 from terrazzo.engine.model.checks import together
@@ -28,7 +27,9 @@ from terrazzo.engine.model.state import (
     average_pieces,
     copied_pieces,
     device_bytes,
+    fitting,
     model_pieces,
+    name_in,
     optimizer_pieces,
     parameter_infos,
     restore_averages,
@@ -304,7 +305,7 @@ class Engine:
 
     def missing(self, state: Mapping[str, Tensor]) -> set[str]:
         """Parameters that `state` does not have, under any of their names."""
-        return {slot.name for bucket in self.buckets() for slot in bucket.slots if _name_in(state, slot) is None}
+        return {slot.name for bucket in self.buckets() for slot in bucket.slots if name_in(state, slot) is None}
 
     def load(self, state: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Set weights and `buffers` from full tensors by name, this rank keeping its own ranges.
@@ -317,24 +318,13 @@ class Engine:
         Raises:
             BadInput: tensors of the wrong shape; all are listed, and nothing is changed.
         """
-        slots = [(bucket, slot, _name_in(state, slot)) for bucket in self.buckets() for slot in bucket.slots]
-        wanted = {name: slot.shape for _, slot, name in slots if name is not None}
-        wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        shapes = {name: tuple(state[name].shape) for name in wanted}
-        wrong = [
-            f"{name} is {shapes[name]} and should be {shape}" for name, shape in wanted.items() if shapes[name] != shape
-        ]
-        if wrong:
-            raise BadInput(
-                f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
-                "was built as this one was."
-            )
+        shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        slots = fitting(self.buckets(), state, shapes)
         self.settle()
         with torch.no_grad():
             for bucket, slot, name in slots:
-                if name is not None:
-                    value = state[name]
-                    bucket.write(slot, value.full_tensor() if isinstance(value, DTensor) else value)
+                value = state[name]
+                bucket.write(slot, value.full_tensor() if isinstance(value, DTensor) else value)
             for name, buffer in buffers.items():
                 buffer.copy_(state[name])
 
@@ -394,10 +384,6 @@ def _elsewhere(unit: Unit) -> str:
     """Tiers of a unit's states that are not on the device."""
     tiers = unit.buckets[0].tiers._asdict()
     return "".join(f"  {state}@{tier}" for state, tier in tiers.items() if tier != "device")
-
-
-def _name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:
-    return next((name for name in slot.names if name in state), None)
 
 
 def engine_of(model: nn.Module) -> Engine:

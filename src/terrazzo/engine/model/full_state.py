@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Buffer, Resting
-from terrazzo.engine.gradient import view
+from terrazzo.engine.buffer import Buffer, Resting, view
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.state import restore_optimizer
 from terrazzo.engine.model.whole import gathered_state

@@ -21,6 +21,7 @@ from terrazzo.engine.model.digest import digest
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.errors import BadInput
 
 __all__ = [
     "ParameterInfo",
@@ -29,7 +30,9 @@ __all__ = [
     "average_pieces",
     "copied_pieces",
     "device_bytes",
+    "fitting",
     "model_pieces",
+    "name_in",
     "optimizer_pieces",
     "parameter_infos",
     "reading",
@@ -195,6 +198,37 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
                 elif held.start == slot.offset:
                     whole = torch.as_tensor(value).reshape(-1)
                     yield _whole(slot, kind, whole)
+
+
+def name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:
+    """Under which of its names a parameter is in `state`."""
+    return next((name for name in slot.names if name in state), None)
+
+
+def fitting(
+    buckets: Sequence[Bucket], state: Mapping[str, Tensor], buffers: Mapping[str, tuple[int, ...]]
+) -> list[tuple[Bucket, Slot, str]]:
+    """The parameters that `state` has, and their names there.
+
+    Args:
+        buffers: shapes of those that it has, too.
+
+    Raises:
+        BadInput: tensors of the wrong shape; all are listed.
+    """
+    slots = [(bucket, slot, name_in(state, slot)) for bucket in buckets for slot in bucket.slots]
+    found = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
+    wanted = {name: slot.shape for _, slot, name in found} | dict(buffers)
+    shapes = {name: tuple(state[name].shape) for name in wanted}
+    wrong = [
+        f"{name} is {shapes[name]} and should be {shape}" for name, shape in wanted.items() if shapes[name] != shape
+    ]
+    if wrong:
+        raise BadInput(
+            f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
+            "was built as this one was."
+        )
+    return found
 
 
 def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from terrazzo.engine.buffer import Resting
-from terrazzo.engine.gradient import view
+from terrazzo.engine.buffer import Resting, view
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.model.engine import engine_of
