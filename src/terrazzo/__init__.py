@@ -18,6 +18,7 @@ from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
     from terrazzo.engine import (
+        EMA,
         LossScaling,
         Offload,
         Place,
@@ -27,22 +28,27 @@ if TYPE_CHECKING:
         attach,
         clip_grad_norm_,
         gathered,
+        register_forward_method,
         shard,
     )
     from terrazzo.planner.api import plan
 
+    full_state_dict: Any
     fully_shard: Any
     initialize: Any
+    save_pretrained: Any
 else:
     __getattr__ = lazily(
         __name__,
         {
             "terrazzo.engine": (
-                *("LossScaling", "Offload", "Place", "Plan", "Precision"),
-                *("accumulate", "attach", "clip_grad_norm_", "gathered", "shard"),
+                *("EMA", "LossScaling", "Offload", "Place", "Plan", "Precision"),
+                *("accumulate", "attach", "clip_grad_norm_", "gathered", "register_forward_method", "shard"),
             ),
             "terrazzo.integrations.deepspeed": ("initialize",),
             "terrazzo.integrations.fsdp2": ("fully_shard",),
+            "terrazzo.integrations.pretrained": ("save_pretrained",),
+            "terrazzo.integrations.weights": ("full_state_dict",),
             "terrazzo.planner.api": ("plan",),
         },
     )
@@ -50,6 +56,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "BadInput",
     "Damaged",
     "Diverged",
@@ -68,9 +75,12 @@ __all__ = [
     "attach",
     "checkpoint",
     "clip_grad_norm_",
+    "full_state_dict",
     "fully_shard",
     "gathered",
     "initialize",
     "plan",
+    "register_forward_method",
+    "save_pretrained",
     "shard",
 ]

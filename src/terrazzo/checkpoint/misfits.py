@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
-from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo
+from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo
 from terrazzo.engine import engine_of, parameter_names, persistent_buffers
 
 __all__ = ["fitted_groups", "misfits"]
@@ -77,12 +77,17 @@ def _group_names(source: Source, model: torch.nn.Module) -> list[tuple[dict[str,
 
 def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
     """What is wrong with the states of each parameter, seen from what they are to become."""
+    averaged = {slot.name for bucket in engine_of(model).averages for slot in bucket.slots} if with_optimizer else set()
     for kept in engine_of(model).parameters():
         if (name := source.resolve(kept.names)) is None:
             continue
         info = source.tensors[name]
         wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (kept.numel, kept.dtype)}
-        there = info.states.keys() - {WEIGHT, BUFFER}
+        there = info.states.keys() - {WEIGHT, BUFFER, AVERAGE}
+        if kept.name in averaged:
+            wanted[AVERAGE] = (kept.numel, kept.dtype)
+            if AVERAGE not in info.states:
+                yield f"{_shown(name)} has no average (load first, then make tz.EMA(model))"
         if with_optimizer and there and kept.states is not None:
             yield from (f"{_shown(name)} has no {kind}" for kind in sorted(kept.states.keys() - there))
             yield from (f"{_shown(name)} has {kind}, which this optimizer does not keep"

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched"]
+__all__ = ["AVERAGE", "BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched"]
 
-WEIGHT, BUFFER = "weight", "buffer"
-"""The kinds of state that are not the optimizer's own. `weight` is the master weight where there was one."""
+WEIGHT, BUFFER, AVERAGE = "weight", "buffer", "average"
+"""The kinds of state that are not the optimizer's own. `weight` is the master weight where there was one, `average` is
+what `tz.EMA` keeps of it.
+"""
 
 
 @dataclass(frozen=True)

@@ -33,17 +33,22 @@ packages:
 from terrazzo.engine.axes import data_mesh
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.attach import attach
+from terrazzo.engine.model.average import EMA
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
+from terrazzo.engine.model.full_state import OptimizerStates
+from terrazzo.engine.model.methods import register_forward_method
 from terrazzo.engine.model.module import ShardedModule
 from terrazzo.engine.model.names import PersistentBuffer, parameter_names, persistent_buffers
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.model.state import ParameterInfo, Piece, Read
+from terrazzo.engine.model.whole import whole_weights
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.foreign import on_foreign_step
 from terrazzo.engine.optim.optimizer import ShardedOptimizer
 from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
+from terrazzo.engine.parameter import Zeros
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
 from terrazzo.engine.precision import (
@@ -63,6 +68,7 @@ __all__ = [
     "DTYPE_FIELDS",
     "DTYPE_NAMES",
     "ELEMENTWISE",
+    "EMA",
     "OFFLOADS",
     "PLANS",
     "PRECISIONS",
@@ -72,6 +78,7 @@ __all__ = [
     "LossScaling",
     "MemoryBill",
     "Offload",
+    "OptimizerStates",
     "ParameterInfo",
     "PersistentBuffer",
     "Piece",
@@ -83,6 +90,7 @@ __all__ = [
     "ShardedOptimizer",
     "Traffic",
     "Units",
+    "Zeros",
     "accumulate",
     "attach",
     "check_optimizer",
@@ -99,5 +107,7 @@ __all__ = [
     "parameter_names",
     "persistent_buffers",
     "preset_named",
+    "register_forward_method",
     "shard",
+    "whole_weights",
 ]

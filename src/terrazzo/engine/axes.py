@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -20,8 +23,18 @@ __all__ = ["Axes", "data_mesh"]
 
 
 def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
-    """The mesh of all ranks on a `kind` of device, in sizes (ranks,) or (replicas, shards). Collective."""
-    return init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard")[-len(sizes) :])
+    """The mesh of all ranks on a `kind` of device, in sizes (ranks,) or (replicas, shards). Collective.
+
+    Models share it, and the process groups of its axes, as long as the default group is the same.
+    """
+    known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    if (mesh := known.get((kind, *sizes))) is None:
+        mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard")[-len(sizes) :])
+        known[kind, *sizes] = mesh
+    return mesh
+
+
+_MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[str | int, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 class Axes:

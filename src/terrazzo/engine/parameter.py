@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 
-__all__ = ["Arriving", "AtRest", "Guard", "sharded_name", "watch_data"]
+__all__ = ["Arriving", "AtRest", "Guard", "Zeros", "sharded_name", "watch_data"]
 
 _T = Tensor
 _PROPERTIES = (
@@ -61,6 +61,14 @@ class AtRest(nn.Parameter):
         touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
+        reach = vars(touched).get("terrazzo_reach") if touched is not None else None
+        if reach is not None and reach():  # inside the model's forward: it has been gathered
+            return func(*args, **(kwargs or {}))
+        measure = vars(touched).get("terrazzo_measure") if touched is not None else None
+        if measure is not None and (measured := measure(func, args, kwargs or {})) is not None:
+            return measured
+        if func is torch.zeros_like and type(touched) is AtRest:
+            return Zeros.like(touched)
         raise Misuse(f"{_function_name(func)} was called on {cls._refusal(touched)}")
 
     @classmethod
@@ -74,7 +82,30 @@ class AtRest(nn.Parameter):
             )
         return (
             f"{name!r}, whose values are sharded over ranks: outside its unit's forward and backward they are not on "
-            "this rank. Read or write them inside 'with tz.gathered(model):', or use the module's own forward."
+            "this rank. Read or write them inside 'with tz.gathered(model):', or call the model itself; a method of "
+            "its own that computes with weights needs tz.register_forward_method(model, 'name') once."
+        )
+
+
+class Zeros(AtRest):
+    """What `torch.zeros_like` makes of a parameter at rest: a gradient for a first step that is to change nothing.
+
+    It has the memory of one element, since a full tensor of each parameter would be the whole model on each rank.
+    """
+
+    @classmethod
+    def like(cls, parameter: AtRest) -> Zeros:
+        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        made: Zeros = torch.Tensor._make_subclass(cls, one.expand(parameter.shape), False)
+        made.terrazzo_name = parameter.terrazzo_name
+        return made
+
+    @classmethod
+    def _refusal(cls, touched: AtRest | None) -> str:
+        assert touched is not None, "torch calls this for an argument of the class"
+        return (
+            f"zeros_like({touched.terrazzo_name!r}), which stands in for a full tensor on every rank, since that "
+            "parameter is sharded. If you want one, write torch.zeros(p.shape, dtype=p.dtype, device=p.device)."
         )
 
 

@@ -25,10 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters import new_folder
-from terrazzo.engine import persistent_buffers
+from terrazzo.engine import persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, Misuse, SaveFailed, listed
 from terrazzo.exchange import together
-from terrazzo.integrations.weights import whole_weights
 
 __all__ = ["base_name", "load_adapter", "prepare_adapters", "save_adapter", "save_merged"]
 
@@ -122,7 +121,7 @@ def save_adapter(model: nn.Module, folder: str | Path, adapter: str = "default")
     from safetensors.torch import save_file
 
     saved = _saved_names(model, adapter)
-    values = dict(whole_weights(model, saved.values()))
+    values = {name: value.to("cpu", copy=True) for name, value in whole_weights(model, saved.values())}
     tensors = {name: values[parameter] for name, parameter in saved.items()}
 
     def write() -> None:
@@ -193,18 +192,20 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
     """
     layers, base = dict(_mergeable(model, adapter)), _base_of(model)
     own = _saved_names(model, adapter).values()
-    deltas = dict(whole_weights(model, [n for n in own if ".lora_A." in n or ".lora_B." in n]))
+    pairs = [name for name in own if ".lora_A." in name or ".lora_B." in name]
+    deltas = {name: value.to("cpu", copy=True) for name, value in whole_weights(model, pairs)}
     names = [name for name, _ in model.named_parameters() if ".lora_" not in name]
     state: dict[str, Tensor] = {}
     for name, value in whole_weights(model, names):
         if dist.get_rank() == 0:
+            value = value.to("cpu", copy=True)
             layer = name.removesuffix(f"{BASE_LAYER}weight")
             if layer != name and layer in layers:
                 down, up = (deltas[f"{layer}.lora_{side}.{adapter}.weight"] for side in "AB")
                 product = up @ down
                 product = product.T if layers[layer].fan_in_fan_out else product
                 value = (value + product * layers[layer].scaling[adapter]).to(value.dtype)
-            state[base_name(name)] = value.contiguous()
+            state[base_name(name)] = value
     state |= {base_name(b.name): b.tensor.cpu() for b in persistent_buffers(model)}
 
     def write() -> None:

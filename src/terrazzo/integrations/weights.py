@@ -2,60 +2,42 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.engine import Piece, engine_of, parameter_names, persistent_buffers
+from terrazzo.engine import parameter_names, whole_weights
 
-__all__ = ["full_state_dict", "whole_weights"]
-
-
-def whole_weights(model: nn.Module, names: Iterable[str], everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Each of these parameters whole, one after the other; master weights where there are any. Collective.
-
-    Args:
-        names: as `named_parameters()` has them, in the same order on every rank.
-        everywhere: on every rank; else what ranks other than the first get is not to be used.
-
-    Yields:
-        Name and full tensor, on the CPU, in the dtype that it is kept in.
-    """
-    engine = engine_of(model)
-    held: dict[str, list[Piece]] = defaultdict(list)
-    for piece in engine.pieces(with_optimizer=False):
-        held[piece.name].append(piece)
-    kept = {each.name: each for each in engine.parameters()}
-    for name in names:
-        own, dtype = kept[name], kept[name].dtype
-        raw = torch.zeros(own.numel * dtype.itemsize, dtype=torch.uint8, device=engine.axes.device)
-        for piece in held.pop(name, ()):
-            part = piece.tensor.detach().contiguous().view(torch.uint8)
-            raw[piece.start * dtype.itemsize : piece.stop * dtype.itemsize] = part.to(raw.device)
-        dist.all_reduce(raw) if everywhere else dist.reduce(raw, 0)  # of bytes: one rank has each, the others add 0
-        yield name, raw.cpu().view(dtype).reshape(own.shape)
+__all__ = ["full_state_dict"]
 
 
-def full_state_dict(model: nn.Module, wanted: bool, everywhere: bool = False) -> dict[str, Tensor]:
-    """Weights, master weights where there are any, and persistent buffers. Collective.
+def full_state_dict(model: nn.Module, *, keep: bool | None = None) -> dict[str, Any]:
+    """What `model.state_dict()` would be if the model were not sharded, on the CPU of rank 0. Collective.
+
+    Memory: the result where it is kept; one unit on the device of every rank, whatever the size of the model.
 
     Args:
-        wanted: whether this rank gets them; else its dict is empty.
-        everywhere: ranks other than the first may want them.
+        keep: whether this rank keeps it, else it gets an empty dict; by default rank 0 alone does.
 
     Returns:
-        Full tensors under every name that `state_dict()` has; those of one tied parameter share memory.
+        Full tensors under every name that the model's own `state_dict()` has, in its order. Trained weights are the
+        master weights, in their dtype; tied ones share memory. Buffers are this rank's own.
+
+    Raises: `Misuse` for a model that is not sharded.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    groups = {names[0]: names for names in parameter_names(model)}
-    found: dict[str, Tensor] = {}
-    for name, values in whole_weights(model, groups, everywhere):
-        if wanted:
-            values = values if named[name].requires_grad else values.to(named[name].dtype)
-            found |= dict.fromkeys(groups[name], values)
-    for buffer in persistent_buffers(model) if wanted else ():
-        found |= dict.fromkeys(buffer.names, buffer.tensor.detach().to("cpu", copy=True))
-    return found
+    keep = dist.get_rank() == 0 if keep is None else keep
+    state: dict[str, Any] = model.state_dict(keep_vars=True)  # which asks no parameter for its values
+    named = {names[0]: own for names, own in zip(parameter_names(model), model.parameters(), strict=True)}
+    whole: dict[int, Tensor] = {}
+    for name, values in whole_weights(model):
+        if keep:
+            own = named[name]
+            whole[id(own)] = values.to("cpu", values.dtype if own.requires_grad else own.dtype, copy=True)
+    return {name: _value(value, whole) for name, value in state.items()} if keep else {}
+
+
+def _value(value: Any, whole: dict[int, Tensor]) -> Any:
+    if isinstance(value, nn.Parameter):
+        return whole[id(value)]
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
 from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, TreePath
-from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source, StateInfo, TensorInfo
+from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput
 
 __all__ = ["export_dcp"]
@@ -163,7 +163,7 @@ def _add_states(writer: _Writer, root: TreePath, source: Source) -> None:
 
 
 def _optimizer_states(info: TensorInfo) -> dict[str, StateInfo]:
-    return {kind: state for kind, state in info.states.items() if kind not in (WEIGHT, BUFFER)}
+    return {kind: state for kind, state in info.states.items() if kind not in (AVERAGE, WEIGHT, BUFFER)}
 
 
 def _reader(source: Source, name: str, kind: str) -> Callable[[int, int], Tensor]:

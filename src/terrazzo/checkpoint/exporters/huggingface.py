@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,9 +28,12 @@ from terrazzo.files import check_model_file, read_json, read_plain
 
 __all__ = [
     "ModelDescription",
+    "Planned",
     "describe_folder",
     "export_huggingface",
+    "planned",
     "tokenizer_files",
+    "write_folder",
 ]
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -86,23 +89,66 @@ def export_huggingface(
             or the source is damaged.
         SaveFailed: a file could not be written; nothing is left.
     """
+    write_folder(source, out, planned(source, model, dtype, max_shard_bytes))
+
+
+@dataclass(frozen=True)
+class ToWrite:
+    """One tensor to write: `name` is its name in the folder, `origin` and `kind` say what of the source it is."""
+
+    name: str
+    origin: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A folder before it is written.
+
+    Attributes:
+        shards: names of the files, each with its tensors, in the order in which they are read.
+        texts: what the other files hold, by name.
+    """
+
+    shards: Mapping[str, Sequence[ToWrite]]
+    texts: Mapping[str, bytes]
+
+
+def planned(source: Source, model: ModelDescription, dtype: torch.dtype | None, max_shard_bytes: int) -> Planned:
+    """What `export_huggingface` is going to write, from descriptions alone. Raises: `BadInput` as there."""
     tensors = list(_tensors(source, model, dtype))
     shards = _shards(tensors, max_shard_bytes)
     texts = {CONFIG_FILE: _json(_config(model, tensors)), **model.files}
     if len(shards) > 1:
         texts[INDEX_FILE] = _json(_index(shards))
+    return Planned(shards, texts)
+
+
+def write_folder(source: Source, out: Path, plan: Planned) -> None:
+    """The second part of `export_huggingface`. Raises: `BadInput` and `SaveFailed` as there."""
     headers = {
         name: safetensors_header("pt", ((each.name, name_of(each.dtype), each.shape) for each in members), 8)
-        for name, members in shards.items()
+        for name, members in plan.shards.items()
     }
-    overhead_bytes = sum(map(len, [*texts.values(), *headers.values()]))
-    with new_folder(out, overhead_bytes + sum(tensor.size_bytes for tensor in tensors)) as folder:
-        for name, members in shards.items():
+    overhead_bytes = sum(map(len, [*plan.texts.values(), *headers.values()]))
+    size_bytes = sum(tensor.size_bytes for members in plan.shards.values() for tensor in members)
+    with new_folder(out, overhead_bytes + size_bytes) as folder:
+        for name, members in plan.shards.items():
             with new_file(folder / name) as file:
                 file.write(headers[name])
                 for tensor in members:
                     _write(file, source, tensor)
-        for name, data in texts.items():
+        for name, data in plan.texts.items():
             with new_file(folder / name) as file:
                 file.write(data)
 
@@ -138,26 +184,7 @@ def _read_files(folder: Path, patterns: Iterable[str]) -> dict[str, bytes]:
 # -- which tensors -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """One tensor to write: `name` is its name in the folder, `origin` and `kind` say what of the source it is."""
-
-    name: str
-    origin: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-def _tensors(source: Source, model: ModelDescription, dtype: torch.dtype | None) -> Iterator[_Tensor]:
+def _tensors(source: Source, model: ModelDescription, dtype: torch.dtype | None) -> Iterator[ToWrite]:
     """What to write. A tied tensor is written once, unless the config says that loading it will not tie it again."""
     if dtype is not None and (not dtype.is_floating_point or name_of(dtype) not in DTYPES):
         raise BadInput(f"Weights cannot be exported as {dtype}: use torch.float32, torch.bfloat16 or torch.float16.")
@@ -174,12 +201,12 @@ def _tensors(source: Source, model: ModelDescription, dtype: torch.dtype | None)
             raise BadInput(f"'{origin}' in '{source.where}' is {stored}, which safetensors files cannot hold.")
         written = dtype if dtype is not None and kind == WEIGHT and stored.is_floating_point else stored
         for name in names[origin]:
-            yield _Tensor(model.rename(name), origin, kind, info.shape, written)
+            yield ToWrite(model.rename(name), origin, kind, info.shape, written)
 
 
-def _shards(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
+def _shards(tensors: list[ToWrite], max_bytes: int) -> dict[str, list[ToWrite]]:
     """Tensors by file, in the order of the model; within a file the wider dtypes first, so that all are aligned."""
-    shards: list[list[_Tensor]] = [[]]
+    shards: list[list[ToWrite]] = [[]]
     size_bytes = 0
     for tensor in tensors:
         if shards[-1] and size_bytes + tensor.size_bytes > max_bytes:
@@ -193,7 +220,7 @@ def _shards(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
     return {f"model-{i:05d}-of-{len(ordered):05d}.safetensors": shard for i, shard in enumerate(ordered, 1)}
 
 
-def _config(model: ModelDescription, tensors: list[_Tensor]) -> dict[str, Any]:
+def _config(model: ModelDescription, tensors: list[ToWrite]) -> dict[str, Any]:
     config = {key: value for key, value in model.config.items() if key != "quantization_config"}
     floating = [tensor.dtype for tensor in tensors if tensor.kind == WEIGHT and tensor.dtype.is_floating_point]
     if floating:
@@ -203,13 +230,13 @@ def _config(model: ModelDescription, tensors: list[_Tensor]) -> dict[str, Any]:
     return config
 
 
-def _index(shards: Mapping[str, list[_Tensor]]) -> dict[str, Any]:
+def _index(shards: Mapping[str, Sequence[ToWrite]]) -> dict[str, Any]:
     total_size = sum(tensor.size_bytes for members in shards.values() for tensor in members)
     weight_map = {tensor.name: name for name, members in shards.items() for tensor in members}
     return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
-def _write(file: BinaryIO, source: Source, tensor: _Tensor) -> None:
+def _write(file: BinaryIO, source: Source, tensor: ToWrite) -> None:
     stored = source.tensors[tensor.origin].states[tensor.kind].dtype
     step = PIECE_BYTES // max(stored.itemsize, tensor.dtype.itemsize)
     for start in range(0, tensor.numel, step):
@@ -219,7 +246,7 @@ def _write(file: BinaryIO, source: Source, tensor: _Tensor) -> None:
         file.write(cast.view(torch.uint8).numpy().data)
 
 
-def _check_range(source: Source, tensor: _Tensor, values: Tensor, cast: Tensor) -> None:
+def _check_range(source: Source, tensor: ToWrite, values: Tensor, cast: Tensor) -> None:
     if cast.dtype != values.dtype and cast.isinf().sum() > values.isinf().sum():
         raise BadInput(
             f"'{tensor.origin}' in '{source.where}' has values as large as {values.abs().max().item():.3g}, beyond the"

@@ -64,6 +64,8 @@ class Hooks:
                 before, after = (weakly(self, told, unit.index) for told in (Hooks.before_unit, Hooks.after_unit))
                 unit.module.register_forward_pre_hook(eager(before), prepend=True)
                 unit.module.register_forward_hook(eager(after))
+            for member in (member for bucket in unit.buckets for member in bucket.members):
+                member.parameter.terrazzo_reach = weakly(self, Hooks.reach, unit.index)  # type: ignore[attr-defined]
             for number, bucket in enumerate(unit.buckets):
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
                     take_last(member.parameter, weakly(self, Hooks.take_gradient, unit.index, number, index))
@@ -165,6 +167,24 @@ class Hooks:
             self.schedule.hold_until_backward_ends(unit)
         else:
             self.schedule.leave_forward(unit, training, announced or (not training and self._regions.reentrant))
+
+    def reach(self, index: int) -> bool:
+        """Weights of a unit are asked for outside of its own forward: inside the model's, they are gathered.
+
+        They stay until backward ends, since nothing announces where that comes to them; without gradients until this
+        forward does.
+
+        Returns: whether they are here.
+        """
+        unit = self.units[index]
+        if not self.schedule.in_forward or _inside_backward():
+            return False
+        self.schedule.enter_forward(unit)
+        if torch.is_grad_enabled():
+            self._surprised = True
+            self._begun()
+            self.schedule.hold_until_backward_ends(unit)
+        return all(bucket.present for bucket in unit.buckets)
 
     def before_backward(self, unit: Unit, generation: int) -> None:
         """Backward comes to a call of `unit`, which ran when its weights were those of `generation`."""

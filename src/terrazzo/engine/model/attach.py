@@ -61,6 +61,8 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         raise
     engine.templates = templates
     put_on(engine, optimizer, first)
+    if engine.attached is not None:
+        engine.attached(optimizer)
     return optimizer
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.layout import Slot
+from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
 from terrazzo.engine.model.checks import together
@@ -23,11 +24,15 @@ from terrazzo.engine.model.state import (
     ParameterInfo,
     Piece,
     Read,
+    average_pieces,
     copied_pieces,
     device_bytes,
+    fitting,
     model_pieces,
+    name_in,
     optimizer_pieces,
     parameter_infos,
+    restore_averages,
     restore_model,
     restore_optimizer,
 )
@@ -65,6 +70,8 @@ class Engine:
         templates: what is kept for a parameter of each param group, those of all optimizers one after the other.
         drivers: one for each optimizer.
         process: that sharded the model.
+        averages: of trained weights, as `EMA` keeps them; empty without one.
+        attached: told of every optimizer that `attach` has put on the model, if anybody wants to know.
     """
 
     plan: Plan
@@ -79,6 +86,8 @@ class Engine:
     templates: Templates = ()
     drivers: list[OptimizerDriver] = field(default_factory=list)
     process: int = field(default_factory=os.getpid)
+    averages: dict[Bucket, Buffer] = field(default_factory=dict)
+    attached: Callable[[Optimizer], None] | None = None
 
     @property
     def axes(self) -> Axes:
@@ -296,35 +305,26 @@ class Engine:
 
     def missing(self, state: Mapping[str, Tensor]) -> set[str]:
         """Parameters that `state` does not have, under any of their names."""
-        return {slot.name for bucket in self.buckets() for slot in bucket.slots if _name_in(state, slot) is None}
+        return {slot.name for bucket in self.buckets() for slot in bucket.slots if name_in(state, slot) is None}
 
     def load(self, state: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Set weights and `buffers` from full tensors by name, this rank keeping its own ranges.
 
         Args:
             state: may be lazy; one tensor at a time is looked up. A tied parameter may come under any of its names.
+                A DTensor is gathered, so all ranks must have it.
             buffers: those to set; `state` has each.
 
         Raises:
             BadInput: tensors of the wrong shape; all are listed, and nothing is changed.
         """
-        slots = [(bucket, slot, _name_in(state, slot)) for bucket in self.buckets() for slot in bucket.slots]
-        wanted = {name: slot.shape for _, slot, name in slots if name is not None}
-        wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        shapes = {name: tuple(state[name].shape) for name in wanted}
-        wrong = [
-            f"{name} is {shapes[name]} and should be {shape}" for name, shape in wanted.items() if shapes[name] != shape
-        ]
-        if wrong:
-            raise BadInput(
-                f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
-                "was built as this one was."
-            )
+        shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        slots = fitting(self.buckets(), state, shapes)
         self.settle()
         with torch.no_grad():
             for bucket, slot, name in slots:
-                if name is not None:
-                    bucket.write(slot, state[name])
+                value = state[name]
+                bucket.write(slot, value.full_tensor() if isinstance(value, DTensor) else value)
             for name, buffer in buffers.items():
                 buffer.copy_(state[name])
 
@@ -347,6 +347,7 @@ class Engine:
         yield from model_pieces(self.buckets())
         for driver in self._stepping() if with_optimizer else ():
             yield from optimizer_pieces(driver)
+        yield from average_pieces(self.averages) if with_optimizer else ()
 
     def restore(self, read: Read, with_optimizer: bool = True) -> None:
         """Set the weights, and unless told otherwise the optimizer's state, from `read`. Collective.
@@ -362,6 +363,7 @@ class Engine:
         self.settle()
         with torch.no_grad():
             restore_model(self.buckets(), read)
+            restore_averages(self.averages if with_optimizer else {}, read)
             for driver in self.drivers:
                 if driver.background is not None:
                     driver.background.mend()
@@ -382,10 +384,6 @@ def _elsewhere(unit: Unit) -> str:
     """Tiers of a unit's states that are not on the device."""
     tiers = unit.buckets[0].tiers._asdict()
     return "".join(f"  {state}@{tier}" for state, tier in tiers.items() if tier != "device")
-
-
-def _name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:
-    return next((name for name in slot.names if name in state), None)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -14,6 +14,7 @@ from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
 from terrazzo.engine.model.names import persistent_buffers
 from terrazzo.engine.model.wrappers import refuse_class
+from terrazzo.engine.parameter import AtRest
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["ShardedModule", "make_sharded_module"]
@@ -40,10 +41,18 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of any module, once no update is under way. Collective while one may be.
 
-        Its parameters are those of the model: full tensors inside `tz.gathered`, and under plans that keep weights
-        whole; else they refuse to be read, by name. `tz.checkpoint.save` writes a model from its shards.
+        Raises: `Misuse` where a plan splits weights: it names the calls that have them. Inside `tz.gathered` they are
+        there.
         """
         self._terrazzo.finish_updates()
+        away = next((name for name, each in self.named_parameters() if isinstance(each, AtRest)), None)
+        if away is not None and not (kwargs.get("keep_vars") or args[2:3] == (True,)):
+            raise Misuse(
+                f"state_dict() of a sharded {type(self).__name__}: {away!r} and others are split over ranks. "
+                "tz.full_state_dict(model) gives full tensors on rank 0, tz.save_pretrained(model, folder) writes a "
+                "folder for transformers, and tz.checkpoint.save(path, model, optimizer, extra) what training "
+                "continues from."
+            )
         return super().state_dict(*args, **kwargs)
 
     def set_gradient_denominator(self, denominator: float | None) -> None:
@@ -116,7 +125,8 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse(
             f"A sharded {type(self).__name__} cannot be deep-copied: its parameters are views of sharded memory. Copy "
-            "the model before tz.shard, or load its weights into a second model."
+            "the model before tz.shard, or load its weights into a second model. For an average of its weights, as of "
+            "torch.optim.swa_utils.AveragedModel, use tz.EMA(model, decay)."
         )
 
 

@@ -26,6 +26,7 @@ from terrazzo.engine.model.materialize import (
     move_buffers,
     synchronize,
 )
+from terrazzo.engine.model.measured import let_measure
 from terrazzo.engine.model.module import make_sharded_module
 from terrazzo.engine.model.prepare import OptimizerLike, Options, prepare
 from terrazzo.engine.model.stand_in import show_gradients
@@ -120,6 +121,7 @@ def shard(  # structure: signature fixed by the design
     hooks.attach(model)
     make_sharded_module(model, engine)
     show_gradients(model, engine)
+    let_measure(engine)
     watch_steps()
     watch_wrapping()
     if axes.device.type == "cpu" and store.drive is None:

@@ -15,23 +15,28 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Resting
+from terrazzo.engine.buffer import Buffer, Resting
 from terrazzo.engine.layout import Range, Slot
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.errors import BadInput
 
 __all__ = [
     "ParameterInfo",
     "Piece",
     "Read",
+    "average_pieces",
     "copied_pieces",
     "device_bytes",
+    "fitting",
     "model_pieces",
+    "name_in",
     "optimizer_pieces",
     "parameter_infos",
     "reading",
+    "restore_averages",
     "restore_model",
     "restore_optimizer",
 ]
@@ -59,8 +64,8 @@ class Piece:
 
     Attributes:
         name: the parameter's fully qualified name.
-        kind: `weight`, or the optimizer's own key such as `exp_avg`; a state that is not per element, such as `step`,
-            is given whole as [0, its number of elements).
+        kind: `weight`, `average`, or the optimizer's own key such as `exp_avg`; a state that is not per element, as
+            `step` is, is given whole as [0, its number of elements).
         shape: the parameter's.
         numel: of the whole state.
         dtype: of the elements.
@@ -193,6 +198,52 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
                 elif held.start == slot.offset:
                     whole = torch.as_tensor(value).reshape(-1)
                     yield _whole(slot, kind, whole)
+
+
+def name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:
+    """Under which of its names a parameter is in `state`."""
+    return next((name for name in slot.names if name in state), None)
+
+
+def fitting(
+    buckets: Sequence[Bucket], state: Mapping[str, Tensor], buffers: Mapping[str, tuple[int, ...]]
+) -> list[tuple[Bucket, Slot, str]]:
+    """The parameters that `state` has, and their names there.
+
+    Args:
+        buffers: shapes of those that it has, too.
+
+    Raises:
+        BadInput: tensors of the wrong shape; all are listed.
+    """
+    slots = [(bucket, slot, name_in(state, slot)) for bucket in buckets for slot in bucket.slots]
+    found = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
+    wanted = {name: slot.shape for _, slot, name in found} | dict(buffers)
+    shapes = {name: tuple(state[name].shape) for name in wanted}
+    wrong = [
+        f"{name} is {shapes[name]} and should be {shape}" for name, shape in wanted.items() if shapes[name] != shape
+    ]
+    if wrong:
+        raise BadInput(
+            f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
+            "was built as this one was."
+        )
+    return found
+
+
+def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:
+    """This rank's share of the weights' moving averages."""
+    for bucket, average in averages.items():
+        for slot in bucket.slots:
+            if (held := own_share(bucket).intersect(slot.range)).numel:
+                yield _piece(slot, "average", held, average)
+
+
+def restore_averages(averages: Mapping[Bucket, Buffer], read: Read) -> None:
+    """Set what `read` has of them."""
+    for bucket, average in averages.items():
+        for slot in bucket.slots:
+            _restore(average, slot, "average", average.range, read)
 
 
 def restore_model(buckets: list[Bucket], read: Read) -> None:

@@ -49,6 +49,7 @@ class OptimizerDriver:
     Attributes:
         groups: numbers of its param groups.
         buckets: those with parameters of its own.
+        given: parameters of each of its groups, as the optimizer had them.
         segments: what the optimizer steps.
         background: updates away from the device; None where there are none.
         reference: to the optimizer, weak.
@@ -64,6 +65,8 @@ class OptimizerDriver:
         first: int = 0,
     ) -> None:
         self.groups = range(first, first + len(optimizer.param_groups))
+        self.given = [list(group["params"]) for group in optimizer.param_groups]
+        self._shows_given = self._stepping = False
         self.units, self.recipe, self.progress, self.schedule = units, units[0].recipe, progress, schedule
         self._owned = _owned([bucket for unit in units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
@@ -80,11 +83,22 @@ class OptimizerDriver:
         optimizer.register_step_post_hook(self._after_step)
 
     def _fill_groups(self, optimizer: Optimizer) -> None:
-        for index, group in zip(self.groups, optimizer.param_groups, strict=True):
+        for index, given, group in zip(self.groups, self.given, optimizer.param_groups, strict=True):
             segments = [segment for segment in self.segments if segment.group == index]
-            group["params"] = [segment.parameter for segment in segments]
+            shows_given = self._shows_given and not self._stepping
+            group["params"] = given if shows_given else [segment.parameter for segment in segments]
             if "param_names" in group:
                 group["param_names"] = [segment.bucket.members[segment.first].name for segment in segments]
+
+    def show_given(self) -> None:
+        """From now on, the optimizer's groups have the parameters that it was built over, but inside its steps."""
+        self._shows_given = True
+        self._fill_groups(self.optimizer)
+
+    def _turn(self, optimizer: Optimizer, stepping: bool) -> None:
+        self._stepping = stepping
+        if self._shows_given:
+            self._fill_groups(optimizer)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -131,6 +145,7 @@ class OptimizerDriver:
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
+        self._turn(optimizer, stepping=True)
         self.drop_segment_gradients()
         for unit in self.units:
             unit.land()  # a step behind a step, with no forward between: what is sent is about to change
@@ -153,6 +168,7 @@ class OptimizerDriver:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _inside_another(optimizer):
             return
+        self._turn(optimizer, stepping=False)
         self.drop_segment_gradients()
         self.progress.steps += 1
         self._note_rates(optimizer)

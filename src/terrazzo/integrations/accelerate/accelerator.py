@@ -229,7 +229,7 @@ class Accelerator(accelerate.Accelerator):
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         each_node = self.project_configuration.save_on_each_node
-        return full_state_dict(model, self.is_local_main_process if each_node else self.is_main_process, each_node)
+        return full_state_dict(model, keep=self.is_local_main_process if each_node else self.is_main_process)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any

@@ -18,7 +18,7 @@ from terrazzo.checkpoint.read import own_folder
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.integrations.deepspeed.config import Configuration
-from terrazzo.integrations.deepspeed.utils import is_first, warn_once
+from terrazzo.integrations.deepspeed.utils import warn_once
 from terrazzo.integrations.saving import save_over, settle
 from terrazzo.integrations.weights import full_state_dict
 
@@ -149,7 +149,7 @@ class Checkpoints:
         """Full weights and buffers in host memory on rank 0; on other ranks nothing. Collective."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
         dtype = self.configuration.setup.precision.compute
-        state = full_state_dict(self.module, is_first())
+        state = full_state_dict(self.module)
         if exclude_frozen_parameters:
             state = {name: value for name, value in state.items() if name not in named or named[name].requires_grad}
         return {

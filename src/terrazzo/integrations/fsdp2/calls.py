@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
@@ -24,10 +24,12 @@ from torch.utils._pytree import tree_map_only
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import attach, on_foreign_step
+from terrazzo.engine import attach, engine_of, on_foreign_step
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.integrations.fsdp2.module import FSDPModule, Mark
+from terrazzo.integrations.fsdp2.module import FSDPModule, FSDPRoot, Mark
+from terrazzo.integrations.fsdp2.optimizer import take_over
+from terrazzo.integrations.fsdp2.states import Rows, place
 from terrazzo.integrations.setup import Setup, setup_for, trained_dtypes
 
 __all__ = ["fully_shard"]
@@ -97,7 +99,8 @@ def _mark(module: nn.Module, arguments: dict[str, Any]) -> None:
         )
     kind = type(module)
     module.__class__ = type(kind.__name__, (FSDPModule, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    module.__dict__["_mark"] = Mark(arguments, _realize)
+    module.__dict__["_mark"] = Mark(arguments, _realize, _rows)
+    place(module.parameters(), arguments["mesh"])
     _WAITING.add(module)
 
 
@@ -118,10 +121,38 @@ def _realize(module: nn.Module) -> None:
             inner._mark.root = None
         raise
     _SHARDED.add(root)
+    _complete(root, max(inner._mark.ahead for inner in marked.values()))
     for inner in marked.values():
         _WAITING.discard(inner)
         _cast_at_borders(inner, inner._mark.arguments["mp_policy"])
     on_foreign_step(_before_any_step)
+
+
+def _complete(root: Any, ahead: int) -> None:
+    """What a sharded model of `fully_shard` has beside what every one has."""
+    kind, engine, rows = type(root), engine_of(root), _rows(root)
+    root.__class__ = type(kind.__name__, (FSDPRoot, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    place(root.parameters(), root._mark.arguments["mesh"])
+    reference = weakref.ref(root)
+
+    def attached(optimizer: Optimizer) -> None:
+        if (model := reference()) is not None:
+            take_over(optimizer, model, rows)
+
+    engine.attached = attached
+    if ahead:
+        engine.gather_ahead(ahead)
+
+
+def _rows(module: Any) -> Rows:
+    """How tensors of the model around a module are shown: on its mesh, by default one axis of all ranks."""
+    root: Any = module._mark.root() if module._mark.root is not None else _root_of(module)
+    if "_rows" not in root.__dict__:
+        own = root._mark.arguments
+        mesh = own["mesh"] or init_device_mesh(_device(None).type, (dist.get_world_size(),))
+        root.__dict__["_rows"] = Rows(mesh)
+    rows: Rows = root.__dict__["_rows"]
+    return rows
 
 
 def _root_of(module: nn.Module) -> nn.Module:

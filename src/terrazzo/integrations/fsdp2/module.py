@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
-from terrazzo.engine import Engine, engine_of
+from terrazzo.engine import Engine, engine_of, register_forward_method
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.integrations.fsdp2.states import Rows, place, whole_value
 
-__all__ = ["FSDPModule", "Mark", "register_fsdp_forward_method"]
+__all__ = ["FSDPModule", "FSDPRoot", "Mark", "register_fsdp_forward_method"]
 
 
 @dataclass
@@ -26,14 +28,18 @@ class Mark:
     Attributes:
         arguments: of the call, by name.
         realize: shards the model that the module is in.
+        rows: how tensors of the model that the module is in are shown.
         root: of the sharded model; None before.
+        ahead: how many units ahead were to be gathered, before there was a root.
         divide_factor: asked for by `set_gradient_divide_factor`.
         uneven: on a root: whether that was asked for on a part of the units only, which must not stay so.
     """
 
     arguments: dict[str, Any]
     realize: Callable[[Any], None]
+    rows: Callable[[Any], Rows]
     root: weakref.ref[nn.Module] | None = None
+    ahead: int = 0
     divide_factor: float | None = None
     uneven: bool = False
 
@@ -65,9 +71,28 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         if self._mark.root is None:
-            return nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
+            nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
+            place(self.parameters(), self._mark.arguments["mesh"])  # type: ignore[attr-defined]
+            return self
         self._root()._apply(*args, **kwargs)
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Each parameter as a DTensor, a copy of what this rank has of its rows; collective once the model is sharded.
+
+        Trained weights are the master weights. Memory: this rank's rows, and one unit on its device.
+        """
+        if args or kwargs or not dist.is_initialized():
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        root = self._mark.root() if self._mark.root is not None else None
+        return self._mark.rows(self).of_module(self, root)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Of a model that is not sharded yet: full tensors, or DTensors, which are gathered one by one."""
+        whole = {name: whole_value(value) for name, value in state_dict.items()}
+        found = super().load_state_dict(whole, *args, **kwargs)  # type: ignore[misc]
+        place(self.parameters(), self._mark.arguments["mesh"])  # type: ignore[attr-defined]
+        return found
 
     @property
     def _terrazzo(self) -> Engine:
@@ -144,9 +169,22 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Gather as many units ahead as are named. Which they are follows from the order of the run."""
-        engine_of(self._root()).gather_ahead(len(modules))
+        if self._mark.root is None:
+            self._mark.ahead = max(self._mark.ahead, len(modules))
+        else:
+            engine_of(self._root()).gather_ahead(len(modules))
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch  # there is one depth for both
+
+
+class FSDPRoot(nn.Module):
+    """Mixed into the class of a model of `fully_shard` once it is sharded, before what any sharded model has."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any of its modules."""
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        return FSDPModule.state_dict(self)  # type: ignore[arg-type]
 
 
 WITHOUT_EFFECT = {
@@ -200,29 +238,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         BadInput: there is no such method.
     """
-    if not isinstance(module, FSDPModule):
-        return
-    if not hasattr(module, method_name):
-        raise BadInput(f"{type(module).__name__} has no method {method_name!r}: name one of its own.")
-    method = getattr(module, method_name)
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        """Have `forward`, with the hooks around it, run the method in its place, once."""
-        own = {name: value for name, value in module.__dict__.items() if name == "forward"}
-
-        def once(*args: Any, **kwargs: Any) -> Any:
-            restore()
-            return method(*args, **kwargs)
-
-        def restore() -> None:
-            module.__dict__.pop("forward", None)
-            module.__dict__.update(own)
-
-        module.__dict__["forward"] = once
-        try:
-            return module(*args, **kwargs)
-        finally:
-            restore()
-
-    module.__dict__[method_name] = call
+    if isinstance(module, FSDPModule):
+        register_forward_method(module, method_name)

@@ -1,0 +1,102 @@
+"""An exponential moving average of the weights, split as the optimizer's state is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buffer import Buffer
+from terrazzo.engine.model.engine import engine_of
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["EMA"]
+
+
+class EMA:
+    """The average of a sharded model's trained weights: `update` after each step, `swapped` to evaluate with it.
+
+    average = decay * average + (1 - decay) * weight, of master weights, in their dtype. It begins as they are now.
+    The values are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, whose first update
+    takes the weights as they are. Checkpoints that have the optimizer's state have the average, too.
+
+    Memory: as much as the master weights take on a rank; in host memory where the optimizer's state is not on the
+    device. The memory bill does not have it.
+
+    Args:
+        model: sharded, with one average at most. Frozen weights and buffers are not averaged.
+        decay: from 0 to 1. It may be set to another value between updates.
+
+    Raises:
+        BadInput: a decay that is none, or 16-bit master weights, whose average would stand still.
+        Misuse: a model that is not sharded, or has an average.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not 0 <= decay <= 1:
+            raise BadInput(f"tz.EMA with decay {decay}: give a number from 0 to 1, such as 0.999.")
+        self.decay, self._model, self._engine = decay, model, engine_of(model)
+        if self._engine.averages:
+            raise Misuse(f"This {type(model).__name__} has an average already: keep the tz.EMA that was made first.")
+        if (dtype := self._engine.precision.master).itemsize < torch.float32.itemsize:
+            raise BadInput(
+                f"tz.EMA of master weights in {dtype}, where 1 - decay of a weight is rounded away: shard the model "
+                "with precision='bf16', which has fp32 masters."
+            )
+        self._finish_updates()
+        self._averages = {bucket: _copy_of_master(bucket) for bucket in self._engine.trainable()}
+        self._engine.averages = self._averages
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of now. To be called after `optimizer.step()`, on every rank."""
+        self._finish_updates()
+        for bucket, average in self._averages.items():
+            for cut in bucket.master.cuts(average.range):
+                with bucket.master.opened(cut) as weights:
+                    part = average.part(cut)
+                    torch._foreach_lerp_([part], [weights.to(part.device)], 1 - self.decay)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The model has the averages as its weights inside, and its own after, to the bit. Collective.
+
+        Raises: `Misuse` after an `optimizer.step()` inside.
+        """
+        steps = self._engine.progress.steps
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+        if self._engine.progress.steps != steps:
+            raise Misuse("optimizer.step() ran inside 'with ema.swapped():' and has changed the average: step outside.")
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        self._engine.settle()
+        for bucket, average in self._averages.items():
+            for cut in bucket.master.cuts(average.range):
+                with bucket.master.opened(cut, "change") as weights:
+                    part = average.part(cut)
+                    kept = weights.to(part.device, copy=True)
+                    weights.copy_(part)
+                    part.copy_(kept)
+        self._engine.publish()
+
+    def _finish_updates(self) -> None:
+        for driver in self._engine.drivers:
+            driver.finish_updates()
+
+
+def _copy_of_master(bucket: Bucket) -> Buffer:
+    master = bucket.master
+    device = bucket.recipe.axes.device if bucket.tiers.optim == "device" else torch.device("cpu")
+    data = torch.empty(master.range.numel, dtype=master.dtype, device=device)
+    for cut in master.cuts(master.range):
+        with master.opened(cut) as weights:
+            data[cut.within(master.range)] = weights.detach()
+    return Buffer(bucket.space, bucket.optim_axes, data)

@@ -1,0 +1,175 @@
+"""An optimizer's state whole, by the names of parameters: for libraries that know it in no other form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buffer import Buffer, Resting, view
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.model.state import restore_optimizer
+from terrazzo.engine.model.whole import gathered_state
+from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.optim.twin import Twin
+from terrazzo.errors import BadInput
+
+__all__ = ["OptimizerStates"]
+
+States = dict[str, Any]
+"""What an optimizer keeps for one parameter, by kind."""
+
+
+class OptimizerStates:
+    """What one optimizer of a sharded model keeps."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._driver = next(driver for driver in engine.drivers if driver.reference() is optimizer)
+        stepped = [
+            (b, i) for b in self._driver.buckets for i, m in enumerate(b.members) if m.group in self._driver.groups
+        ]
+        self._places = {bucket.members[index].name: (bucket, index) for bucket, index in stepped}
+
+    def show_given(self) -> None:
+        """From now on, the optimizer's groups have the parameters that it was built over, but inside its steps."""
+        self._driver.show_given()
+
+    def names(self) -> list[str]:
+        """Of the parameters that the optimizer was built over, in its order."""
+        members = [member for bucket in self._engine.buckets() for member in bucket.members]
+        by_parameter = {id(member.parameter): member.name for member in members}
+        return [by_parameter[id(parameter)] for given in self._driver.given for parameter in given]
+
+    def whole(self) -> Iterator[tuple[str, str, Any]]:
+        """Each state of each parameter that has any: name, kind, and the value as in one process. Collective.
+
+        Where no parameter has, they are what a step on zero gradients would leave, and nothing is changed. Memory: one
+        state of one bucket on the mesh's device; what is per element is to be copied before the next is asked for.
+        """
+        self._engine.settle()
+        fixed = self._fixed()
+        first = {} if fixed else self._first()
+        for unit in self._engine.units:
+            for bucket in (bucket for bucket in unit.trainable() if bucket in self._driver.buckets):
+                named = {n: i for n, (b, i) in self._places.items() if b is bucket and (first or n in fixed)}
+                moments = {kind for name in named for kind, spec in self._kept(name).items() if spec.per_element}
+                for kind in sorted(moments):  # the same order on every rank
+                    data = None if first else gathered_state(unit, self._moment(bucket, kind))
+                    for name, index in named.items():
+                        if kind in self._kept(name):
+                            slot, start = bucket.slots[index], first.get(bucket.members[index].group, {}).get(kind)
+                            yield name, kind, _filled(slot.shape, start) if data is None else view(data, slot)
+                for name, index in named.items():
+                    yield from ((name, *each) for each in (fixed[name] if fixed else _fixed_of(first, bucket, index)))
+
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set all state, from full tensors by name and kind; a parameter without goes back to having none. Collective.
+
+        Args:
+            states: each value is looked up once, in the same order on every rank, and this rank's part of it is kept.
+
+        Raises: `BadInput` for a parameter with states of other kinds than the optimizer keeps.
+        """
+        kept: dict[tuple[str, str], tuple[int, Tensor]] = {}
+        ranges = self._ranges()
+        for name in (name for name in states if name in self._places):
+            if (own := set(states[name])) and own != set(self._kept(name)):
+                raise BadInput(
+                    f"The state of {name!r} has {sorted(own)}, and this {type(self._optimizer).__name__} keeps "
+                    f"{sorted(self._kept(name))}: build it with the settings that it was saved with."
+                )
+        for name, own_states in states.items():
+            for kind in own_states if name in self._places else ():
+                flat = torch.as_tensor(own_states[kind]).detach().reshape(-1)
+                start, stop = ranges.get(name, (0, 0)) if self._kept(name)[kind].per_element else (0, flat.numel())
+                kept[name, kind] = (start, flat[start:stop].clone())
+
+        def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
+            if (found := kept.get((name, kind))) is None:
+                return None
+            return found[1][start - found[0] : stop - found[0]] if stop > start else found[1][:0]
+
+        self._engine.settle()
+        with torch.no_grad():
+            if self._driver.background is not None:
+                self._driver.background.mend()
+            restore_optimizer(self._driver, self._engine.templates, read)
+
+    def _kept(self, name: str) -> Mapping[str, StateSpec]:
+        bucket, index = self._places[name]
+        return self._engine.templates[bucket.members[index].group]
+
+    def _ranges(self) -> dict[str, tuple[int, int]]:
+        """The elements of each parameter whose states this rank has: first, and behind the last."""
+        ranges: dict[str, tuple[int, int]] = {}
+        for segment in self._driver.segments:
+            for slot, part in segment.slots():
+                start, stop = part.start - slot.offset, part.stop - slot.offset
+                low, high = ranges.get(slot.name, (start, stop))
+                ranges[slot.name] = min(low, start), max(high, stop)
+        return ranges
+
+    def _moment(self, bucket: Bucket, kind: str) -> Resting:
+        """This rank's part of a state that is per element; zeros where there is none."""
+        if kind in bucket.moments:
+            return bucket.moments[kind]
+        own = bucket.space.zeros(bucket.optim_axes, bucket.precision.moments)
+        for segment in self._driver.segments:
+            state = self._optimizer.state.get(segment.parameter, {})
+            if segment.bucket is bucket and kind in state:
+                own.data[segment.range.within(own.range)] = state[kind]
+        return Buffer(bucket.space, bucket.optim_axes, own.data)
+
+    def _fixed(self) -> dict[str, list[tuple[str, Any]]]:
+        """Names of the parameters with state, and the states that are not per element. Collective."""
+        widths = [
+            sum(math.prod(spec.shape) for spec in self._kept(name).values() if not spec.per_element)
+            for name in self._places
+        ]
+        table = torch.full((len(self._places), 1 + max(widths, default=0)), -math.inf, dtype=torch.float64)
+        rows = dict(zip(self._places, table.unbind(), strict=True))
+        for segment in self._driver.segments:
+            if state := self._optimizer.state.get(segment.parameter):
+                for slot, _ in segment.slots():
+                    kinds = [kind for kind, spec in self._kept(slot.name).items() if not spec.per_element]
+                    numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in kinds]
+                    row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
+                    rows[slot.name][: len(row)] = row
+        axes = self._engine.axes
+        told = axes.maximum(table.to(axes.control_device)).cpu()
+        found = zip(self._places, told, strict=True)
+        return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in found if row[0] == 0}
+
+    def _first(self) -> dict[int, States]:
+        """By param group, what is kept after a step on a zero gradient; the same for each element."""
+        twin, states = Twin(self._optimizer), {}
+        for index, group in enumerate(self._driver.groups):
+            probe = nn.Parameter(torch.zeros(2))
+            probe.grad = torch.zeros(2)
+            states[group] = twin.step(index, probe, {})
+        return states
+
+
+def _filled(shape: tuple[int, ...], start: Any) -> Tensor:
+    return torch.full(shape, start[0].item(), dtype=start.dtype)
+
+
+def _fixed_of(first: Mapping[int, States], bucket: Bucket, index: int) -> Iterator[tuple[str, Any]]:
+    for kind, value in first[bucket.members[index].group].items():
+        if not isinstance(value, Tensor) or value.shape != (2,):
+            yield kind, value
+
+
+def _unpacked(kept: Mapping[str, StateSpec], numbers: Tensor) -> Iterator[tuple[str, Any]]:
+    start = 0
+    for kind, spec in kept.items():
+        if not spec.per_element:
+            stop = start + math.prod(spec.shape)
+            yield kind, spec.restored(numbers[start:stop], torch.device("cpu"))
+            start = stop

@@ -1,0 +1,276 @@
+"""Sums, norms and other measures of parameters at rest: each rank has a look at its part, and no weights are moved.
+
+`parameter.norm()` is collective, and so is `parameter.isnan().any()`: what is computed from each element for itself
+stays split, as a `Measured`, until something makes one number of it. Parts are summed in fp64, in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.buffer import Resting
+from terrazzo.engine.layout import Range
+from terrazzo.engine.loop.listeners import weakly
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.parameter import AtRest
+from terrazzo.errors import Misuse
+
+__all__ = ["let_measure"]
+
+
+def let_measure(engine: Engine) -> None:
+    """From now on, parameters can be measured while their values are split."""
+    for number, bucket in enumerate(engine.buckets()):
+        for index, member in enumerate(bucket.members):
+            member.parameter.terrazzo_measure = weakly(engine, _measure, number, index)  # type: ignore[attr-defined]
+
+
+def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """What `func` makes of the parameter that it was called on; None if it is nothing that can be measured."""
+    if func not in _ELEMENTWISE and func not in _MEASURES:
+        return None
+    bucket = engine.buckets()[number]
+    member, slot = bucket.members[index], bucket.slots[index]
+    engine.finish_updates()
+    if not isinstance(member.parameter, AtRest):
+        return func(*args, **named)
+    part = _part_of(bucket.weight, slot.range).to(member.parameter.dtype)
+    whole = Measured.of(part, member.parameter, member.name, engine.axes, bucket.weight_axes)
+    whole.tracked = member.trainable and func not in _ALIASES
+    return Measured.__torch_function__(func, (Measured,), (whole, *args[1:]), named)
+
+
+def _part_of(state: Resting, wanted: Range) -> Tensor:
+    """A copy of what this rank has of it."""
+    parts = []
+    for cut in state.cuts(wanted):
+        with state.opened(cut) as data:
+            parts.append(data.detach().to(state.space.axes.device, copy=True))
+    return torch.cat(parts) if parts else torch.empty(0, dtype=state.dtype, device=state.space.axes.device)
+
+
+class Measured(AtRest):
+    """A value for each element of a parameter, of which this rank has a part.
+
+    Attributes:
+        part: 1-D.
+        axes: of the mesh.
+        over: those over which the parts are split; along others ranks have the same.
+        tracked: whether plain torch would note how it was computed, for a gradient.
+    """
+
+    part: Tensor
+    axes: Axes
+    over: tuple[str, ...]
+    tracked: bool = False
+
+    @classmethod
+    def of(cls, part: Tensor, like: Tensor, name: str, axes: Axes, over: tuple[str, ...]) -> Measured:
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = like.shape
+        blank = torch.zeros((), dtype=part.dtype, device=part.device).expand(shape)
+        made: Measured = torch.Tensor._make_subclass(cls, blank, False)
+        made.part, made.axes, made.over, made.terrazzo_name = part, axes, over, name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        if func in _ELEMENTWISE and isinstance(args[0], Measured) and not _tensors(args[1:], named):
+            own = args[0]
+            with torch.no_grad():
+                made = cls.of(func(own.part, *args[1:], **named), own, own.terrazzo_name, own.axes, own.over)
+            made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
+            return made
+        if func in _MEASURES and isinstance(args[0], Measured):
+            with torch.no_grad():
+                number = _MEASURES[func](args[0], *args[1:], **named)
+            return _ungraded(number, args[0].terrazzo_name) if args[0].tracked else number
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def _refusal(cls, touched: AtRest | None) -> str:
+        assert touched is not None, "torch calls this for an argument of the class"
+        return (
+            f"{touched.terrazzo_name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
+            "mean, std, var, norm, min, max, any, all, count_nonzero, histc. For anything else read it inside "
+            "'with tz.gathered(model):'."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Misuse(f"pickle was called on {self._refusal(self)}")
+
+    def total(self, value: Tensor, reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
+        """`reduce` of the values of all parts."""
+        return self.axes.total(value, self.over, reduce)
+
+    def as_dtype(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A result in the dtype that torch would give it."""
+        floating = self.part.dtype if self.part.is_floating_point() else torch.float32
+        return value.to(floating if dtype is None else dtype)
+
+
+def _ungraded(number: Tensor, name: str) -> Tensor:
+    if not (torch.is_grad_enabled() and number.is_floating_point()):
+        return number
+    made: Tensor = _Ungraded.apply(torch.zeros((), requires_grad=True), number, name)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Ungraded(torch.autograd.Function):
+    """A measure that plain torch could differentiate: a loss that has it must not lose its gradient without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, number: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise Misuse(
+            f"Backward came to a measure of {ctx.name!r} that was taken while its values were sharded, which has no "
+            "gradient. Compute that term inside the model's forward and return it, or use the optimizer's weight_decay."
+        )
+
+
+def _tensors(rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether there are tensors of more than one element, of which each rank would need other ones."""
+    return any(isinstance(each, Tensor) and each.dim() > 0 for each in (*rest, *named.values()))
+
+
+def _refuse(name: str, value: Measured, **given: Any) -> None:
+    """Raises: `Misuse` where a measure is asked for along a dimension."""
+    asked = ", ".join(f"{key}={each!r}" for key, each in given.items() if each is not None and each is not False)
+    if asked:
+        raise Misuse(
+            f"{name}({asked}) of {value.terrazzo_name!r}, whose values are sharded over ranks: it can be measured as a "
+            f"whole, by {name}() alone. Take single rows inside 'with tz.gathered(model):'."
+        )
+
+
+def _sum(value: Measured, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    _refuse("sum", value, dim=dim, keepdim=keepdim)
+    if not value.part.is_floating_point():
+        return value.total(value.part.sum(dtype=dtype))
+    return value.as_dtype(value.total(value.part.sum(dtype=torch.float64)), dtype)
+
+
+def _mean(value: Measured, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    _refuse("mean", value, dim=dim, keepdim=keepdim)
+    return value.as_dtype(value.total(value.part.sum(dtype=torch.float64)) / value.numel(), dtype)
+
+
+def _var(value: Measured, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **named: Any) -> Tensor:
+    unbiased = dim if isinstance(dim, bool) else unbiased  # torch has two orders
+    correction = named.get("correction", 1 if unbiased else 0)
+    _refuse("std", value, dim=None if isinstance(dim, bool) else dim, keepdim=keepdim)
+    part, numel = value.part.double(), value.numel()
+    mean = value.total(part.sum()) / numel
+    return value.as_dtype(value.total((part - mean).square().sum()) / max(numel - correction, 0))
+
+
+def _std(value: Measured, *rest: Any, **named: Any) -> Tensor:
+    return _var(_widened(value), *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
+
+
+def _widened(value: Measured) -> Measured:
+    return Measured.of(value.part.double(), value, value.terrazzo_name, value.axes, value.over)
+
+
+def _norm(value: Measured, p: Any = None, dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
+    kind = named.get("ord", p)
+    kind = 2.0 if kind in (None, "fro") else kind
+    _refuse("norm", value, dim=dim, keepdim=keepdim, ord=kind if isinstance(kind, str) else None)
+    part, kind = value.part.double().abs(), float(kind)
+    if math.isinf(kind):
+        return value.as_dtype(_extreme(value, part, highest=kind > 0), named.get("dtype"))
+    if kind == 0:
+        return value.as_dtype(value.total(part.count_nonzero()), named.get("dtype"))
+    return value.as_dtype(value.total((part**kind).sum()) ** (1 / kind), named.get("dtype"))
+
+
+def _extreme(value: Measured, part: Tensor, *, highest: bool) -> Tensor:
+    """Of a part that may be empty here."""
+    reduce = torch.amax if highest else torch.amin
+    wide = part.double() if part.is_floating_point() else part.long()
+    limits = torch.finfo(torch.float64) if part.is_floating_point() else torch.iinfo(torch.int64)
+    none = -math.inf if part.is_floating_point() and highest else limits.min if highest else limits.max
+    none = math.inf if part.is_floating_point() and not highest else none
+    own = reduce(wide) if part.numel() else torch.full((), none, dtype=wide.dtype, device=part.device)
+    return value.total(own, reduce)
+
+
+def _max(value: Measured, dim: Any = None, keepdim: bool = False) -> Tensor:
+    _refuse("max", value, dim=dim, keepdim=keepdim)
+    return _extreme(value, value.part, highest=True).to(value.part.dtype)
+
+
+def _min(value: Measured, dim: Any = None, keepdim: bool = False) -> Tensor:
+    _refuse("min", value, dim=dim, keepdim=keepdim)
+    return _extreme(value, value.part, highest=False).to(value.part.dtype)
+
+
+def _any(value: Measured, dim: Any = None, keepdim: bool = False) -> Tensor:
+    _refuse("any", value, dim=dim, keepdim=keepdim)
+    return value.total(value.part.any().long(), torch.amax).bool()
+
+
+def _all(value: Measured, dim: Any = None, keepdim: bool = False) -> Tensor:
+    _refuse("all", value, dim=dim, keepdim=keepdim)
+    return value.total(value.part.all().long(), torch.amin).bool()
+
+
+def _count(value: Measured, dim: Any = None) -> Tensor:
+    _refuse("count_nonzero", value, dim=dim)
+    return value.total(value.part.count_nonzero())
+
+
+def _histc(value: Measured, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    low, high = (min, max) if (min, max) != (0, 0) else (_min(value).item(), _max(value).item())
+    own = torch.histc(value.part.float(), bins, low, high)
+    return value.total(own).to(value.part.dtype)
+
+
+def _named(*names: str) -> list[Any]:
+    """What torch calls under these names, as functions and as methods."""
+    found = [getattr(place, name, None) for name in names for place in (torch, Tensor, torch.linalg)]
+    return [each for each in found if each is not None]
+
+
+_ELEMENTWISE = frozenset(
+    [
+        *_named(
+            "abs", "isnan", "isinf", "isfinite", "square", "pow", "sqrt", "log", "sign", "float", "double", "detach"
+        ),
+        *_named("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "__abs__", "__eq__", "__ne__", "__lt__", "__le__"),
+        *_named("__gt__", "__ge__", "__pow__", "__invert__", "absolute"),
+        Tensor.data.__get__,  # type: ignore[attr-defined]
+    ]
+)
+_ALIASES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+"""What comes of them has no gradient in plain torch either."""
+_MEASURES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_named("sum"), _sum),
+    **dict.fromkeys(_named("mean"), _mean),
+    **dict.fromkeys(_named("var"), _var),
+    **dict.fromkeys(_named("std"), _std),
+    **dict.fromkeys(_named("norm", "vector_norm"), _norm),
+    **dict.fromkeys(_named("max", "amax"), _max),
+    **dict.fromkeys(_named("min", "amin"), _min),
+    **dict.fromkeys(_named("any"), _any),
+    **dict.fromkeys(_named("all"), _all),
+    **dict.fromkeys(_named("count_nonzero"), _count),
+    **dict.fromkeys(_named("histc"), _histc),
+}

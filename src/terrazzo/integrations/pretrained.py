@@ -1,0 +1,161 @@
+"""A sharded model as a folder that `transformers` loads, straight from its shards and one unit at a time."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from terrazzo.checkpoint.exporters.huggingface import (
+    ModelDescription,
+    Planned,
+    describe_folder,
+    planned,
+    write_folder,
+)
+from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
+from terrazzo.engine import engine_of, parameter_names, persistent_buffers, whole_weights
+from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.exchange import together
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a sharded model as `transformers` does: safetensors files, their index, config.json. Collective.
+
+    Rank 0 writes. Memory: one unit on the device of every rank, a piece of one tensor in host memory.
+
+    Args:
+        folder: appears when it is complete; it must not exist.
+        dtype: of all floating-point weights, rounded to nearest; by default trained ones are the master weights.
+        max_shard_bytes: a larger model becomes several files and an index. A tensor is never divided.
+        config: what config.json says; by default what `model.config` does.
+
+    Raises:
+        BadInput: `folder` exists or has too little space, there is no config, a weight is beyond the range of `dtype`,
+            or the model is of a kind whose folder takes more than names and values.
+        SaveFailed: a file could not be written; nothing is left.
+    """
+    engine_of(model)
+    live = _Live(model)
+
+    def plan() -> Planned:
+        description, left_out = _describe(model, config)
+        live.leave_out(left_out)
+        return planned(live, description, dtype, max_shard_bytes)
+
+    plan_of_all = together(plan, BadInput)
+    live.read_in([each.origin for members in plan_of_all.shards.values() for each in members if each.kind == WEIGHT])
+
+    def write() -> None:
+        try:
+            if dist.get_rank() == 0:
+                write_folder(live, Path(folder), plan_of_all)
+        except Exception:
+            live.finish()  # the others must not wait for this rank
+            raise
+        live.finish()
+
+    together(write, SaveFailed)
+
+
+class _Live(Source):
+    """A sharded model's weights, which all ranks gather together and the first one reads, in an order that is fixed."""
+
+    format = "a sharded model"
+    names_ties = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(type(model).__name__)
+        self._model = model
+        self._buffers = {each.name: each.tensor for each in persistent_buffers(model)}
+        for each in engine_of(model).parameters():
+            self.tensors[each.name] = TensorInfo(each.shape, {WEIGHT: StateInfo(each.dtype, each.numel)})
+        for name, tensor in self._buffers.items():
+            self.tensors[name] = TensorInfo(tuple(tensor.shape), {BUFFER: StateInfo(tensor.dtype, tensor.numel())})
+        names = [*parameter_names(model), *(each.names for each in persistent_buffers(model))]
+        self.aliases = {alias: first for first, *others in names for alias in others}
+        self._stream: Iterator[tuple[str, Tensor]] = iter(())
+        self._name, self._values = "", torch.empty(0)
+
+    def leave_out(self, names: set[str]) -> None:
+        """Tensors that are not to be written."""
+        self.tensors = {name: info for name, info in self.tensors.items() if name not in names}
+
+    def read_in(self, order: list[str]) -> None:
+        """From now on weights can be read, in this order; `finish` has to follow, on every rank."""
+        self._stream = whole_weights(self._model, order)
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        if kind == BUFFER:
+            return self._buffers[name].detach().reshape(-1)[start:stop].cpu()
+        if name != self._name:
+            self._values = torch.empty(0)  # before the next unit comes
+            self._name, self._values = next(self._stream)
+            assert self._name == name, f"{name} was read in place of {self._name}"
+        return self._values.reshape(-1)[start:stop].cpu()
+
+    def finish(self) -> None:
+        """Take part in what is still to be gathered."""
+        self._values = torch.empty(0)
+        for _ in self._stream:
+            pass
+
+
+def _describe(model: Any, config: Mapping[str, Any] | None) -> tuple[ModelDescription, set[str]]:
+    """What the folder says beside weights, and names of tensors that it leaves out."""
+    if config is not None:
+        return ModelDescription(config), set()
+    kind = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise BadInput(
+            f"This {kind} has adapters: use save_adapter(model, folder) or save_merged(model, folder) of "
+            "terrazzo.integrations.peft."
+        )
+    if not hasattr(getattr(model, "config", None), "to_diff_dict"):
+        raise BadInput(
+            f"This {kind} has no config of transformers, which config.json would say. Pass config={{...}}, or take "
+            "tz.full_state_dict(model) on rank 0."
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        model.config.save_pretrained(scratch)
+        if model.can_generate():
+            model.generation_config.save_pretrained(scratch)
+        found = describe_folder(Path(scratch))
+    said = {**found.config, "architectures": [kind]}
+    return ModelDescription(said, found.files, _renames(model).__getitem__), set(model._keys_to_ignore_on_save or ())
+
+
+def _renames(model: Any) -> dict[str, str]:
+    """From names in the model to those in its folder. Raises: `BadInput` where a folder has other tensors."""
+    names = [*(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    names += [name for each in persistent_buffers(model) for name in each.names]
+    shown = {name: torch.empty(1, device="meta") for name in names}
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 a folder had the model's own names
+        return {name: name for name in names}
+    own = {id(tensor): name for name, tensor in shown.items()}
+    try:
+        kept = revert_weight_conversion(model, dict(shown))
+        return {own[id(tensor)]: name for name, tensor in kept.items()}
+    except Exception as error:
+        raise BadInput(
+            f"The folder of a {type(model).__name__} has its weights cut or joined in another way than the model "
+            f"({type(error).__name__}: {error}). Take state = tz.full_state_dict(model) on every rank, and "
+            "model.save_pretrained(folder, state_dict=state) on rank 0."
+        ) from None

@@ -1,0 +1,121 @@
+"""Moving averages of sharded weights against torch's `AveragedModel` of a plain one that is given the same weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from tests.engine.toys import (
+    EVERY_PLAN,
+    Net,
+    assert_equal,
+    batch,
+    full_parameters,
+    loss_of,
+    on_ranks,
+    sharded,
+    train,
+)
+from tests.helpers.fake import fake_group
+
+DECAY = 0.9
+TIERS = ("zero3@cpu", "zero1@cpu", "zero3@cpu-all", "zero3@nvme-all", "zero3@nvme:0.5")
+
+
+def options_for(plan: str, folder: Path) -> dict[str, Any]:
+    return {"offload": tz.Offload(path=folder, direct=False)} if "nvme" in plan else {}
+
+
+def states(model: Any) -> dict[str, Tensor]:
+    return tz.full_state_dict(model, keep=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("plan", [*EVERY_PLAN, *TIERS])
+def test_each_bit_is_that_of_torch(plan: str, precision: str, tmp_path: Path) -> None:
+    base = Net()
+    base.blocks[1].up.requires_grad_(False)
+    ranks = 4 if plan in EVERY_PLAN else 2
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(base, plan, ranks, precision=precision, **options_for(plan, tmp_path))
+        plain = copy.deepcopy(base)
+        plain.load_state_dict(states(model))
+        wanted = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        wanted.update_parameters(plain)
+        ema = tz.EMA(model, DECAY)
+        for step in range(3):
+            train(model, optimizer, 1, rank, step)
+            ema.update()
+            plain.load_state_dict(states(model))
+            wanted.update_parameters(plain)
+        before = states(model)
+        with ema.swapped():
+            assert_equal(states(model), wanted.module.state_dict())
+            if precision == "fp32":
+                with torch.no_grad():
+                    assert torch.allclose(loss_of(model, batch(7)), loss_of(wanted.module, batch(7)), rtol=1e-5)
+            found = full_parameters(model)
+            assert torch.equal(found["head.bias"], wanted.module.head.bias.to(found["head.bias"].dtype))
+        assert_equal(states(model), before)
+        train(model, optimizer, 1, rank, 3)
+
+    on_ranks(ranks, body)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("zero1", "zero3"), ("zero3@nvme-all", "hpz"), ("hfsdp", "zero3@cpu")])
+def test_a_checkpoint_has_it(saved: str, loaded: str, tmp_path: Path) -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(base, saved, 4, **options_for(saved, tmp_path))
+        ema = tz.EMA(model, DECAY)
+        train(model, optimizer, 2, rank)
+        ema.update()
+        tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
+        other, others = sharded(Net(), loaded, 4, **options_for(loaded, tmp_path))
+        again = tz.EMA(other, DECAY)
+        tz.checkpoint.load(tmp_path / "a", other, others)
+        assert_equal(states(other), states(model))
+        with ema.swapped(), again.swapped():
+            assert_equal(states(other), states(model))
+        without, its = sharded(Net(), "zero2", 4)
+        tz.checkpoint.load(tmp_path / "a", without, its)
+        tz.checkpoint.save(tmp_path / "b", without, its, {})
+        with pytest.raises(tz.BadInput, match=r"'?head\.bias'? has no average \(load first, then make tz\.EMA"):
+            tz.checkpoint.load(tmp_path / "b", other, others)
+        tz.checkpoint.load(tmp_path / "b", other, None)
+
+    on_ranks(4, body)
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    def steps_inside(model: Any, optimizer: Any, ema: tz.EMA) -> None:
+        with ema.swapped():
+            train(model, optimizer, 1, 0)
+
+    with fake_group(2):
+        model, optimizer = tz.shard(Net(), lambda p: torch.optim.SGD(p, lr=0.1), "zero2")
+        with pytest.raises(tz.Misuse, match=r"tz\.EMA\(model, decay\)"):
+            AveragedModel(model)
+        with pytest.raises(tz.BadInput, match=r"decay 1\.5"):
+            tz.EMA(model, 1.5)
+        with pytest.raises(tz.Misuse, match="not sharded"):
+            tz.EMA(Net())
+        ema = tz.EMA(model)
+        with pytest.raises(tz.Misuse, match="has an average already"):
+            tz.EMA(model)
+        with pytest.raises(tz.Misuse, match="step outside"):
+            steps_inside(model, optimizer, ema)
+        half, _ = tz.shard(Net(), None, "zero3", precision="bf16-pure")
+        with pytest.raises(tz.BadInput, match="precision='bf16'"):
+            tz.EMA(half)
+        assert engine_of(half).averages == {}

@@ -1,0 +1,112 @@
+"""Weights that are used outside of their own unit's forward: by a sibling, by the model, by another method."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import terrazzo as tz
+from tests.engine.toys import Net, batch, follows_one_process, loss_of, on_ranks, plain_loop, sharded, step
+
+Uses = Callable[["Odd", Tensor], Tensor]
+
+
+class Odd(Net):
+    """What it does between embedding and head is given."""
+
+    def __init__(self, uses: Uses) -> None:
+        super().__init__()
+        self.uses = uses
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.uses(self, self.embed(tokens)))
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](self.embed(tokens))).mean()
+
+
+def unrolled(net: Odd, x: Tensor) -> Tensor:
+    """No block runs a forward of its own."""
+    for block in net.blocks:
+        x = x + block.down(torch.relu(block.up(x)))
+    return x
+
+
+def by_a_sibling(net: Odd, x: Tensor) -> Tensor:
+    """Before its own forward and after it."""
+    x = F.linear(F.linear(x, net.blocks[1].up.weight), net.blocks[1].up.weight.t())
+    x = net.blocks[1](net.blocks[0](x))
+    return net.blocks[2](x) + F.linear(x, net.blocks[0].down.weight.t())[..., :13]
+
+
+def penalised(net: Odd, x: Tensor) -> Tensor:
+    """A norm inside forward has its gradient."""
+    for block in net.blocks:
+        x = block(x)
+    return x * (1 + net.blocks[0].up.weight.norm())
+
+
+def recomputed(net: Odd, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: by_a_sibling(net, y), x, use_reentrant=False)
+
+
+def only_here(net: Odd, x: Tensor) -> Tensor:
+    """What is reached depends on the data of a rank."""
+    x = net.blocks[2](net.blocks[0](x))
+    taken = x.detach()[:, :1, :1] > 0
+    return torch.where(taken, x + net.blocks[1].down(net.blocks[1].up(x)), x) if taken.any() else x
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "shard_grad_op", "hpz", "zero3@cpu"])
+@pytest.mark.parametrize("uses", [unrolled, by_a_sibling, penalised, recomputed, only_here])
+def test_they_are_gathered_as_they_are_reached(uses: Uses, plan: str) -> None:
+    follows_one_process(Odd(uses), plain_loop, plan, 4 if plan == "hpz" else 2)
+
+
+def test_evaluation_gathers_them_and_gives_them_back() -> None:
+    base = Odd(unrolled)
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(base, "zero3")
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.allclose(model(batch()), copy.deepcopy(base)(batch()))
+            with pytest.raises(tz.Misuse, match=r"tz\.register_forward_method\(model, 'name'\)"):
+                model.blocks[1].up(torch.ones(13))
+        step(model, optimizer, loss_of(model, batch()))
+        with pytest.raises(tz.Misuse, match=r"blocks\.1\.up\.weight"):
+            model.blocks[1].up.weight.tolist()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "hpz"])
+def test_a_registered_method_trains_as_forward_does(plan: str) -> None:
+    def loop(model: Any, optimizer: Any, data: Callable[[int], Tensor]) -> None:
+        if not isinstance(optimizer, torch.optim.AdamW) or hasattr(model, "_terrazzo"):
+            tz.register_forward_method(model, "encode")
+        for number in range(4):
+            step(model, optimizer, model.encode(data(number)) if number % 2 else loss_of(model, data(number)))
+
+    follows_one_process(Odd(unrolled), loop, plan, 4 if plan == "hpz" else 2)
+    with pytest.raises(tz.BadInput, match="no method 'decode'"):
+        tz.register_forward_method(nn.Linear(1, 1), "decode")
+
+
+def test_a_penalty_outside_of_forward_is_not_lost_in_silence() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero3")
+        penalty = model.blocks[0].up.weight.norm()
+        assert penalty.item() > 0 and not model.blocks[0].up.weight.detach().norm().requires_grad
+        assert not (model.blocks[0].up.weight == 0).float().mean().requires_grad
+        with pytest.raises(tz.Misuse, match=r"blocks\.0\.up\.weight.*weight_decay"):
+            (loss_of(model, batch()) + penalty).backward()
+
+    on_ranks(2, body)
