@@ -85,9 +85,9 @@ def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
 def check_bill(model: nn.Module, mesh: str, plan: Plan, precision: Precision, prefetch: int) -> None:
     sizes = MESHES[mesh]
     device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    options: dict[str, Any] = {"precision": precision, "prefetch": prefetch}
-    bill = estimate(model, in_two_groups(model), plan, mesh=device_mesh, offload=OFFLOAD, **options)
-    setup = Setup(shape_of(model), Cluster(Device("gpu"), 8), plan, Mesh(**sizes), offload=OFFLOAD, **options)
+    options: dict[str, Any] = {"precision": precision, "prefetch": prefetch, "offload": OFFLOAD.used_under(plan)}
+    bill = estimate(model, in_two_groups(model), plan, mesh=device_mesh, **options)
+    setup = Setup(shape_of(model), Cluster(Device("gpu"), 8), plan, Mesh(**sizes), **options)
     host, disk = tier_terms(setup, 0)
     assert sum(term.value for term in host) == bill.host_bytes
     assert sum(term.value for term in disk) == bill.disk_bytes
