@@ -17,6 +17,7 @@ from terrazzo import __version__
 from terrazzo.cli.bench import bench
 from terrazzo.cli.checkpoint import checkpoint
 from terrazzo.cli.config import config
+from terrazzo.cli.init import init
 from terrazzo.cli.plan import plan
 from terrazzo.cli.run import SETTINGS, run
 from terrazzo.cli.train import train
@@ -51,6 +52,7 @@ def _root(
     """Options that stand before the verb."""
 
 
+app.command()(init)
 app.command()(train)
 app.command(context_settings=SETTINGS)(run)
 app.command()(plan)
