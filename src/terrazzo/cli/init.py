@@ -16,25 +16,56 @@ if TYPE_CHECKING:
 __all__ = ["init"]
 
 Option = typer.Option
-GOALS = "pretrain (from random weights) or finetune (from a model's own)"
 
 
 def init(  # structure: signature fixed by the command line
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file to write.")] = Path("train.yaml"),
-    goal: Annotated[str | None, Option("--goal", metavar="GOAL", help=f"{GOALS}.")] = None,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", show_default=False, help="The YAML file to write; default train.yaml.")
+    ] = Path("train.yaml"),
+    goal: Annotated[
+        str | None,
+        Option(
+            "--goal",
+            metavar="GOAL",
+            help="pretrain, from random weights (default), or finetune, from those of a local folder.",
+        ),
+    ] = None,
     model: Annotated[
-        str | None, Option("--model", metavar="NAME|PATH", help="decoder (built in), a preset, or a model's folder.")
+        str | None,
+        Option(
+            "--model",
+            metavar="NAME|PATH",
+            help="decoder, the built-in one (default to pretrain), a preset such as llama3-8b, or a folder.",
+        ),
     ] = None,
     data: Annotated[
-        str | None, Option("--data", metavar="SOURCE", help="A file, folder, glob or URL, or python-stdlib.")
+        str | None, Option("--data", metavar="SOURCE", help="A file, folder, glob or URL, or python-stdlib (default).")
     ] = None,
-    gpu: Annotated[str | None, Option("--gpu", metavar="NAME", help="here, cpu, or a GPU such as h100-sxm.")] = None,
-    ranks: Annotated[str | None, Option("--ranks", metavar="N", help="Processes: one per GPU.")] = None,
-    seq: Annotated[str | None, Option("--seq", metavar="TOKENS", help="Tokens of a sequence.")] = None,
+    gpu: Annotated[
+        str | None, Option("--gpu", metavar="NAME", help="here (default), cpu, or a GPU such as h100-sxm.")
+    ] = None,
+    ranks: Annotated[
+        str | None, Option("--ranks", metavar="N", help="Processes; default: the GPUs of one host, or one on a CPU.")
+    ] = None,
+    seq: Annotated[
+        str | None,
+        Option(
+            "--seq",
+            metavar="TOKENS",
+            help="Tokens of a sequence; default: as many as the model has positions, at most 1024, 256 for decoder.",
+        ),
+    ] = None,
     global_batch: Annotated[
-        str | None, Option("--global-batch", metavar="N", help="Sequences of a step, all ranks.")
+        str | None,
+        Option(
+            "--global-batch",
+            metavar="N",
+            help="Sequences of a step, all ranks; default: 32, or the next multiple of the ranks.",
+        ),
     ] = None,
-    steps: Annotated[str | None, Option("--steps", metavar="N", help="Optimizer steps.")] = None,
+    steps: Annotated[
+        str | None, Option("--steps", metavar="N", help="Optimizer steps; default: 1000, or 300 to finetune.")
+    ] = None,
     yes: Annotated[bool, Option("--yes", "-y", help="Ask nothing: what is not given takes its default.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace FILE, if it is there.")] = False,
 ) -> None:

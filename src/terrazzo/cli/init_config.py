@@ -20,6 +20,7 @@ from terrazzo.planner import Estimate, Frontier, Request, search
 from terrazzo.planner.api import calibration_of
 from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.planner.text.words import GIB
+from terrazzo.train.command import program
 from terrazzo.train.preflight import check
 
 __all__ = ["write"]
@@ -52,7 +53,7 @@ def write(file: Path, answers: Mapping[str, Any]) -> None:
     say(f"written: {file}")
     shown = shlex.quote(str(file))
     where = "" if machine.is_here else f" --gpu {machine.cluster.device.name} --gpus {answers['ranks']}"
-    say(f"next:    terrazzo plan {shown}{where}\n         terrazzo train {shown}")
+    say(f"next:    {program()} plan {shown}{where}\n         {program()} train {shown}")
 
 
 # -- the choice ----------------------------------------------------------------------------------------------------
