@@ -1,6 +1,6 @@
 """Your own loop, sharded: three lines change. Runs on a CPU in seconds:
 
-torchrun --nproc-per-node 2 examples/own_loop.py
+terrazzo run --ranks 2 examples/own_loop.py
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,16 @@ def obey(command: str) -> None:
     name, arguments = Path(words[0]).name, words[1:]
     if name == "make":
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True, timeout=60)
-    elif name == "torchrun":
+    elif (name, arguments[0]) == ("terrazzo", "run"):
         script = arguments[-1]
-        assert arguments[:2] == ["--nproc-per-node", "2"]
+        assert arguments[1:3] == ["--ranks", "2"]
         assert (ROOT / script).exists() or f"Save it as `{script}`" in (ROOT / "docs/start.md").read_text()
     else:
         assert name == "terrazzo", f"not known here: {command}"
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+            if arguments[0] == "init":  # which asks, and writes
+                patch.chdir(folder)
+                words.append("--yes")
             patch.setattr(sys, "argv", words)
             with pytest.raises(SystemExit) as ended:
                 cli.main()

@@ -27,7 +27,7 @@ from terrazzo import checkpoint, cli, engine, planner
 from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Topology
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.precision import DTYPE_FIELDS
-from terrazzo.train.launch import failure
+from terrazzo.train.launch import telling
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 from tools import reference_pages
@@ -227,7 +227,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_exit_code_is_in_the_reference() -> None:
     reference = text("reference/exit-codes.md")
-    for code in (0, failure.FAILED, failure.BAD_INPUT, failure.PREEMPTED, failure.INTERRUPTED):
+    for code in (0, telling.FAILED, telling.BAD_INPUT, telling.PREEMPTED, telling.INTERRUPTED):
         assert f"| {code} |" in reference
 
 

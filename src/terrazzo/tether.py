@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-__all__ = ["PARENT", "tethered", "tie"]
+__all__ = ["PARENT", "become", "tethered", "tie"]
 
 PARENT = os.getppid()
 """The parent of this process, read as early as the package can."""
@@ -53,17 +53,22 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
+def become(arguments: list[str]) -> None:
+    """Run `-m`, a module and its arguments, or a file and its own, as `python` would have run them in this process."""
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else list(arguments)
+    if not sys.flags.safe_path:  # whatever was run first gives way to what Python itself would have put there
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(arguments[0]))
+    if is_module:
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
 def _main() -> None:
     _, parent, *rest = sys.argv
     tie(int(parent))
-    is_module = rest[0] == "-m"
-    sys.argv = rest[1:] if is_module else rest
-    if not sys.flags.safe_path:  # this file's folder gives way to what Python itself would have put there
-        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(rest[0]))
-    if is_module:
-        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(rest[0], run_name="__main__")
+    become(rest)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import pytest
 
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.launch import failure
-from terrazzo.train.launch.failure import FAILED, REPORT, run_rank
+from terrazzo.train.launch.failure import run_rank
+from terrazzo.train.launch.telling import FAILED, REPORT
 from tests.checkpoint.faults import reap, spawn_child
 
 pytestmark = pytest.mark.alone

@@ -16,10 +16,10 @@ import torch
 from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.failure import Failure, first_failure
 from terrazzo.train.launch.here import resolve_device, set_threads
 from terrazzo.train.launch.ranks import _agree_on_device, join
 from terrazzo.train.launch.starting import _report, adopt_slurm, environment_of, first_host, ranks_to_start
+from terrazzo.train.launch.telling import Failure, first_failure
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 

@@ -24,9 +24,9 @@ from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.data import load as load_module
 from terrazzo.train.evaluate import evaluate
-from terrazzo.train.launch.failure import INTERRUPTED
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.launch.telling import INTERRUPTED
 from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.preflight import check
 from terrazzo.train.session import Session, open_session

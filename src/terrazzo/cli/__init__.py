@@ -1,7 +1,7 @@
 """The command line: `terrazzo VERB`. One file per verb; this one only puts them together.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 141 whoever
-read the report has gone (`terrazzo ... | head`), which ends any verb but `train`.
+read the report has gone (`terrazzo ... | head`), which ends any verb but `train` and `run`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from terrazzo import __version__
 from terrazzo.cli.bench import bench
 from terrazzo.cli.checkpoint import checkpoint
 from terrazzo.cli.config import config
+from terrazzo.cli.init import init
 from terrazzo.cli.plan import plan
+from terrazzo.cli.run import SETTINGS, run
 from terrazzo.cli.train import train
 from terrazzo.cli.unread import ending_unread
 from terrazzo.config import without_passwords
@@ -50,7 +52,9 @@ def _root(
     """Options that stand before the verb."""
 
 
+app.command()(init)
 app.command()(train)
+app.command(context_settings=SETTINGS)(run)
 app.command()(plan)
 app.command()(bench)
 app.add_typer(checkpoint, name="checkpoint")
@@ -59,7 +63,7 @@ app.add_typer(config, name="config")
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    is_run = sys.argv[1:2] == ["train"]  # which is not over when nobody reads its lines
+    is_run = sys.argv[1:2] in (["train"], ["run"])  # which is not over when nobody reads its lines
     with nullcontext() if is_run else ending_unread():
         _run()
 

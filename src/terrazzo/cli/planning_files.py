@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -13,7 +15,7 @@ from terrazzo.planner.choice.emit import train_config
 from terrazzo.planner.report.picture import SUFFIXES
 from terrazzo.planner.text.words import verdict
 
-__all__ = ["check_files", "emit"]
+__all__ = ["check_files", "emit", "model_text", "write_model"]
 
 
 def check_files(emitted: Path | None, picture: Path | None) -> None:
@@ -42,14 +44,21 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
     folder = path.with_suffix("")
     files = train_config(estimate.setup, model, folder)
     if files.model_config is not None:
-        _write_model(json.dumps(files.model_config, indent=2) + "\n", folder / "config.json")
+        write_model(files.model_config, folder / "config.json", "--emit")
     as_json = path.suffix.lower() == ".json"
     text = json.dumps(files.config, indent=2) + "\n" if as_json else yaml.safe_dump(files.config, sort_keys=False)
     path.write_text(text, encoding="utf-8")
 
 
-def _write_model(text: str, path: Path) -> None:
+def model_text(config: Mapping[str, Any]) -> str:
+    """The config.json of a model."""
+    return json.dumps(config, indent=2) + "\n"
+
+
+def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
+    """Write a model's config.json, for which `writer` asks. Raises: `BadInput` where another model's is there."""
+    text = model_text(config)
     if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise BadInput(f"--emit would replace '{path}', the config of another model: give FILE another name.")
+        raise BadInput(f"{writer} would replace '{path}', the config of another model: give FILE another name.")
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")

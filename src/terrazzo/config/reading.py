@@ -89,7 +89,7 @@ def _read(path: Path) -> dict[str, Any]:
     if raw is None or raw == {}:
         raise BadInput(
             f"'{path}' is empty, so there is nothing to train: write sections such as 'model:', 'data:' and 'train:',"
-            " or start from examples/quickstart.yaml. A run of defaults alone is one line: 'train: {steps: 1000}'."
+            " or have `terrazzo init` write a file. A run of defaults alone is one line: 'train: {steps: 1000}'."
         )
     if not isinstance(raw, dict):
         raise BadInput(f"'{path}' holds a {type(raw).__name__}, expected sections such as 'model:' and 'train:'.")

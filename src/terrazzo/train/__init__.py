@@ -12,5 +12,5 @@ its steps. Folders:
 
 Open to other packages, which is to say to the command line:
 
-    checkpoints.export, launch, promise, run   what it runs
+    checkpoints.export, command, launch, preflight, promise, run   what it runs
 """

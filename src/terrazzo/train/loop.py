@@ -20,8 +20,8 @@ from terrazzo.train.command import Command
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
 from terrazzo.train.folders import swap_folders
-from terrazzo.train.launch.failure import PREEMPTED
 from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 

@@ -12,11 +12,12 @@ from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import together
 from terrazzo.telemetry import Console
 from terrazzo.train.command import Command
-from terrazzo.train.launch.failure import REPORT, announce_ready, run_rank
+from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.ranks import agree_on_config, join
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
 from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.launch.telling import REPORT
 from terrazzo.train.loop import Trainer
 from terrazzo.train.preflight import check
 from terrazzo.train.session import open_session

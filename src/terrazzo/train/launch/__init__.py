@@ -1,7 +1,11 @@
 """Processes: how ranks are started, meet, stop, and fail, and what they leave behind.
 
 starting     which ranks this command starts, or joins because torchrun or Slurm has started them
+script       a script of the user's own as what ranks run
+script_rank  one rank of it
 local_ranks  the processes that it starts, and the pipes on which they report
+telling      what they report
+labelled     what they print, with their numbers
 joining      where ranks meet, and who has not come in time
 here         a process on its machine: its number there, the ranks beside it, its device and threads
 ranks        a rank's place in the run, and the same configuration on all

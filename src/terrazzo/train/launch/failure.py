@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -25,45 +25,14 @@ from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Diverged, SaveFailed, SwapFailed
 from terrazzo.tether import PARENT
 from terrazzo.train.launch.scratch import Scratch
+from terrazzo.train.launch.telling import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, REPORT, Failure, ToLauncher
 
-__all__ = [
-    "BAD_INPUT",
-    "FAILED",
-    "INTERRUPTED",
-    "PREEMPTED",
-    "REPORT",
-    "SIBLING_GRACE_S",
-    "Failure",
-    "announce_ready",
-    "first_failure",
-    "run_rank",
-]
-
-FAILED = 1
-BAD_INPUT = 2
-PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+__all__ = ["SIBLING_GRACE_S", "announce_ready", "run_rank"]
 
 _MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
 
-REPORT = "TERRAZZO_REPORT"  # the descriptor on which a rank reports to `launch_ranks`, which has started it
 SIBLING_GRACE_S = 8.0  # time for a rank to fail by itself before it is ended because another one failed
 WATCH_EVERY_S = 0.5
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What ended a rank. `time_ns` is monotonic and comparable between processes of one machine."""
-
-    rank: int
-    time_ns: int
-    exit_code: int
-    text: str
-
-
-def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
-    """The earliest one, if any."""
-    return min((one for one in failures if one is not None), key=lambda failure: failure.time_ns, default=None)
 
 
 class _Reporter(Protocol):
@@ -75,31 +44,6 @@ class _Reporter(Protocol):
 
     def leave(self, code: int) -> None:
         """This rank ends with an exit code."""
-
-
-class _ToLauncher:
-    """Lines of JSON for `launch_ranks`, which ends the ranks of a run that has failed."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        os.set_inheritable(descriptor, False)
-
-    def begun(self) -> None:
-        self._tell({"begun": True})
-
-    def fail(self, failure: Failure, error: BaseException) -> None:
-        self._tell({"failure": asdict(failure)})
-
-    def leave(self, code: int) -> None:
-        os.close(self._descriptor)
-
-    def _tell(self, value: object) -> None:
-        left = memoryview(json.dumps(value).encode() + b"\n")
-        try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
-        except BrokenPipeError:
-            return  # without a launcher this process will not be for long
 
 
 class _ToSiblings:
@@ -180,7 +124,7 @@ def announce_ready() -> None:
 
 def _reporter_of(rank: int) -> _Reporter:
     if report := os.environ.pop(REPORT, None):  # what this rank starts is not this rank
-        return _ToLauncher(int(report))
+        return ToLauncher(int(report))
     if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
         return _ToSiblings(rank, Path(elastic).parent.parent)
     job = os.environ.get("SLURM_JOB_ID")

@@ -12,17 +12,23 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 import torch.distributed as dist
 
 from terrazzo.tether import tethered
-from terrazzo.train.launch.failure import PREEMPTED, REPORT, SIBLING_GRACE_S, Failure
+from terrazzo.train.launch.failure import SIBLING_GRACE_S
+from terrazzo.train.launch.labelled import Labelled
+from terrazzo.train.launch.telling import PREEMPTED, REPORT, Failure
 
-__all__ = ["LocalRank", "LocalRanks", "Signals"]
+__all__ = ["RUN_ID", "LocalRank", "LocalRanks", "Signals"]
+
+RUN_ID = "terrazzo"
+"""By which what is started by this module is known from what torchrun has started."""
 
 _POLL_S = 0.1
+_STOPPING_S = 30.0  # time for ranks that were asked to stop to save, once one of them has ended
 _UNKILLABLE_S = 10.0  # the kernel may keep a killed process for as long as a device or file system does not answer
 
 
@@ -50,26 +56,35 @@ class Signals:
 class LocalRank:
     """The process of one rank. `code` is its exit code, negative for a signal, once it has ended, `ended_ns` when.
 
-    That is on the clock of a `Failure`, and as seen from here: late by what it takes to look.
+    That is on the clock of a `Failure`, and as seen from here: late by what it takes to look. What it prints goes where
+    this process prints, or first to `outputs`, if there are two of them.
     """
 
-    def __init__(self, rank: int, environment: dict[str, str], arguments: Sequence[str]) -> None:
-        self.rank, self.begun, self.ended_by_us = rank, False, False
+    def __init__(
+        self, rank: int, environment: Mapping[str, str], arguments: Sequence[str], outputs: Sequence[Labelled] = ()
+    ) -> None:
+        self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
         self.code: int | None = None
         self.ended_ns: int | None = None
         self.failure: Failure | None = None
         self.line, theirs = os.pipe()
         self._unread = b""
+        numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+        stdout, stderr = [output.theirs for output in outputs] or (None, None)
         try:
             os.set_blocking(self.line, False)
             self._process = subprocess.Popen(
                 tethered(*arguments),
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), REPORT: str(theirs)},
+                env={**environment, **numbers, REPORT: str(theirs)},
                 pass_fds=[theirs],
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on
+                stdout=stdout,
+                stderr=stderr,
             )
         finally:
             os.close(theirs)
+            for output in outputs:
+                output.given()
 
     def read(self) -> bool:
         """Take in what it says; False when it will say no more."""
@@ -81,6 +96,11 @@ class LocalRank:
             self._note_end()  # sooner than the system has its exit code
             return False
         return True
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has said so, though it may not have ended yet, or has ended so."""
+        return self.failure is not None or self.code not in (None, 0, PREEMPTED)
 
     def poll(self) -> None:
         """See whether it has ended."""
@@ -111,25 +131,40 @@ class LocalRank:
 class LocalRanks:
     """All ranks of a run on this machine, each running `python ARGUMENTS`. Leaving its `with` ends those that are left.
 
-    They meet at a store that this process serves, on a port that the system chooses.
+    They meet at a store that this process serves, on a port that the system chooses, and are told what torchrun tells.
+
+    Args:
+        defaults: of their environment, where that of this process has nothing.
+        labelled: lines of all ranks but the first begin with the rank's number.
     """
 
-    def __init__(self, count: int, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, count: int, arguments: Sequence[str], defaults: Mapping[str, str], *, labelled: bool = False
+    ) -> None:
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        environment = os.environ | {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
+        environment = {
+            **defaults,
+            **os.environ,
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(count)),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that rank 0 does not serve a store of its own
             "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": RUN_ID,  # which says to others that ranks are started already
         }
         self.ranks: list[LocalRank] = []
         self._lines = selectors.DefaultSelector()
         try:
             for number in range(count):
-                self.ranks.append(rank := LocalRank(number, environment, arguments))
+                outputs = [Labelled(f"[rank {number}] ", fd) for fd in (1, 2)] if labelled and number else []
+                self.ranks.append(rank := LocalRank(number, environment, arguments, outputs))
                 self._lines.register(rank.line, selectors.EVENT_READ, rank)
+                for output in outputs:
+                    self._lines.register(output.line, selectors.EVENT_READ, output)
         except BaseException:
             self.end()
             raise
@@ -143,7 +178,8 @@ class LocalRanks:
     def wait(self, signals: Signals) -> int | None:
         """Until all have ended; the signal that ended the run at once, if one did.
 
-        The first signal asks for a stop. When a rank fails, the others have some seconds to fail by themselves.
+        The first signal asks for a stop, and is passed on. When a rank fails, the others have some seconds to fail by
+        themselves.
         """
         heeded, deadline = 0, float("inf")
         while any(rank.code is None for rank in self.ranks):
@@ -154,10 +190,11 @@ class LocalRanks:
                 asks = number in (signal.SIGTERM, signal.SIGINT) and any(rank.begun for rank in self.ranks)
                 if heeded > 1 or not asks:
                     return number
-                self._ask_for_stop()
-            if deadline == float("inf") and any(rank.code not in (None, 0, PREEMPTED) for rank in self.ranks):
+                self._pass_on(number)
+            if deadline == float("inf") and any(rank.failed for rank in self.ranks):
                 saying = any(rank.begun and rank.code is None for rank in self.ranks)  # others have nothing to say yet
-                deadline = time.monotonic() + (SIBLING_GRACE_S if saying else 0.0)
+                grace_s = _STOPPING_S if heeded else SIBLING_GRACE_S
+                deadline = time.monotonic() + (grace_s if saying else 0.0)
             if time.monotonic() > deadline:
                 break
         return None
@@ -173,12 +210,14 @@ class LocalRanks:
         self._lines.close()
         for rank in self.ranks:
             os.close(rank.line)
+            for output in rank.outputs:
+                output.close()
 
-    def _ask_for_stop(self) -> None:
-        """One rank is enough, but those that have not begun would die of the signal."""
+    def _pass_on(self, number: int) -> None:
+        """To those that have begun: others would die of it, and of the trainer's ranks one is enough."""
         for rank in self.ranks:
             if rank.begun:
-                rank.send(signal.SIGTERM)
+                rank.send(number)
 
     def _listen(self, patience_s: float) -> None:
         """Take in what ranks say within that time, and see who has ended."""

@@ -10,15 +10,15 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.failure import BAD_INPUT, FAILED, Failure, first_failure
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals
+from terrazzo.train.launch.telling import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, Failure, first_failure
 
 __all__ = ["adopt_slurm", "first_host", "is_rank", "launch_ranks", "ranks_to_start"]
 
@@ -79,36 +79,47 @@ def environment_of(ranks: int) -> dict[str, str]:
     return threads if chosen else threads | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
+def launch_ranks(
+    ranks: int, arguments: Sequence[str], defaults: Mapping[str, str] | None = None, *, labelled: bool = False
+) -> int:
     """Run `python ARGUMENTS` as `ranks` local ranks; returns the exit code for this process.
 
     Prints the first failing rank's message or traceback as the last thing on screen.
+
+    Args:
+        defaults: of their environment; by default `environment_of` the trainer's ranks.
+        labelled: as for `LocalRanks`.
     """
-    for name, value in environment_of(ranks).items():
-        os.environ.setdefault(name, value)
+    defaults = environment_of(ranks) if defaults is None else defaults
     signals = Signals()
     try:
-        with LocalRanks(ranks, arguments) as started:
+        with LocalRanks(ranks, arguments, defaults, labelled=labelled) as started:
             stopped_by = started.wait(signals)
-        return _report(started.ranks) if stopped_by is None else 128 + stopped_by
+        return _report(started.ranks, next(iter(signals.received), None)) if stopped_by is None else 128 + stopped_by
     finally:
         signals.restore()
 
 
-def _report(ranks: Sequence[LocalRank]) -> int:
-    """Say what ended the run, what came first last; its exit code."""
+def _report(ranks: Sequence[LocalRank], asked: int | None = None) -> int:
+    """Say what ended the run, what came first last; its exit code.
+
+    Args:
+        asked: the signal that was passed on to all ranks: that they died of it is no failure.
+    """
     first = first_failure(rank.failure for rank in ranks)
-    killed = first_failure(_killed(rank) for rank in ranks)
-    if first is None and killed is None:
+    silent = first_failure(_silent(rank, asked) for rank in ranks)
+    if asked is not None and silent is None and (first is None or first.exit_code == INTERRUPTED):
+        return _stopped(ranks, asked)
+    if first is None and silent is None:
         return max((rank.code for rank in ranks if rank.code is not None and not rank.ended_by_us), default=FAILED)
-    if first is None or (killed is not None and killed.time_ns < first.time_ns + _SEEN_LATE_NS):
-        assert killed is not None
+    if first is None or (silent is not None and silent.time_ns < first.time_ns + _SEEN_LATE_NS):
+        assert silent is not None
         if first is not None:
             print(f"Rank {first.rank} failed as well:\n{first.text}\n", file=sys.stderr)
-        print(killed.text, file=sys.stderr)
-        return FAILED
-    if killed is not None:
-        print(f"{killed.text}\n", file=sys.stderr)
+        print(silent.text, file=sys.stderr)
+        return silent.exit_code
+    if silent is not None:
+        print(f"{silent.text}\n", file=sys.stderr)
     if first.exit_code == BAD_INPUT:
         print(first.text, file=sys.stderr)
     else:
@@ -116,9 +127,23 @@ def _report(ranks: Sequence[LocalRank]) -> int:
     return first.exit_code
 
 
-def _killed(rank: LocalRank) -> Failure | None:
-    """How a rank died without a word; None for one that did not."""
-    if rank.code is None or rank.code >= 0 or rank.ended_by_us:
+def _stopped(ranks: Sequence[LocalRank], asked: int) -> int:
+    """The exit code of ranks that have ended as they were asked to: their own, where they have one."""
+    died = [rank.rank for rank in ranks if rank.code is None or rank.code < 0 or rank.failure is not None]
+    if not died:
+        return max(rank.code or 0 for rank in ranks)
+    print(f"Stopped by {signal.Signals(asked).name}; all ranks have ended.", file=sys.stderr)
+    return 128 + asked
+
+
+def _silent(rank: LocalRank, asked: int | None = None) -> Failure | None:
+    """How a rank ended without a word; None for one that did not, or that is asked for, or that was good."""
+    if rank.code in (None, 0, PREEMPTED) or rank.ended_by_us or rank.failure is not None:
+        return None
+    if rank.code > 0:
+        said = f"Rank {rank.rank} ended with exit code {rank.code}; the other ranks were stopped."
+        return Failure(rank.rank, rank.ended_ns or 0, rank.code, said)
+    if asked is not None and rank.code == -asked:
         return None
     name = signal.Signals(-rank.code).name
     hint = " (often the kernel's out-of-memory killer)" if name == "SIGKILL" else ""

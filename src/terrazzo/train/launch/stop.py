@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from terrazzo.train.launch.failure import INTERRUPTED
+from terrazzo.train.launch.telling import INTERRUPTED
 
 __all__ = ["StopRequest"]
 

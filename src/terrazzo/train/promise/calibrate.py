@@ -17,9 +17,9 @@ from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
 from terrazzo.train.folders import make_swap_folders
-from terrazzo.train.launch.failure import BAD_INPUT
 from terrazzo.train.launch.scratch import Scratch
 from terrazzo.train.launch.starting import ranks_to_start
+from terrazzo.train.launch.telling import BAD_INPUT
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned

@@ -1,0 +1,126 @@
+"""`terrazzo init`: a few questions, and a configuration of `terrazzo train` that fits the machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from terrazzo.errors import BadInput
+
+if TYPE_CHECKING:
+    from terrazzo.cli.init_questions import Question
+
+__all__ = ["init"]
+
+Option = typer.Option
+
+
+def init(  # structure: signature fixed by the command line
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", show_default=False, help="The YAML file to write; default train.yaml.")
+    ] = Path("train.yaml"),
+    goal: Annotated[
+        str | None,
+        Option(
+            "--goal",
+            metavar="GOAL",
+            help="pretrain, from random weights (default), or finetune, from those of a local folder.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            metavar="NAME|PATH",
+            help="decoder, the built-in one (default to pretrain), a preset such as llama3-8b, or a folder.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, Option("--data", metavar="SOURCE", help="A file, folder, glob or URL, or python-stdlib (default).")
+    ] = None,
+    gpu: Annotated[
+        str | None, Option("--gpu", metavar="NAME", help="here (default), cpu, or a GPU such as h100-sxm.")
+    ] = None,
+    ranks: Annotated[
+        str | None, Option("--ranks", metavar="N", help="Processes; default: the GPUs of one host, or one on a CPU.")
+    ] = None,
+    seq: Annotated[
+        str | None,
+        Option(
+            "--seq",
+            metavar="TOKENS",
+            help="Tokens of a sequence; default: as many as the model has positions, at most 1024, 256 for decoder.",
+        ),
+    ] = None,
+    global_batch: Annotated[
+        str | None,
+        Option(
+            "--global-batch",
+            metavar="N",
+            help="Sequences of a step, all ranks; default: 32, or the next multiple of the ranks.",
+        ),
+    ] = None,
+    steps: Annotated[
+        str | None, Option("--steps", metavar="N", help="Optimizer steps; default: 1000, or 300 to finetune.")
+    ] = None,
+    yes: Annotated[bool, Option("--yes", "-y", help="Ask nothing: what is not given takes its default.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace FILE, if it is there.")] = False,
+) -> None:
+    """Write a configuration of `terrazzo train`: what is not given as an option is asked for.
+
+    The planner chooses plan, offload, micro-batch, activation checkpointing and precision for the machine. Comments in
+    the file say why. Enter takes the default in brackets. No GPU is needed, and nothing is downloaded.
+
+    terrazzo init
+
+    terrazzo init mine.yaml --yes --model llama3-8b --gpu h100-sxm --ranks 8
+    """
+    from terrazzo.cli.init_config import write  # imports the planner and the trainer
+    from terrazzo.cli.init_questions import QUESTIONS
+
+    given = {"goal": goal, "model": model, "data": data, "gpu": gpu, "ranks": ranks, "seq": seq}
+    given |= {"global_batch": global_batch, "steps": steps}
+    _check_file(file)
+    missing = [question.flag for question in QUESTIONS if given[question.name] is None]
+    if missing and not yes and not _can_ask():
+        raise BadInput(
+            f"There is no terminal to ask on, and these are not given: {', '.join(missing)}. Give them, or --yes for"
+            " their defaults."
+        )
+    if file.exists() and not overwrite and (yes or not _can_ask() or not typer.confirm(f"Replace '{file}'?")):
+        raise BadInput(f"'{file}' exists, and is not replaced: name another file, or give --overwrite.")
+    answers: dict[str, Any] = {}
+    for question in QUESTIONS:
+        text = given[question.name]
+        if text is None and not yes:
+            answers[question.name] = _ask(question, answers)
+        else:
+            answers[question.name] = question.answer(text, answers)
+    write(file, answers)
+
+
+def _ask(question: Question, answers: dict[str, Any]) -> Any:
+    """Until the answer is one."""
+    default = question.default(answers)
+    while True:
+        text = input(f"{question.text}{'' if default is None else f' [{default}]'}: ").strip()
+        try:
+            return question.answer(text or default, answers)
+        except BadInput as error:
+            print(f"  {error}", file=sys.stderr)
+
+
+def _can_ask() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _check_file(file: Path) -> None:
+    if file.suffix.lower() not in (".yaml", ".yml"):
+        raise BadInput(f"FILE is '{file}': its name must end with .yaml or .yml.")
+    if not file.parent.is_dir():
+        raise BadInput(f"There is no folder '{file.parent}' for '{file.name}': make it, or name another.")
+    if file.is_dir():
+        raise BadInput(f"FILE is '{file}', which is a folder: name a file in it.")

@@ -1,0 +1,237 @@
+"""What `terrazzo init` writes: the planner's choice for the answers, as YAML that says why."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from terrazzo.cli.init_questions import DECODER, Machine, Model
+from terrazzo.cli.planning_files import model_text, write_model
+from terrazzo.cli.terminal import say
+from terrazzo.config import Config, config_from_dict
+from terrazzo.errors import BadInput
+from terrazzo.planner import Estimate, Frontier, Request, search
+from terrazzo.planner.api import calibration_of
+from terrazzo.planner.choice.emit import TrainFiles, train_config
+from terrazzo.planner.text.words import GIB
+from terrazzo.train.command import program
+from terrazzo.train.preflight import check
+
+__all__ = ["write"]
+
+HEAD = "# Written by `terrazzo init`; docs/reference/train-config.md has every key.\n#\n"
+WIDTH = 110
+MODES = ("none", "selective", "full")
+LARGEST_UNTIMED = 8
+"""Sequences of a micro-batch where no speed is known; more would only take memory."""
+RATES = {"decoder": 1e-3, "pretrain": 3e-4, "finetune": 2e-5}
+
+
+def write(file: Path, answers: Mapping[str, Any]) -> None:
+    """Choose, check and write. Raises: `BadInput` before anything is written, where no choice fits or can run."""
+    model, machine = answers["model"], answers["gpu"]
+    found = _search(answers)
+    best = _best(found, answers)
+    folder = file.with_suffix("")
+    named = model.shape if model.name == "decoder" else model.folder or model.name
+    files = train_config(best.setup, named, folder)
+    document = _document(files, answers, file)
+    config = config_from_dict(document, origin=f"'{file}'")
+    notes = _checked(config, files, answers["ranks"]) if machine.is_here else []
+    if files.model_config is not None:
+        write_model(files.model_config, folder / "config.json", "terrazzo init")
+    file.write_text(_text(document, _reasons(found, best, answers), file), encoding="utf-8")
+    say(f"{best.setup.plan.name}: {_memory(best)}")
+    for note in notes:
+        say(f"note: {note}")
+    say(f"written: {file}")
+    shown = shlex.quote(str(file))
+    where = "" if machine.is_here else f" --gpu {machine.cluster.device.name} --gpus {answers['ranks']}"
+    say(f"next:    {program()} plan {shown}{where}\n         {program()} train {shown}")
+
+
+# -- the choice ----------------------------------------------------------------------------------------------------
+
+
+def _search(answers: Mapping[str, Any], checkpointing: str | None = None) -> Frontier:
+    machine: Machine = answers["gpu"]
+    cluster, ranks = machine.cluster, answers["ranks"]
+    memory = cluster.device.memory_bytes
+    shared = machine.on_cpu and memory is not None  # by the ranks of a host
+    request = Request(
+        answers["model"].shape,
+        ranks,
+        gpu=cluster.device,
+        memory_bytes=memory // ranks if shared and memory is not None else None,
+        per_node=ranks if machine.on_cpu else None,
+        host_memory_bytes=cluster.host_memory_bytes,
+        sequence=answers["seq"],
+        global_batch=answers["global_batch"],
+        precision=_precision(machine),
+        checkpointing=checkpointing,
+        offload=True,
+    )
+    return search(request, calibration_of(request))
+
+
+def _best(found: Frontier, answers: Mapping[str, Any]) -> Estimate:
+    """The planner's first. Where it knows no speed, the first that recomputes least, in larger micro-batches."""
+    if found.best is None:
+        nearest = found.nearest
+        why = f" Nearest is {nearest.strategy}: {nearest.reason.rstrip('.')}." if nearest else ""
+        raise BadInput(
+            f"No plan of {answers['model'].name} fits on {_machine_text(answers)}, offload included.{why} Take more"
+            " --ranks, another --gpu, a shorter --seq or a smaller --model."
+        )
+    if found.best.time is not None:
+        return found.best
+    sure = [one for one in found.ranked if one.memory.fits_surely is not False] or list(found.ranked)
+    least = min(MODES.index(one.setup.checkpointing) for one in sure)
+    kept = [one for one in sure if one.setup.checkpointing == MODES[least]]
+    same = [one for one in kept if one.setup.plan == kept[0].setup.plan]
+    return max(same, key=lambda one: one.setup.micro_batch if one.setup.micro_batch <= LARGEST_UNTIMED else 0)
+
+
+def _precision(machine: Machine) -> str:
+    if machine.on_cpu:
+        return "fp32"
+    formats = machine.cluster.device.peak_flops
+    return "fp16" if "fp16" in formats and "bf16" not in formats else "bf16"
+
+
+def _checked(config: Config, files: TrainFiles, ranks: int) -> list[str]:
+    """What `terrazzo train` would refuse is refused now; its notes. A model's config.json is not written yet."""
+    if files.model_config is None:
+        return check(config, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(model_text(files.model_config), encoding="utf-8")
+        model = config.model.model_copy(update={"path": Path(folder)})
+        return check(config.model_copy(update={"model": model}), ranks)
+
+
+# -- the document --------------------------------------------------------------------------------------------------
+
+
+def _document(files: TrainFiles, answers: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """All sections in the order in which they are read."""
+    model, goal, config = answers["model"], answers["goal"], dict(files.config)
+    log = Path("runs") / file.stem
+    section = dict(DECODER) if model.name == "decoder" else config["model"]
+    rate = RATES.get(model.name, RATES[goal])
+    offload, launch = dict(config.get("offload", {})), dict(config.get("launch", {}))
+    if "path" in offload:
+        offload["path"] = str(log / "swap")
+    if answers["gpu"].on_cpu:
+        launch["device"] = "cpu"
+    return {
+        "model": section | ({"weights": "pretrained"} if goal == "finetune" else {}),
+        "data": {"source": answers["data"], **config.get("data", {})},
+        "plan": config["plan"],
+        **({"offload": offload} if offload else {}),
+        "precision": config["precision"],
+        "batch": config["batch"],
+        "optimizer": {**config["optimizer"], "lr": rate},
+        "schedule": {"name": "cosine", "warmup_steps": max(1, answers["steps"] // 20)},
+        "train": {"steps": answers["steps"], **config["train"]},
+        "checkpoint": {"every": max(1, answers["steps"] // 4)},
+        **({"launch": launch} if launch else {}),
+        "log": {"folder": str(log)},
+    }
+
+
+def _reasons(found: Frontier, best: Estimate, answers: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Why each section is as it is, by its name."""
+    setup, machine = best.setup, answers["gpu"]
+    batch = (
+        f"{setup.global_batch} sequences of {setup.sequence} tokens in a step,"
+        f" {setup.global_batch * setup.sequence:,} tokens over all ranks. A rank takes {setup.micro_batch} at a time,"
+        f" in {setup.micro_batches} micro-batch{'es' if setup.micro_batches > 1 else ''}."
+    )
+    return {
+        "model": [_model_reason(answers["model"], answers["goal"])],
+        "data": ["A file, a folder, a glob or a URL. `tokenizer` is a Hugging Face tokenizer's folder, or `bytes`."],
+        "plan": _plan_reasons(found, best, answers),
+        "offload": ["For the plan's states that are not on the device: nothing fits without that."],
+        "precision": [_precision_reason(setup.precision.loss_scaling is not None, machine)],
+        "batch": [batch],
+        "optimizer": ["The rate is a usual first value, and not the planner's: try others."],
+        "train": [_checkpointing_reason(setup.checkpointing)],
+        "checkpoint": ["Ctrl-C saves too, and the same command continues."],
+        "launch": ["How many processes `terrazzo train` starts. torchrun and Slurm say it themselves."],
+    }
+
+
+def _plan_reasons(found: Frontier, best: Estimate, answers: Mapping[str, Any]) -> list[str]:
+    name, pace = best.setup.plan.name, best.time
+    if answers["ranks"] == 1 and "@" not in name:
+        chosen = "A single rank has no others to split states over."
+    elif pace is not None:
+        speed = f"{pace.tokens_per_s_per_gpu:,.0f} tokens/s per rank"
+        chosen = f"{name} is expected to be the fastest that fits: about {speed}."
+    else:
+        chosen = f"No speed is known of this device: of what fits, {name} sends the fewest bytes between ranks."
+    refused = {one.strategy: one.reason for one in found.refused if one.setup is not None}
+    shown = [f"{name} does not fit: {reason}" for name, reason in refused.items()][:3]
+    compared = f"{found.considered} combinations of plan, micro-batch and recomputation were compared for"
+    return [f"{compared} {_machine_text(answers)}.", chosen, f"Memory of a rank: {_memory(best)}.", *shown]
+
+
+def _model_reason(model: Model, goal: str) -> str:
+    size = f"{model.shape.numel / 1e6:,.1f} M parameters"
+    if goal == "finetune":
+        return f"{size}, which begin as the folder's weights."
+    return f"{size}, which begin as random numbers." + ("" if model.folder else " Shape and size are yours to change.")
+
+
+def _precision_reason(scaled: bool, machine: Machine) -> str:
+    if machine.on_cpu:
+        return "The one precision that every CPU computes in quickly."
+    if scaled:
+        return "This GPU has no bf16: products in fp16 with loss scaling; weights are updated in fp32."
+    return "Products in bf16, the GPU's faster format; weights are updated in fp32."
+
+
+def _checkpointing_reason(mode: str) -> str:
+    if mode == "none":
+        return "There is room to keep all activations."
+    return (
+        f"activation_checkpointing: {mode} computes activations again in backward, which makes room for what is above."
+    )
+
+
+def _memory(best: Estimate) -> str:
+    """Of every room that the plan uses: a rank's device, and what its host's ranks take together."""
+    names = {"device": "", "host": " of each host's memory", "disk": " of each host's disks"}
+    found = []
+    for room in best.memory.rooms:
+        of = "" if room.capacity is None else f" of {room.capacity / GIB:,.1f}"
+        found.append(f"{room.expected / GIB:,.1f}{of} GiB{names[room.name]}")
+    return f"{' and '.join(found)} expected"
+
+
+def _machine_text(answers: Mapping[str, Any]) -> str:
+    machine: Machine = answers["gpu"]
+    ranks = f"{answers['ranks']} rank{'s' if answers['ranks'] > 1 else ''}"
+    return f"{ranks} on a {machine.cluster.device.name}" if machine.on_cpu else (
+        f"{answers['ranks']} x {machine.cluster.device.name}"
+    )  # fmt: skip
+
+
+def _text(document: Mapping[str, Any], reasons: Mapping[str, list[str]], file: Path) -> str:
+    shown = shlex.quote(str(file))
+    head = [
+        "Written by `terrazzo init`; docs/reference/train-config.md has every key.",
+        "",
+        f"    terrazzo train {shown}",
+    ]
+    parts = ["\n".join(f"# {line}".rstrip() for line in head) + "\n"]
+    for name, section in document.items():
+        comment = [f"# {line}" for reason in reasons.get(name, []) for line in textwrap.wrap(reason, WIDTH)]
+        parts.append("\n".join([*comment, yaml.safe_dump({name: section}, sort_keys=False)]))
+    return "\n".join(parts)

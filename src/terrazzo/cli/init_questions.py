@@ -1,0 +1,168 @@
+"""What `terrazzo init` asks: each question with its default, which earlier answers may decide, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from terrazzo.config import config_from_dict
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner import Cluster, ModelShape, model_shape
+from terrazzo.planner.machine.devices import cpu_host, device, this_machine
+from terrazzo.planner.setup.request import LIMIT
+from terrazzo.train.promise.as_setup import setup_of
+
+__all__ = ["DECODER", "QUESTIONS", "Machine", "Model", "Question"]
+
+Answers = Mapping[str, Any]
+
+GOALS = ("pretrain", "finetune")
+DECODER = {"kind": "decoder", "dim": 256, "layers": 6, "heads": 4}
+"""The model that needs nothing: small enough for a CPU."""
+
+LONGEST = 1024
+"""Of the sequences that are proposed. A model's own positions are often more than memory has room for."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One setting: an option of the command, or else a line to be typed."""
+
+    name: str
+    text: str
+    default: Callable[[Answers], str | None]
+    read: Callable[[str, Answers], Any]
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    def answer(self, text: str | None, answers: Answers) -> Any:
+        """What `text` means, or the default where it is None.
+
+        Raises: `BadInput` for what cannot be, and where there is no default.
+        """
+        text = self.default(answers) if text is None else text
+        if text is None:
+            raise BadInput(f"{self.flag} has no default here. {self.text}?")
+        return self.read(text, answers)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to train: `name` as it was given, a preset unless it is a `folder` or the built-in decoder."""
+
+    name: str
+    shape: ModelShape
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it will run; `is_here` where that is this machine, which can then be asked for more."""
+
+    cluster: Cluster
+    is_here: bool
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.cluster.device.kind == "cpu"
+
+
+def _goal(text: str, answers: Answers) -> str:
+    if text not in GOALS:
+        raise BadInput(f"--goal is '{text}', expected one of {', '.join(GOALS)}.{did_you_mean(text, GOALS)}")
+    return text
+
+
+def _default_model(answers: Answers) -> str | None:
+    return "decoder" if answers["goal"] == "pretrain" else None
+
+
+def _model(text: str, answers: Answers) -> Model:
+    path = Path(text)
+    folder = path if path.is_dir() else path.parent if path.is_file() else None
+    if answers["goal"] == "finetune" and (folder is None or not any(folder.glob("*.safetensors"))):
+        raise BadInput(
+            f"--model is '{text}', which holds no weights to begin from: name a local folder with config.json and"
+            " *.safetensors, or take --goal pretrain."
+        )
+    if text == "decoder" and folder is None:
+        return Model(text, setup_of(config_from_dict({"model": DECODER, "launch": {"device": "cpu"}}), 1).model)
+    return Model(text, model_shape(text), folder)
+
+
+def _machine(text: str, answers: Answers) -> Machine:
+    here = this_machine()
+    if text == "cpu":
+        return Machine(cpu_host(here.host_memory_bytes), is_here=True)
+    if text == "here":
+        return Machine(here, is_here=True)
+    found = device(text)
+    return Machine(Cluster(found, found.per_node), is_here=False)
+
+
+def _default_ranks(answers: Answers) -> str:
+    machine: Machine = answers["gpu"]
+    return "1" if machine.on_cpu else str(machine.cluster.count)
+
+
+def _ranks(text: str, answers: Answers) -> int:
+    machine: Machine = answers["gpu"]
+    ranks = _whole("--ranks", text)
+    if machine.is_here and not machine.on_cpu and ranks > machine.cluster.count:
+        raise BadInput(f"--ranks is {ranks}, but this machine has {machine.cluster.count} GPUs, one for each rank.")
+    return ranks
+
+
+def _default_sequence(answers: Answers) -> str:
+    model: Model = answers["model"]
+    return "256" if model.name == "decoder" else str(min(model.shape.positions or LONGEST, LONGEST))
+
+
+def _sequence(text: str, answers: Answers) -> int:
+    sequence, positions = _whole("--seq", text), answers["model"].shape.positions
+    if answers["model"].name != "decoder" and positions and sequence > positions:
+        raise BadInput(f"--seq is {sequence}, but {answers['model'].name} has positions for {positions} tokens.")
+    return sequence
+
+
+def _default_batch(answers: Answers) -> str:
+    ranks: int = answers["ranks"]
+    return str(-(-32 // ranks) * ranks)
+
+
+def _batch(text: str, answers: Answers) -> int:
+    batch, ranks = _whole("--global-batch", text), answers["ranks"]
+    if batch % ranks:
+        raise BadInput(
+            f"--global-batch is {batch}, which {ranks} ranks cannot share: take {batch // ranks * ranks or ranks} or"
+            f" {(batch // ranks + 1) * ranks}."
+        )
+    return batch
+
+
+def _whole(flag: str, text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= LIMIT:
+        raise BadInput(f"{flag} is '{text}', expected a whole number from 1 to {LIMIT:,}.")
+    return int(text)
+
+
+QUESTIONS = (
+    Question("goal", "What for: pretrain (random weights) or finetune (a model's own)", lambda _: "pretrain", _goal),
+    Question("model", "Model: decoder (built in), a preset such as gpt2, or a local folder", _default_model, _model),
+    Question("data", "Text: a file, folder or glob, or python-stdlib", lambda _: "python-stdlib", lambda text, _: text),
+    Question("gpu", "Machine: here, cpu, or a GPU such as h100-sxm", lambda _: "here", _machine),
+    Question("ranks", "Ranks, one per GPU", _default_ranks, _ranks),
+    Question("seq", "Tokens of a sequence", _default_sequence, _sequence),
+    Question("global_batch", "Sequences of a step, over all ranks", _default_batch, _batch),
+    Question(
+        "steps",
+        "Steps",
+        lambda answers: "1000" if answers["goal"] == "pretrain" else "300",
+        lambda text, _: _whole("--steps", text),
+    ),
+)  # fmt: skip
+"""In this order: later defaults come from earlier answers."""

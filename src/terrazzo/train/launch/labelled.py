@@ -1,0 +1,61 @@
+"""Lines that a rank prints, with its number before each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+__all__ = ["Labelled"]
+
+_AT_ONCE = 1 << 20
+"""As much as a pipe can hold, so that one read leaves nothing of a rank that has ended."""
+_LONGEST = 1 << 16
+"""Of a line that is waited for the end of."""
+
+
+class Labelled:
+    """One stream of one rank: `theirs` is what it writes to, `line` what is read here and written to `target`.
+
+    A line is written once it is whole. Of what overwrites itself by carriage returns, as progress bars do, the last
+    state is.
+    """
+
+    def __init__(self, label: str, target: int) -> None:
+        self.line, self.theirs = os.pipe()
+        os.set_blocking(self.line, False)
+        self._label, self._target = label.encode(), target
+        self._unended = b""
+
+    def given(self) -> None:
+        """The rank has its end of the pipe: this process lets go of it."""
+        os.close(self.theirs)
+
+    def read(self) -> bool:
+        """Pass on what is there; False when no more will come."""
+        try:
+            data = os.read(self.line, _AT_ONCE)
+        except BlockingIOError:
+            return True
+        *lines, rest = (self._unended + data).split(b"\n")
+        self._unended = _last_state(rest)
+        if len(self._unended) > _LONGEST:
+            lines, self._unended = [*lines, self._unended], b""
+        self._write(lines)
+        return bool(data)
+
+    def close(self) -> None:
+        """Pass on a last line that has no end."""
+        if self._unended:
+            self._write([self._unended])
+        os.close(self.line)
+
+    def _write(self, lines: list[bytes]) -> None:
+        left = memoryview(b"".join(self._label + _last_state(line) + b"\n" for line in lines))
+        with contextlib.suppress(BrokenPipeError):  # nobody reads any more, and the ranks go on
+            while left:
+                left = left[os.write(self._target, left) :]
+
+
+def _last_state(line: bytes) -> bytes:
+    """What a terminal would show of it."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -1,0 +1,91 @@
+"""`terrazzo run`: a training script of one's own on ranks of this machine, in place of torchrun.
+
+Ranks have the environment that torchrun would give them. Where torchrun or Slurm has started this process already, it
+is one of their ranks and becomes the script.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from terrazzo.config import LaunchConfig
+from terrazzo.errors import BadInput
+from terrazzo.train.launch.here import require_environment
+from terrazzo.train.launch.local_ranks import RUN_ID
+from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
+
+__all__ = ["Script", "run_script"]
+
+_RANK = "terrazzo.train.launch.script_rank"
+
+
+class Script(NamedTuple):
+    """A file, or a module by its name, and its arguments."""
+
+    target: str
+    arguments: Sequence[str]
+    is_module: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """What `python` runs it by."""
+        return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
+
+
+def run_script(script: Script, ranks: int | None) -> int:
+    """Start `ranks` local ranks, by default one per GPU, or one on a CPU; the exit code.
+
+    As a rank that others have started, this process becomes the script and does not return.
+
+    Raises:
+        BadInput: there is no such file, or others have started another number of ranks.
+    """
+    if not script.is_module and not Path(script.target).exists():
+        raise BadInput(f"There is no file '{script.target}' to run. A module is named by -m: terrazzo run -m MODULE.")
+    if not _is_lone_task():
+        adopt_slurm()
+    if is_rank():
+        _become(script, ranks)
+    count = ranks_to_start(LaunchConfig()) if ranks is None else ranks
+    if ranks is None:
+        which = "one for each GPU here" if count > 1 else "as for one GPU, or none"
+        print(f"terrazzo run: {count} rank{'s' if count > 1 else ''}, {which}; --ranks N starts N.", file=sys.stderr)
+    return launch_ranks(count, ["-m", _RANK, *script.words], environment_of_script(count), labelled=True)
+
+
+def environment_of_script(ranks: int) -> dict[str, str]:
+    """What torchrun sets where the user has not."""
+    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
+    return threads | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
+
+def _is_lone_task() -> bool:
+    """Whether Slurm has started this one process only, as a shell may be: then ranks are still to be started."""
+    return (os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS")) == "1"
+
+
+def _become(script: Script, ranks: int | None) -> NoReturn:
+    starter, started = _starter(), os.environ["WORLD_SIZE"]
+    if ranks is not None and str(ranks) != started:
+        raise BadInput(
+            f"--ranks is {ranks}, but {starter} has started this process as one of WORLD_SIZE={started} ranks: leave"
+            f" --ranks out to run the script on these, or start `terrazzo run` without {starter}."
+        )
+    require_environment()
+    if os.environ["RANK"] == "0":
+        print(f"terrazzo run: the script joins the {started} ranks that {starter} has started.", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *script.words])
+
+
+def _starter() -> str:
+    """Who has started this rank, by what it has left in the environment."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is not None:
+        return "`terrazzo run`" if run == RUN_ID else "torchrun"
+    return "Slurm" if "SLURM_PROCID" in os.environ else "whoever set RANK"

@@ -1,0 +1,72 @@
+"""One rank of a script: `python -m terrazzo.train.launch.script_rank SCRIPT ...`, or `-m MODULE` for the script.
+
+The script runs as `__main__`, as if by itself. Its uncaught exception goes to the launcher, which shows the first one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from terrazzo import tether
+from terrazzo.tether import become
+from terrazzo.train.launch.telling import FAILED, INTERRUPTED, PREEMPTED, REPORT, Failure, ToLauncher
+
+__all__ = ["own_frames"]
+
+
+def own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first frame on: without those of its launcher."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHERS:
+        trace = trace.tb_next
+    return trace
+
+
+_LAUNCHERS = {__file__, tether.__file__, "<frozen runpy>"}
+
+
+class _Ending:
+    """How the script's own end is told: once, and before what else ends with it breaks the connections of others."""
+
+    def __init__(self, rank: int, launcher: ToLauncher) -> None:
+        self._rank, self._launcher, self._pid = rank, launcher, os.getpid()
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """In the place of Python's own; a script that has one replaces it, and prints what it likes itself."""
+        now, trace = time.monotonic_ns(), own_frames(trace)
+        if os.getpid() != self._pid:  # a fork of this rank
+            sys.__excepthook__(kind, error, trace)
+            return
+        text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
+        code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+        self._launcher.fail(Failure(self._rank, now, code, text), error)
+
+    def leave(self, leaving: SystemExit) -> None:
+        """By `sys.exit`; Python has no hook for it."""
+        code = leaving.code if isinstance(leaving.code, int) else FAILED
+        if leaving.code is not None and code not in (0, PREEMPTED) and os.getpid() == self._pid:
+            said = f"sys.exit({leaving.code!r}) was called on rank {self._rank}."
+            self._launcher.fail(Failure(self._rank, time.monotonic_ns(), code & 0xFF, said), leaving)
+
+
+def _main() -> None:
+    launcher = ToLauncher(int(os.environ.pop(REPORT)))  # what this rank starts is not this rank
+    ending = _Ending(int(os.environ["RANK"]), launcher)
+    sys.excepthook = ending.excepthook
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # also into a pipe or file: lines of ranks in the order of time
+            stream.reconfigure(line_buffering=True)
+    launcher.begun()
+    try:
+        become(sys.argv[1:])
+    except SystemExit as leaving:
+        ending.leave(leaving)
+        raise
+
+
+if __name__ == "__main__":
+    _main()

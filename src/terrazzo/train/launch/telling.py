@@ -1,0 +1,64 @@
+"""What a rank tells the process that has started it, on a pipe: that it heeds signals now, and how it failed.
+
+Nothing here imports torch, so that a rank may still set what torch reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "PREEMPTED", "REPORT", "Failure", "ToLauncher", "first_failure"]
+
+FAILED = 1
+BAD_INPUT = 2
+PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+REPORT = "TERRAZZO_REPORT"
+"""The descriptor of the pipe, in the environment of a rank."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a rank. `time_ns` is monotonic and comparable between processes of one machine."""
+
+    rank: int
+    time_ns: int
+    exit_code: int
+    text: str
+
+
+def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
+    """The earliest one, if any."""
+    return min((one for one in failures if one is not None), key=lambda failure: failure.time_ns, default=None)
+
+
+class ToLauncher:
+    """Lines of JSON for the launcher, which ends the ranks of a run that has failed."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        os.set_inheritable(descriptor, False)
+
+    def begun(self) -> None:
+        """This rank heeds signals from now on."""
+        self._tell({"begun": True})
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        """This rank ends so."""
+        self._tell({"failure": asdict(failure)})
+
+    def leave(self, code: int) -> None:
+        """This rank ends with an exit code."""
+        os.close(self._descriptor)
+
+    def _tell(self, value: object) -> None:
+        left = memoryview(json.dumps(value).encode() + b"\n")
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except BrokenPipeError:
+            return  # without a launcher this process will not be for long

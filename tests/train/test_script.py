@@ -1,0 +1,236 @@
+"""`terrazzo run`: what a script finds, what is said when it fails, and who has started its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from terrazzo import cli
+from terrazzo.errors import BadInput
+from terrazzo.train.launch import script as launching
+from terrazzo.train.launch.labelled import Labelled
+from terrazzo.train.launch.starting import _report
+from terrazzo.train.launch.telling import Failure
+from tests.train.test_launch import Ended, S
+
+STARTED = [
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    *("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+]
+
+
+@pytest.fixture(autouse=True)
+def started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in STARTED:
+        monkeypatch.setenv(name, "")  # registers the name, so that what is set later is undone
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would have been started, in place of starting it."""
+    calls: list[Any] = []
+
+    def note(ranks: int, words: list[str], *_: object, **__: object) -> int:
+        calls.append((ranks, words[2:]))
+        return 0
+
+    def become(_: str, words: list[str]) -> None:
+        calls.append(words[1:])
+        raise SystemExit(0)
+
+    monkeypatch.setattr(launching, "launch_ranks", note)
+    monkeypatch.setattr(os, "execv", become)
+    return calls
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli.app, ["run", *map(str, arguments)])
+
+
+def refused(*arguments: Any) -> str:
+    result = run(*arguments)
+    assert isinstance(result.exception, BadInput), result.output
+    return str(result.exception)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "words"),
+    [
+        (["--ranks", "2", "FILE", "--lr", "1", "--help", "--", "-m"], 2, ["FILE", "--lr", "1", "--help", "--", "-m"]),
+        (["FILE", "--ranks", "2", "a", "--version"], 2, ["FILE", "a", "--version"]),
+        (["FILE", "--ranks=3"], 3, ["FILE"]),
+        (["--ranks", "2", "FILE", "--ranks", "7"], 2, ["FILE", "--ranks", "7"]),
+        (["--ranks", "2", "-m", "a.module", "-m", "x"], 2, ["-m", "a.module", "-m", "x"]),
+        (["FILE", "a"], 1, ["FILE", "a"]),
+    ],
+)
+def test_what_stands_behind_the_script_is_the_scripts(
+    given: list[str], ranks: int, words: list[str], asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    result = run(*[__file__ if word == "FILE" else word for word in given])
+    assert result.exit_code == 0, result.exception
+    assert asked == [(ranks, [__file__ if word == "FILE" else word for word in words])]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["nowhere.py"], "There is no file 'nowhere.py'"),
+        ([__file__, "--lr", "1", "--ranks", "2"], "--ranks stands among the arguments of"),
+        ([__file__, "--ranks", "two"], "--ranks is 'two', expected a whole number above 0"),
+        ([__file__, "--ranks"], "--ranks is '', expected"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before(given: list[str], said: str, asked: list[Any]) -> None:
+    assert said in refused(*given)
+    assert asked == []
+
+
+def test_without_a_number_there_is_a_rank_for_each_gpu(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert "4 ranks, one for each GPU here; --ranks N starts N" in run(__file__).stderr
+    assert asked == [(4, [__file__])]
+
+
+# -- under others --------------------------------------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
+SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "starter"),
+    [(TORCHRUN, "torchrun"), (SLURM, "Slurm"), (TORCHRUN | {"TORCHELASTIC_RUN_ID": "terrazzo"}, "`terrazzo run`")],
+)
+def test_the_script_joins_ranks_that_others_have_started_and_says_whose(
+    environment: dict[str, str], starter: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert f"joins the 4 ranks that {starter} has started" in run("-m", "a.module", "x").stderr
+    assert run(__file__, "--ranks", "4").exit_code == 0
+    assert asked == [["-m", "a.module", "x"], [__file__]]
+    assert f"--ranks is 2, but {starter} has started this process as one of WORLD_SIZE=4" in refused(
+        __file__, "--ranks", 2
+    )
+
+
+def test_a_shell_that_slurm_has_started_is_no_rank(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    run(__file__, "--ranks", "2")
+    assert asked == [(2, [__file__])]
+
+
+# -- what is printed -----------------------------------------------------------------------------------------------
+
+
+def test_lines_are_labelled_once_they_are_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    labelled = Labelled("[rank 1] ", 1)
+    for written, shown in (
+        (b"one\ntw", "[rank 1] one\n"),
+        (b"o\n", "[rank 1] two\n"),
+        (b" 10%\r 20%", ""),
+        (b"\r100%\r\nla", "[rank 1] 100%\n"),
+    ):
+        os.write(labelled.theirs, written)
+        assert labelled.read()
+        assert capfd.readouterr().out == shown
+    labelled.given()
+    assert not labelled.read()
+    labelled.close()
+    assert capfd.readouterr().out == "[rank 1] la\n"
+
+
+def test_a_stop_that_was_asked_for_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted = Failure(0, 100 * S, 130, "KeyboardInterrupt")
+    follows = Failure(1, 101 * S, 1, "RuntimeError: Connection closed by peer")
+    ranks: list[Any] = [Ended(0, -2, interrupted, 101 * S), Ended(1, 1, follows, 102 * S)]
+    assert _report(ranks, asked=signal.SIGINT) == 130
+    assert capsys.readouterr().err == "Stopped by SIGINT; all ranks have ended.\n"
+    killed: list[Any] = [Ended(0, -15, ended_ns=S), Ended(1, -15, ended_ns=S)]
+    assert _report(killed, asked=signal.SIGTERM) == 143
+    saved: list[Any] = [Ended(0, 75), Ended(1, 75)]
+    assert _report(saved, asked=signal.SIGTERM) == 75
+    assert capsys.readouterr().err.count("\n") == 1
+    broken: list[Any] = [Ended(0, 1, Failure(0, 99 * S, 1, "OSError: disk full"), 101 * S), Ended(1, -2)]
+    assert _report(broken, asked=signal.SIGINT) == 1
+    assert "OSError: disk full" in capsys.readouterr().err
+
+
+def test_a_rank_that_ends_without_a_word_is_named_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks: list[Any] = [Ended(0, -9, ended_ns=9 * S, ended_by_us=True), Ended(1, 7, ended_ns=S)]
+    assert _report(ranks) == 7
+    assert capsys.readouterr().err == "Rank 1 ended with exit code 7; the other ranks were stopped.\n"
+
+
+# -- a real start --------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, pickle, sys, time
+class Mine: pass
+rank = int(os.environ["RANK"])
+assert "torch" not in sys.modules  # what torch reads at its import can still be set
+assert type(pickle.loads(pickle.dumps(Mine()))) is Mine and __name__ == "__main__"
+print(sys.argv[1:], os.path.dirname(__file__) == sys.path[0], os.environ["OMP_NUM_THREADS"], os.environ["WORLD_SIZE"])
+if sys.argv[1] == "stop":
+    try:
+        time.sleep(60)
+    finally:
+        print("cleaned up")
+while rank == 0:
+    time.sleep(60)
+def explode():
+    raise ZeroDivisionError("the cause of it all")
+explode()
+"""
+
+
+def launched(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    path = tmp_path / "mine.py"
+    path.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "terrazzo", "run", "--ranks", "2", str(path), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.processes
+def test_the_traceback_of_the_rank_that_failed_is_said_once_and_is_the_scripts_alone(tmp_path: Path) -> None:
+    with launched(tmp_path, "--lr", "1", "--help") as command:
+        out, err = command.communicate(timeout=100)
+    said = "['--lr', '1', '--help'] True 1 2"
+    assert sorted(out.splitlines()) == sorted([said, f"[rank 1] {said}"])
+    assert command.returncode == 1
+    first, *trace, last = err.splitlines()
+    assert (first, trace[0]) == ("Rank 1 failed first:", "Traceback (most recent call last):")
+    assert last == "ZeroDivisionError: the cause of it all"
+    assert {line.split('"')[1] for line in trace if line.startswith("  File")} == {str(tmp_path / "mine.py")}
+
+
+@pytest.mark.processes
+def test_ctrl_c_reaches_every_rank_of_a_script(tmp_path: Path) -> None:
+    with launched(tmp_path, "stop") as command:
+        assert command.stdout is not None
+        lines = [command.stdout.readline() for _ in range(2)]
+        time.sleep(0.2)  # from what they print to their sleep
+        command.send_signal(signal.SIGINT)
+        out, err = command.communicate(timeout=60)
+    assert len({line.partition("]")[0] for line in lines}) == 2
+    assert sorted(out.splitlines()) == ["[rank 1] cleaned up", "cleaned up"]
+    assert err == "Stopped by SIGINT; all ranks have ended.\n"
+    assert command.returncode == 130
