@@ -24,7 +24,8 @@ def full_state_dict(model: nn.Module, *, keep: bool | None = None) -> dict[str, 
         Full tensors under every name that the model's own `state_dict()` has, in its order. Trained weights are the
         master weights, in their dtype; tied ones share memory. Buffers are this rank's own.
 
-    Raises: `Misuse` for a model that is not sharded.
+    Raises:
+        Misuse: for a model that is not sharded.
     """
     keep = dist.get_rank() == 0 if keep is None else keep
     state: dict[str, Any] = model.state_dict(keep_vars=True)  # which asks no parameter for its values

@@ -64,7 +64,8 @@ class EMA:
     def swapped(self) -> Iterator[None]:
         """The model has the averages as its weights inside, and its own after, to the bit. Collective.
 
-        Raises: `Misuse` after an `optimizer.step()` inside.
+        Raises:
+            Misuse: after an `optimizer.step()` inside.
         """
         steps = self._engine.progress.steps
         self._exchange()

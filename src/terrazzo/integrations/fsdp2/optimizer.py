@@ -55,7 +55,8 @@ class FSDPOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """From `state_dict()` of this class or of a plain optimizer, by the order of parameters. Collective.
 
-        Raises: `BadInput` where groups are of other sizes.
+        Raises:
+            BadInput: where groups are of other sizes.
         """
         given = state_dict["param_groups"]
         sizes = [[len(group["params"]) for group in groups] for groups in (given, self.param_groups)]
