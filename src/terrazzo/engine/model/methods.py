@@ -21,7 +21,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Args:
         module: a sharded model, or a module inside that is a unit of its own.
 
-    Raises: `BadInput` where there is no such method.
+    Raises:
+        BadInput: where there is no such method.
     """
     if not hasattr(module, name):
         raise BadInput(f"{type(module).__name__} has no method {name!r}: name one of its own.")
