@@ -74,7 +74,8 @@ class OptimizerStates:
         Args:
             states: each value is looked up once, in the same order on every rank, and this rank's part of it is kept.
 
-        Raises: `BadInput` for a parameter with states of other kinds than the optimizer keeps.
+        Raises:
+            BadInput: for a parameter with states of other kinds than the optimizer keeps.
         """
         kept: dict[tuple[str, str], tuple[int, Tensor]] = {}
         ranges = self._ranges()

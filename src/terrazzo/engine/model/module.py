@@ -41,8 +41,8 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of any module, once no update is under way. Collective while one may be.
 
-        Raises: `Misuse` where a plan splits weights: it names the calls that have them. Inside `tz.gathered` they are
-        there.
+        Raises:
+            Misuse: where a plan splits weights; it names the calls that have them. Inside `tz.gathered` they are there.
         """
         self._terrazzo.finish_updates()
         away = next((name for name, each in self.named_parameters() if isinstance(each, AtRest)), None)
