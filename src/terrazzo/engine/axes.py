@@ -25,9 +25,10 @@ __all__ = ["Axes", "data_mesh"]
 def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
     """The mesh of all ranks on a `kind` of device, in sizes (ranks,) or (replicas, shards). Collective.
 
-    Models share it, and the process groups of its axes, as long as the default group is the same.
+    Models share one of several axes, and its process groups, as long as the default group is the same; that one is the
+    group of a single axis.
     """
-    known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() and len(sizes) > 1 else {}
     if (mesh := known.get((kind, *sizes))) is None:
         mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard")[-len(sizes) :])
         known[kind, *sizes] = mesh

@@ -45,7 +45,7 @@ class AtRest(nn.Parameter):
     """A parameter whose values are not on this rank now."""
 
     terrazzo_name: str
-    terrazzo_split: bool
+    terrazzo_split: bool = True
 
     @classmethod
     def __torch_function__(
@@ -64,7 +64,7 @@ class AtRest(nn.Parameter):
         reach = vars(touched).get("terrazzo_reach") if touched is not None else None
         if reach is not None and reach():  # inside the model's forward: it has been gathered
             return func(*args, **(kwargs or {}))
-        measure = vars(touched).get("terrazzo_measure") if touched is not None else None
+        measure = vars(touched).get("terrazzo_measure") if touched is not None and touched.terrazzo_split else None
         if measure is not None and (measured := measure(func, args, kwargs or {})) is not None:
             return measured
         if func is torch.zeros_like and type(touched) is AtRest:

@@ -58,7 +58,7 @@ class EMA:
             for cut in bucket.master.cuts(average.range):
                 with bucket.master.opened(cut) as weights:
                     part = average.part(cut)
-                    torch._foreach_lerp_([part], [weights.to(part.device)], 1 - self.decay)
+                    part.lerp_(weights.to(part.device), 1 - self.decay)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:

@@ -38,8 +38,6 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     bucket = engine.buckets()[number]
     member, slot = bucket.members[index], bucket.slots[index]
     engine.finish_updates()
-    if not isinstance(member.parameter, AtRest):
-        return func(*args, **named)
     part = _part_of(bucket.weight, slot.range).to(member.parameter.dtype)
     whole = Measured.of(part, member.parameter, member.name, engine.axes, bucket.weight_axes)
     whole.tracked = member.trainable and func not in _ALIASES
