@@ -38,8 +38,14 @@ def states(model: Any) -> dict[str, Tensor]:
     return tz.full_state_dict(model, keep=True)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("plan", [*EVERY_PLAN, *TIERS])
+@pytest.mark.parametrize(
+    ("plan", "precision"),
+    [
+        *(("zero0", "bf16"), ("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp32"), ("zero3", "bf16")),
+        *(("hybrid_shard", "bf16"), ("hfsdp", "bf16"), ("hpz", "fp32")),
+        *((plan, "bf16" if plan == "zero1@cpu" else "fp32") for plan in TIERS),
+    ],
+)
 def test_each_bit_is_that_of_torch(plan: str, precision: str, tmp_path: Path) -> None:
     base = Net()
     base.blocks[1].up.requires_grad_(False)

@@ -52,7 +52,8 @@ NAN = "blocks.1.down.weight"
 
 
 def measures(model: nn.Module) -> dict[str, Tensor]:
-    pairs = [(n, p, what) for n, p in model.named_parameters() for what in MEASURES]
+    named = [(n, p) for n, p in model.named_parameters() if n in ("embed.weight", "blocks.0.up.bias", "head.bias", NAN)]
+    pairs = [(n, p, what) for n, p in named for what in MEASURES]
     wanted = [each for each in pairs if each[0] != NAN or "histogram" not in each[2]]  # torch has none of those
     return {f"{what} of {n}": MEASURES[what](p).detach() for n, p, what in wanted}
 
