@@ -252,7 +252,7 @@ def test_parameters_that_no_optimizer_has_are_listed() -> None:
     with fake_group(2):
         model = Net()
         with pytest.warns(
-            UserWarning, match=r"^14 trainable parameters are in no optimizer.*embed\.weight, .*, \.\.\."
+            UserWarning, match=r"^14 trainable parameters are in no optimizer.*embed\.weight, .* and 9 more"
         ):
             tz.shard(model, adamw([model.head.bias]), "zero2")
         model = Net()
@@ -292,7 +292,7 @@ def test_a_step_of_an_optimizer_that_is_not_attached_raises(plan: str, kind: str
         loss_of(model, batch(0, rank)).backward()
         with pytest.raises(tz.Misuse, match=r"tz\.attach") as caught:
             foreign.step()
-        assert "'head.weight'" in str(caught.value)
+        assert "(head.weight and 1 more)" in str(caught.value)
         assert not foreign.state
         attached.step()
         foreign.zero_grad()
