@@ -42,6 +42,16 @@ def test_a_checkpointed_region_across_units(plan: str) -> None:
     follows_one_process(Spanning(), plain_loop, plan)
 
 
+@pytest.mark.parametrize("plan", ["shard_grad_op", "zero3"])
+def test_a_checkpointed_region_around_the_whole_model(plan: str) -> None:
+    """While the order is not settled, the engine watches what autograd keeps; the region does so always."""
+
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        plain_loop(lambda tokens: checkpoint(model, tokens, use_reentrant=False), optimizer, data)
+
+    follows_one_process(Net(), loop, plan)
+
+
 @pytest.mark.parametrize(
     "options", [{"mode": "full"}, {"mode": "full", "every": 2}, {"mode": "selective"}, {"mode": "none"}]
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from terrazzo.engine.loop.saved import top_hooks
+from terrazzo.engine.loop.saved import packed_by
 
 __all__ = ["Regions", "is_differentiated"]
 
@@ -37,7 +37,7 @@ class Regions:
         """Forward of `unit` begins, with these arguments; returns the last unit and this one if they share a region."""
         before, self._unit = self._unit, unit
         if torch.is_grad_enabled():
-            hook = _packed_by("_checkpoint_hook")
+            hook = packed_by("_checkpoint_hook")
             joined = hook is not None and isinstance(self._region, weakref.ref) and self._region() is hook
             self._region = weakref.ref(hook) if hook is not None else None
         else:
@@ -52,10 +52,4 @@ _REENTRANT = object()
 
 def is_differentiated() -> bool:
     """Whether what runs again in backward gets a backward of its own, and does not only give back what was not kept."""
-    return torch.is_grad_enabled() and not _packed_by("_recomputation_hook")
-
-
-def _packed_by(kind: str) -> Any:
-    """The function that packs what autograd keeps, if it is that of `torch.utils.checkpoint`'s class of hooks."""
-    top = top_hooks()
-    return top[0] if top is not None and getattr(top[0], "__qualname__", "").startswith(kind + ".") else None
+    return torch.is_grad_enabled() and not packed_by("_recomputation_hook")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SavedWeights", "others_watch", "top_hooks"]
+__all__ = ["SavedWeights", "others_watch", "packed_by"]
 
 _autograd: Any = torch._C._autograd
 _top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
@@ -38,8 +38,11 @@ class SavedWeights:
         self._watching = False
 
     def begin(self) -> None:
-        if self._units and not self._watching and _autograd._saved_tensors_hooks_is_enabled():
-            self._outer = top_hooks(ignore_is_tracing=False)
+        """Not inside a region of `torch.utils.checkpoint`, which keeps no weights, and counts all that it is given."""
+        if not self._units or self._watching or packed_by("_checkpoint_hook") is not None:
+            return
+        if _autograd._saved_tensors_hooks_is_enabled():
+            self._outer = _top_hooks(ignore_is_tracing=False)
             _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
             self._watching = True
 
@@ -70,12 +73,18 @@ class SavedWeights:
         return tensor
 
 
-def top_hooks(ignore_is_tracing: bool = True) -> Any:
+def _top_hooks(ignore_is_tracing: bool = True) -> Any:
     """(pack, unpack) of whoever decides what becomes of tensors that autograd keeps now; None for nobody."""
     return _top(ignore_is_tracing) if _top is not None else None
 
 
 def others_watch() -> bool:
     """Whether hooks of somebody else decide what becomes of tensors that autograd keeps now."""
-    top = top_hooks()
+    top = _top_hooks()
     return top is not None and not isinstance(getattr(top[0], "__self__", None), SavedWeights)
+
+
+def packed_by(kind: str) -> Any:
+    """The function that packs what autograd keeps, if it is that of `torch.utils.checkpoint`'s class of hooks."""
+    top = _top_hooks()
+    return top[0] if top is not None and getattr(top[0], "__qualname__", "").startswith(kind + ".") else None
