@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.agreement import Agreement
-from terrazzo.engine.loop.listeners import before_gradient, eager, on_backward, take_last, weakly
+from terrazzo.engine.loop.listeners import before_gradient, eager, inside_backward, on_backward, take_last, weakly
 from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_asides, scale_asides, scale_output
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
@@ -91,7 +91,7 @@ class Hooks:
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The model's forward is about to run, for the first time or again in backward; returns its inputs, cast."""
-        if not _inside_backward():
+        if not inside_backward():
             self._begin_forward(module)
         if self.units[0].is_root:
             self.before_unit(0)
@@ -122,7 +122,7 @@ class Hooks:
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model's forward has returned `output`; returns what the user gets. Collective until ranks agree."""
-        if _inside_backward():
+        if inside_backward():
             return output
         if self.units[0].is_root:
             self.after_unit(0, module, args, output)
@@ -134,7 +134,7 @@ class Hooks:
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The model's own forward has returned, or raised."""
-        if not _inside_backward():
+        if not inside_backward():
             self._saved.end()
             if self.scaler is not None:
                 scale_asides(module, self.scaler)
@@ -144,7 +144,7 @@ class Hooks:
     def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:
         """The forward of the unit `index` is about to run, for the first time or again in backward."""
         unit = self.units[index]
-        if _inside_backward():  # activation checkpointing runs the forward again
+        if inside_backward():  # activation checkpointing runs the forward again
             self.start_backward()
             self.schedule.recompute(unit)
             return
@@ -155,7 +155,7 @@ class Hooks:
     def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         """It has returned `output`, through whose tensors its backward will be announced."""
         unit = self.units[index]
-        if _inside_backward():
+        if inside_backward():
             if is_differentiated() and self._watch(unit, output)[0]:
                 self.schedule.expect_backward(unit)
             return
@@ -177,7 +177,7 @@ class Hooks:
         Returns: whether they are here.
         """
         unit = self.units[index]
-        if not self.schedule.in_forward or _inside_backward():
+        if not self.schedule.in_forward or inside_backward():
             return False
         self.schedule.enter_forward(unit)
         if torch.is_grad_enabled():
@@ -310,7 +310,3 @@ def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn
         if child not in others:
             inside += [child, *_modules_inside(child, others)]
     return inside
-
-
-def _inside_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["before_gradient", "eager", "on_backward", "take_last", "weakly"]
+__all__ = ["before_gradient", "eager", "inside_backward", "on_backward", "take_last", "weakly"]
 
 
 def weakly(owner: object, method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
@@ -34,6 +34,11 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same, called between compiled graphs."""
     disabled: Callable[..., Any] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
     return disabled
+
+
+def inside_backward() -> bool:
+    """Whether backward has called what runs now on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def on_backward(hooks: Any, index: int, generation: int) -> Callable[[Any], None]:

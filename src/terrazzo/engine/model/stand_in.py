@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.loop.listeners import eager, weakly
+from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.parameter import AtRest
@@ -148,7 +148,7 @@ class _StandIns:
 
     def show_again(self, *_: Any) -> None:
         """A forward has ended; one inside backward recomputes a part of it."""
-        if torch._C._current_graph_task_id() == -1 and any(bucket.gradient.changes for bucket in self._buckets):
+        if not inside_backward() and any(bucket.gradient.changes for bucket in self._buckets):
             self.show()
 
     def _segments(self) -> list[Segment]:
