@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import LossScaling, Precision, engine_of
 from terrazzo.engine.scaler import LossScaler
 from tests.engine.toys import (
     EVERY_PLAN,
+    Block,
     Net,
     assert_equal,
     batch,
@@ -214,6 +216,26 @@ def test_a_loss_that_comes_from_the_model_can_be_divided_in_place() -> None:
     in_place, new = (on_ranks(2, lambda rank, way=way: body(rank, way)) for way in (True, False))
     for one, other in zip(in_place, new, strict=True):
         assert_equal(one, other)
+
+
+def test_a_checkpoint_around_the_whole_model_may_be_reentrant() -> None:
+    """What it runs again in backward is differentiated by a backward of its own, which has the scale, too."""
+    base = nn.Sequential(Block(), Block())
+
+    def body(rank: int, reentrant: bool) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, units=[Block], precision=fp16(init=2.0**10))
+        for step in range(2):
+            x = torch.linspace(-1, 1 + step + rank, 26).view(2, 13).requires_grad_()
+            checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 0
+        return full_parameters(model)
+
+    again, plain = (on_ranks(2, lambda rank, way=way: body(rank, way)) for way in (True, False))
+    for one, other in zip(again, plain, strict=True):
+        assert_equal(one, other)
+        assert not torch.equal(one["0.up.weight"], base[0].up.weight)
 
 
 def test_the_scalers_state_travels_through_the_optimizer() -> None:

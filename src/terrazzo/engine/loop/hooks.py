@@ -122,8 +122,8 @@ class Hooks:
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model's forward has returned `output`; returns what the user gets. Collective until ranks agree."""
-        if inside_backward():
-            return output
+        if inside_backward():  # a reentrant checkpoint around the model differentiates what it runs again
+            return scale_output(output, self.scaler) if self.scaler and is_differentiated() else output
         if self.units[0].is_root:
             self.after_unit(0, module, args, output)
         training = torch.is_grad_enabled()
