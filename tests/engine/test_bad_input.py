@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -393,12 +394,21 @@ def test_a_changed_requires_grad_is_named_on_the_next_forward() -> None:
             model(batch())
 
 
-@pytest.mark.parametrize("value", [0, -3.0, float("inf"), float("nan"), "3"])
+@pytest.mark.parametrize("value", [0, -3.0, float("inf"), float("nan"), "3", torch.ones(2)])
 def test_a_denominator_that_is_not_a_positive_number(value: Any) -> None:
     with fake_group(2):
         model, _ = tz.shard(Net(), adamw)
-        with pytest.raises(tz.BadInput, match=str(value)):
+        with pytest.raises(tz.BadInput, match=rf"{re.escape(str(value))}.*one positive"):
             model.set_gradient_denominator(value)
+
+
+def test_a_denominator_in_a_tensor_is_read_when_it_is_set() -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), adamw)
+        tokens = torch.tensor([8])
+        model.set_gradient_denominator(tokens)
+        tokens.zero_()
+        assert engine_of(model).progress.denominator() == 8.0
 
 
 @pytest.mark.parametrize(

@@ -55,21 +55,23 @@ class ShardedModule(nn.Module):
             )
         return super().state_dict(*args, **kwargs)
 
-    def set_gradient_denominator(self, denominator: float | None) -> None:
+    def set_gradient_denominator(self, denominator: float | Tensor | None) -> None:
         """From now on, divide the sum of gradients over ranks and micro-batches by this.
 
         Args:
             denominator: such as the number of valid tokens in the global batch when losses are sums over tokens; None
-                for the number of data ranks, DDP's mean. The same on every rank: a backward pass raises `RanksApart`
-                where it is not.
+                for the number of data ranks, DDP's mean. A tensor of one element is read now. The same on every rank: a
+                backward pass raises `RanksApart` where it is not.
+
+        Raises:
+            BadInput: what is not one positive and finite number.
         """
-        number = denominator is None or isinstance(denominator, Real | Tensor)
-        if not number or (denominator is not None and not 0 < denominator < math.inf):
+        if denominator is not None and not _is_positive(denominator):
             raise BadInput(
-                f"The gradient denominator is {denominator!r}; it must be a positive and finite number, or None for "
+                f"The gradient denominator is {denominator!r}; it must be one positive and finite number, or None for "
                 "the number of data ranks."
             )
-        self._terrazzo.progress.denominator.chosen = denominator
+        self._terrazzo.progress.denominator.chosen = None if denominator is None else float(denominator)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors by name, one at a time: each rank keeps its own ranges. Collective.
@@ -137,3 +139,9 @@ def make_sharded_module(model: nn.Module, engine: Engine) -> None:
     model.__class__ = type(
         kind.__name__, (ShardedModule, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )
+
+
+def _is_positive(number: Any) -> bool:
+    """Whether it is one number, or a tensor of one element, above zero and finite."""
+    single = number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, Real)
+    return single and 0 < float(number) < math.inf
