@@ -144,6 +144,25 @@ def test_a_skipped_step_leaves_the_optimizers_state_alone() -> None:
         assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(before, after, strict=True))
 
 
+def test_a_skipped_step_sends_no_weights_and_leaves_graphs_valid() -> None:
+    base = Explosive()
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(base, "zero1", precision=fp16(init=1024.0))
+        model.blast = float("inf")
+        loss = loss_of(model, batch(0, rank))
+        loss.backward(retain_graph=True)
+        gathered = engine_of(model).traffic.count["all_gather"]
+        optimizer.step()
+        assert (optimizer.skipped_steps, engine_of(model).traffic.count["all_gather"]) == (1, gathered)
+        optimizer.zero_grad()
+        loss.backward()  # its weights are still those of its forward
+        optimizer.step()
+        assert optimizer.skipped_steps == 2
+
+    on_ranks(2, body)
+
+
 def test_endless_overflow_diverges_on_every_rank() -> None:
     def body(rank: int) -> str:
         model, optimizer = sharded(Explosive(), "zero3", 2, precision=fp16(init=4.0, minimum=1.0))

@@ -66,7 +66,7 @@ class OptimizerDriver:
     ) -> None:
         self.groups = range(first, first + len(optimizer.param_groups))
         self.given = [list(group["params"]) for group in optimizer.param_groups]
-        self._shows_given = self._stepping = False
+        self._shows_given = self._stepping = self._skipping = False
         self.units, self.recipe, self.progress, self.schedule = units, units[0].recipe, progress, schedule
         self._owned = _owned([bucket for unit in units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
@@ -150,9 +150,9 @@ class OptimizerDriver:
         for unit in self.units:
             unit.land()  # a step behind a step, with no forward between: what is sent is about to change
         if self.scaler is not None:
-            overflow = self._overflowed()
-            self.scaler.update(overflow)
-            if overflow:
+            self._skipping = self._overflowed()
+            self.scaler.update(self._skipping)
+            if self._skipping:
                 return
         self._cut_segments(optimizer)
         if self.background is not None:
@@ -172,7 +172,7 @@ class OptimizerDriver:
         self.drop_segment_gradients()
         self.progress.steps += 1
         self._note_rates(optimizer)
-        if (publish := self._publish()) is not None:
+        if not self._skipping and (publish := self._publish()) is not None:  # skipped alike on all ranks
             publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
