@@ -20,6 +20,7 @@ from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
 from terrazzo.engine.model.checks import together
+from terrazzo.engine.model.description import described
 from terrazzo.engine.model.state import (
     ParameterInfo,
     Piece,
@@ -38,6 +39,7 @@ from terrazzo.engine.model.state import (
 )
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.store import Store
+from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
@@ -145,6 +147,13 @@ class Engine:
         for driver in self.drivers:
             driver.leave_gradients(set_to_none)
         forget_gradients(self.units, self.schedule, set_to_none)
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """See `tz.clip_grad_norm_`."""
+        self.hooks.before_use()
+        for driver in self.drivers:
+            driver.prepare_clipping(max_norm)
+        return clip_grad_norm(self.trainable(), self.recipe, max_norm, norm_type, error_if_nonfinite)
 
     def memory_bill(self, micro_batches: int = 1, local: bool | None = None) -> MemoryBill:
         """Promised memory of a step.
@@ -372,18 +381,7 @@ class Engine:
 
     def describe(self) -> str:
         """The plan's places, the dtypes and the units, as text."""
-        places = [f"  {state:<8}{place!s:<24}" for state, place in self.plan.places().items()]
-        sizes = ", ".join(f"{axis} {self.axes.along(axis).size}" for axis in self.axes.names)
-        lines = [f"plan {self.plan.name} on {sizes} ({self.axes.device})", *places, f"precision: {self.precision}"]
-        lines.append(f"{len(self.units)} units ({self.why_units}):")
-        lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements{_elsewhere(unit)}" for unit in self.units]
-        return "\n".join(line.rstrip() for line in lines)
-
-
-def _elsewhere(unit: Unit) -> str:
-    """Tiers of a unit's states that are not on the device."""
-    tiers = unit.buckets[0].tiers._asdict()
-    return "".join(f"  {state}@{tier}" for state, tier in tiers.items() if tier != "device")
+        return described(self.plan, self.recipe, self.units, self.why_units)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -34,7 +34,6 @@ from terrazzo.engine.model.wrappers import watch_wrapping
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.foreign import watch_steps
 from terrazzo.engine.optim.stock import orphans
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
@@ -205,11 +204,7 @@ def clip_grad_norm_(
             "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
             "backward outside 'with tz.accumulate(model)' first."
         )
-    engine.hooks.before_use()
-    for driver in engine.drivers:
-        if driver.background is not None:
-            driver.background.prepare_clipping(max_norm)
-    return clip_grad_norm(engine.trainable(), engine.recipe, max_norm, float(norm_type), error_if_nonfinite)
+    return engine.clip(max_norm, float(norm_type), error_if_nonfinite)
 
 
 @contextlib.contextmanager

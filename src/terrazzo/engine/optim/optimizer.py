@@ -120,6 +120,14 @@ class OptimizerDriver:
         if self.background is not None:
             self.background.finish_updates()
 
+    def prepare_clipping(self, max_norm: float) -> None:
+        """No update reads or scales gradients from now on; a `max_norm` of infinity only measures them.
+
+        Raises: `Misuse` where they have been used already.
+        """
+        if self.background is not None:
+            self.background.prepare_clipping(max_norm)
+
     def retire(self) -> None:
         """Drive no longer, and let go of the model; nothing may be under way."""
         self.buckets, self.segments, self.units, self._retired = [], [], (), True

@@ -1,0 +1,33 @@
+"""What a sharded model is, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from terrazzo.engine.place import Plan
+from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.unit import Unit
+
+__all__ = ["described"]
+
+
+def described(plan: Plan, recipe: Recipe, units: Sequence[Unit], why: str) -> str:
+    """The plan's places, the dtypes and the units.
+
+    Args:
+        plan: as asked for.
+        why: how the units were found.
+    """
+    axes = recipe.axes
+    sizes = ", ".join(f"{axis} {axes.along(axis).size}" for axis in axes.names)
+    lines = [f"plan {plan.name} on {sizes} ({axes.device})"]
+    lines += [f"  {state:<8}{place!s:<24}" for state, place in plan.places().items()]
+    lines += [f"precision: {recipe.precision}", f"{len(units)} units ({why}):"]
+    lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements{_elsewhere(unit)}" for unit in units]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _elsewhere(unit: Unit) -> str:
+    """Tiers of a unit's states that are not on the device."""
+    tiers = unit.buckets[0].tiers._asdict()
+    return "".join(f"  {state}@{tier}" for state, tier in tiers.items() if tier != "device")
