@@ -252,13 +252,20 @@ class Gradient:
         finished.apply_factor()
         finished.factor = factor.to(finished.data.dtype)  # on the device: who uses it waits, not the host
 
-    def whole(self) -> Tensor | None:
-        """The finished gradient as one tensor in memory, scaled; None where there is none."""
+    def whole(self, index: int | None = None) -> Tensor | None:
+        """The finished gradient as one tensor in memory, scaled; None where there is none.
+
+        Args:
+            index: this rank's elements of that parameter alone; None where it has none.
+        """
         finished = self.finished
         if finished is None:
             return None
         resting = finished.wait()
-        with resting.opened(resting.range) as data:
+        wanted = resting.range if index is None else resting.range.intersect(self.space.layout.slots[index].range)
+        if not wanted.numel:
+            return None
+        with resting.opened(wanted) as data:
             return data if finished.factor is None else data * finished.factor.to(data.device)
 
     def is_finite(self) -> Tensor | None:

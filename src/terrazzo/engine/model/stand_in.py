@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.parameter import AtRest
 from terrazzo.engine.partition import Member
@@ -181,10 +182,7 @@ class _StandIns:
 
     def _measure(self, kind: float) -> dict[Key, Tensor]:
         engine = self._engine
-        axes, split = engine.axes, engine.recipe.plan.optim.axes
-        parts = torch.stack([_power(key, kind, axes.device) for key in self.keys])
-        highest = kind == float("inf")
-        total = axes.total(parts, split, torch.amax) if highest else axes.total(parts, split) ** (1 / kind)
+        total = norms(([bucket.gradient.whole(index)] for bucket, index in self.keys), engine.recipe, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
     def change(self, key: Key, change: Callable[[Tensor], Any]) -> None:
@@ -215,20 +213,6 @@ class _StandIns:
 
 def _member(key: Key) -> Member:
     return key[0].members[key[1]]
-
-
-def _power(key: Key, kind: float, device: torch.device) -> Tensor:
-    """This rank's share of a norm before the root is taken, 0-d fp64 on `device`: the host need not know it."""
-    (bucket, index), total = key, torch.zeros((), dtype=torch.float64, device=device)
-    if (finished := bucket.gradient.finished) is None:
-        return total
-    resting = finished.wait()
-    for part in resting.cuts(bucket.slots[index].range):
-        with resting.opened(part) as data:
-            norm = torch.linalg.vector_norm(data, kind, dtype=torch.float64).to(device)
-        norm = norm if finished.factor is None else norm * finished.factor
-        total = torch.maximum(total, norm) if kind == float("inf") else total + norm**kind
-    return total
 
 
 class _StandIn(AtRest):

@@ -1,4 +1,4 @@
-"""The global norm of finished gradients, and clipping by it."""
+"""Norms of finished gradients over all ranks, and clipping by the global one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import Diverged
 
-__all__ = ["clip_grad_norm", "stacked"]
+__all__ = ["clip_grad_norm", "norms", "stacked"]
 
 
 def clip_grad_norm(
@@ -23,14 +22,8 @@ def clip_grad_norm(
 
     Raises: `Diverged`, with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
-    axes, split = recipe.axes, recipe.plan.optim.axes
     gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
-    local = [_norm(gradient, norm_type) for gradient in gradients]
-    norms = stacked(local, axes.device) if local else torch.zeros(1, dtype=torch.float64, device=axes.device)
-    if norm_type == float("inf"):
-        total = axes.total(norms.max(), split, reduce=torch.amax)
-    else:
-        total = axes.total((norms**norm_type).sum(), split) ** (1 / norm_type)
+    total = norms([(gradient.whole() for gradient in gradients)], recipe, norm_type)[0]
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
             f"The total norm of order {norm_type:g} of the gradients is {float(total)}, so they cannot be clipped. "
@@ -43,11 +36,32 @@ def clip_grad_norm(
     return total.float()
 
 
-def _norm(gradient: Gradient, norm_type: float) -> Tensor:
-    grad = gradient.whole()
-    assert grad is not None
-    dtype = torch.promote_types(grad.dtype, torch.float32)  # 16 bits can neither hold nor sum the squares of gradients
-    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double()
+def norms(groups: Iterable[Iterable[Tensor | None]], recipe: Recipe, kind: float) -> Tensor:
+    """The p-norm of each group of tensors over all ranks, fp64 [number of groups]. Collective.
+
+    Args:
+        groups: what this rank holds of each, None for nothing; taken one tensor after the other.
+        kind: the p; infinity for the maximum.
+    """
+    axes, split = recipe.axes, recipe.plan.optim.axes
+    powers = torch.stack([_power(group, kind, axes.device) for group in groups])
+    if kind == float("inf"):
+        return axes.total(powers, split, reduce=torch.amax)
+    return axes.total(powers, split) ** (1 / kind)
+
+
+def _power(parts: Iterable[Tensor | None], kind: float, device: torch.device) -> Tensor:
+    """The share of `parts` in a norm, before the root is taken: 0-d fp64 on `device`; the host need not know it."""
+    local = [_norm(part, kind) for part in parts if part is not None]
+    if not local:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    every = stacked(local, device)
+    return every.max() if kind == float("inf") else (every**kind).sum()
+
+
+def _norm(part: Tensor, kind: float) -> Tensor:
+    dtype = torch.promote_types(part.dtype, torch.float32)  # 16 bits can neither hold nor sum the squares of gradients
+    norm: Tensor = torch.linalg.vector_norm(part, kind, dtype=dtype).double()
     return norm
 
 
