@@ -96,6 +96,22 @@ def test_weights_of_units_that_are_updated_on_the_device_are_there_at_once(monke
             assert not torch.equal(now, base.blocks[0].up.weight)
 
 
+def test_norms_of_gradients_wait_for_the_update_that_scales_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping away from the device multiplies when the update comes to it."""
+
+    def body(rank: int) -> None:
+        model, optimizer = Job(BASE, "cpu").built()
+        loss_of(model, batch(0, rank)).backward()
+        tz.clip_grad_norm_(model, 1e-3)
+        optimizer.step()
+        threading.Timer(0.05, gate.set).start()
+        norms = [parameter.grad.norm() for parameter in model.parameters()]
+        assert torch.linalg.vector_norm(torch.stack(norms)).item() == pytest.approx(1e-3, rel=1e-3)
+
+    with held_back(monkeypatch) as gate:
+        on_ranks(2, body)
+
+
 def evaluate(model: Any, optimizer: Any, folder: Path) -> dict[str, Tensor]:
     model.eval()
     with torch.no_grad():

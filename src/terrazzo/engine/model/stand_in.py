@@ -182,6 +182,8 @@ class _StandIns:
 
     def _measure(self, kind: float) -> dict[Key, Tensor]:
         engine = self._engine
+        for driver in engine.drivers:
+            driver.prepare_clipping(float("inf"))  # an update may still scale what it was handed
         total = norms(([bucket.gradient.whole(index)] for bucket, index in self.keys), engine.recipe, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
