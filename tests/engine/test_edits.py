@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -184,6 +185,20 @@ def test_edits_of_gathered_weights_need_write(edit: Any) -> None:
         assert all(value.abs().max() <= 0.0501 for value in found.values())
     with pytest.raises(tz.Misuse, match=r"embed\.weight.*"):
         on_ranks(2, lambda rank: body(rank, False))
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_what_was_written_before_an_error_stays_where_weights_are_whole(plan: str) -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Net(), None, plan, precision="bf16")
+        before = full_parameters(model)["embed.weight"]
+        with contextlib.suppress(KeyError), tz.gathered(model, write=True) as parameters, torch.no_grad():
+            parameters["embed.weight"].add_(1)
+            raise KeyError
+        after = full_parameters(model)["embed.weight"]
+        assert torch.equal(after, before + 1 if plan == "zero2" else before)
+
+    on_ranks(2, body)
 
 
 def test_a_forward_that_changes_its_own_weights() -> None:

@@ -153,7 +153,7 @@ class Bucket(BucketSpec):
                 take_values(self.master, self.weight)
 
     def forget_edits(self) -> None:
-        """What has been written into gathered weights is to be lost."""
+        """What has been written into gathered weights goes with them; whole ones keep it."""
         if not self.resident:
             self._edits.written()
 

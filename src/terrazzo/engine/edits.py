@@ -30,7 +30,8 @@ class Edits:
         hidden: whether what is written by way of `parameter.data` matters too, which leaves no trace.
 
     Attributes:
-        asked: names of parameters whose `.data` somebody has asked for, if that matters.
+        asked: names of parameters whose `.data` somebody has asked for, if that matters. They stay, as who has it may
+            write to it at any time.
     """
 
     def __init__(self, members: Sequence[Member], slots: Sequence[Slot], flat: Tensor, hidden: bool) -> None:

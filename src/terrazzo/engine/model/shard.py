@@ -214,6 +214,13 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Ten
     Args:
         write: take over what was written into them, which must be the same on every rank. Master weights change only
             where the value read from them was changed.
+
+    Where the plan keeps weights whole, they are ordinary parameters: what is written stays, also without `write`, and
+    also if the body raises. Where it splits them, writing without `write` is refused; what was written is lost then,
+    and if the body raises.
+
+    Raises:
+        Misuse: at the end, for what was written without `write` under a plan that splits weights.
     """
     with engine_of(model).gathered(write) as parameters:
         yield parameters
