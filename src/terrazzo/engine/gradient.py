@@ -19,11 +19,11 @@ from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import SumAxes
 
-__all__ = ["Finished", "Gradient"]
+__all__ = ["Gradient", "Landed"]
 
 
 @dataclass
-class Finished:
+class Landed:
     """A finished gradient, or a sum of micro-batches on its way to being one.
 
     Attributes:
@@ -78,11 +78,11 @@ class Gradient:
     def __init__(self, space: Space, recipe: Recipe, ledger: Ledger, sum_axes: SumAxes, tier: str) -> None:
         self.space, self.recipe, self.ledger, self.sum_axes, self.tier = space, recipe, ledger, sum_axes, tier
         self.seen = [False] * len(space.layout.slots)
-        self.finished: Finished | None = None
+        self.finished: Landed | None = None
         self.changes = 0
         self.pending: Tensor | None = None
         self._lent = False
-        self._partial: Finished | None = None
+        self._partial: Landed | None = None
         self._partial_home: Buffer | None = None
         self._empty()
 
@@ -92,7 +92,7 @@ class Gradient:
         dtype = self.recipe.precision.accumulate
         self._home = None if self.tier == "device" else store.state(self.space, self.sum_axes.optim, dtype, self.tier)
 
-    def handed_over(self) -> Finished:
+    def handed_over(self) -> Landed:
         """The finished gradient for an update, which waits for it, and scales in place what it finds in memory."""
         assert self.finished is not None, "no gradient is finished"
         handed_over = replace(self.finished)
@@ -206,13 +206,13 @@ class Gradient:
     def _keep_partial(self, sums: Buffer, counted_bytes: int) -> None:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
         if self.tier == "device":
-            self._partial = Finished(sums)
+            self._partial = Landed(sums)
             self.ledger.take(sums.nbytes - counted_bytes)
             return
         if self._partial_home is None:
             home = self._store.extra_host(sums.nbytes).view(sums.dtype)
             self._partial_home = Buffer(self.space, sums.axes, home)
-        self._partial = Finished(self._partial_home, self._store.commit(self._partial_home, sums))
+        self._partial = Landed(self._partial_home, self._store.commit(self._partial_home, sums))
 
     def _finish(self, partial: Buffer, denominator: float) -> Moves:
         """From the plan's `grad` place to `optim`'s, summed over every data rank and divided once."""
@@ -234,9 +234,9 @@ class Gradient:
                 with resting.opened(part, "change") as sums:
                     sums.add_(data.part(part).to(sums.device))
         elif self._home is None:
-            self.finished = Finished(data)
+            self.finished = Landed(data)
         else:
-            self.finished = Finished(self._home, self._store.commit(self._home, data))
+            self.finished = Landed(self._home, self._store.commit(self._home, data))
 
     # -- between steps -----------------------------------------------------------------------------------------
 

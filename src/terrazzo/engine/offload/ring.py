@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.gradient import Finished
+from terrazzo.engine.gradient import Landed
 from terrazzo.engine.layout import Range, padded_bytes
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
@@ -52,7 +52,7 @@ class Tray:
         entry = self._entries[key]
         return entry.raw.view(entry.state.dtype)[: self._cell.numel][wanted.within(self._cell)]
 
-    def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: Finished) -> None:
+    def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: Landed) -> None:
         """Start reading a cell's states.
 
         Args:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.gradient import Finished
+from terrazzo.engine.gradient import Landed
 from terrazzo.engine.layout import Range
 from terrazzo.engine.offload.ring import Tray
 from terrazzo.engine.offload.store import Store
@@ -50,7 +50,7 @@ class _Task:
     segments: Sequence[Segment]
     due: Sequence[Segment]
     twin: Twin
-    finished: Finished
+    finished: Landed
     mark: torch.Event | None
     done: Job | None = None
     tray: Tray | None = None

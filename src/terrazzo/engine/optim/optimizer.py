@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.gradient import Finished
+from terrazzo.engine.gradient import Landed
 from terrazzo.engine.loop.hooks import forget_gradients
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.optim.apart import Apart
@@ -204,7 +204,7 @@ class OptimizerDriver:
             self._fill_groups(optimizer)
 
     def _step_one_by_one(
-        self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, Finished]
+        self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, Landed]
     ) -> None:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
         precision, twin = self.recipe.precision, Twin(optimizer)  # the optimizer's own step is still to come

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer
-from terrazzo.engine.gradient import Finished
+from terrazzo.engine.gradient import Landed
 from terrazzo.engine.layout import Range, Slot
 
 __all__ = ["Segment", "held_range", "runs", "scaled", "segments_of"]
@@ -62,7 +62,7 @@ class Segment:
         """Whether there is a finished gradient for it on any rank."""
         return self.bucket.gradient.finished is not None and self.seen[0]
 
-    def gradient(self, finished: Finished) -> Tensor:
+    def gradient(self, finished: Landed) -> Tensor:
         """This rank's part of the finished gradient, scaled, in the master's dtype."""
         with finished.wait().opened(self.range) as part:
             return scaled(part, finished.factor).to(device=self.device, dtype=self.parameter.dtype)
