@@ -105,6 +105,7 @@ def test_an_operators_result_is_kept_whichever_overload_made_it(ops: list[str], 
     [
         ({"mode": "ful"}, "Did you mean 'full'"),
         ({"mode": "full", "every": 0}, "1 or more"),
+        ({"mode": "full", "every": 1.5}, "an integer"),
         ({"mode": "selective", "ops": ["mmm"]}, "mmm"),
         ({"mode": "selective", "ops": ["name"]}, "no operator 'name'"),
         ({"mode": "full", "ops": ["mm"]}, r"'mm'.*'selective'.*'full'"),

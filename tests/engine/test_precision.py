@@ -124,3 +124,8 @@ def test_loss_scaling_factors_are_powers_of_two(factor: dict[str, float]) -> Non
 def test_loss_scaling_settings_that_cannot_work(setting: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="cannot work"):
         LossScaling(**setting)
+
+
+def test_loss_scaling_is_settings_or_none() -> None:
+    with pytest.raises(BadInput, match=r"loss_scaling is True.*tz\.LossScaling\(\)"):
+        Precision("fp16", "fp16", loss_scaling=True)  # type: ignore[arg-type]

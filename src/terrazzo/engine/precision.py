@@ -125,6 +125,11 @@ class Precision:
                     f"{did_you_mean(str(value), _DTYPES)}"
                 )
             object.__setattr__(self, name, value)
+        if not isinstance(self.loss_scaling, LossScaling | None):
+            raise BadInput(
+                f"precision: loss_scaling is {self.loss_scaling!r}; it must be a tz.LossScaling, such as "
+                "tz.LossScaling() with the usual numbers, or None."
+            )
 
     @classmethod
     def named(cls, name: str | torch.dtype) -> Precision:

@@ -58,8 +58,8 @@ def checkpoint_activations(
         raise BadInput(
             f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, MODES)} Modes: {', '.join(MODES)}."
         )
-    if every < 1:
-        raise BadInput(f"activation checkpointing on every {every}th unit: the count must be 1 or more.")
+    if not isinstance(every, int) or every < 1:
+        raise BadInput(f"activation checkpointing on every {every!r}th unit: the count must be an integer, 1 or more.")
     if ops is not None and mode != "selective":
         raise BadInput(
             f"activation checkpointing: ops {list(ops)} are kept by the mode 'selective' alone, and the mode is "
