@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import Precision, engine_of
+from terrazzo.engine.links.transfer import Released
 from tests.engine.census import PeakBytes, census, live_bytes
 from tests.engine.toys import EVERY_PLAN, TABLE_2D, Block, Net, adamw, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import places
@@ -326,3 +328,24 @@ def test_sharding_from_the_meta_device_never_holds_the_model() -> None:
         shards_bytes = engine_of(model).bill.weight_bytes
     assert peak.peak_bytes < whole_bytes / 3
     assert peak.peak_bytes < shards_bytes + 3 * unit_bytes
+
+
+def test_memory_is_lent_as_it_was_when_its_reduction_began() -> None:
+    """While the sum is under way, gradients of the next micro-batch may take memory of another kind."""
+
+    def body(rank: int) -> list[bool]:
+        model, _ = sharded(Net())
+        gradient = engine_of(model).units[1].buckets[0].gradient
+        moves, lent = gradient.reduce(None), []  # of a unit that got none: its zeros are lent
+        for number, step in enumerate(moves):
+            if number == 0:
+                parameter: Any = SimpleNamespace(grad=torch.ones(gradient.space.layout.slots[0].shape))
+                gradient.take(0, parameter, torch.float32)
+            if isinstance(step, Released):
+                lent.append(step.lent)
+                step.give()
+            else:
+                step.wait()
+        return lent
+
+    assert [lent[0] for lent in on_ranks(2, body)] == [True, True]

@@ -37,7 +37,7 @@ class Landed:
     factor: Tensor | None = None
 
     def wait(self) -> Resting:
-        """Its data, once they are there."""
+        """Return the data once they are there."""
         if self.landing is not None:
             self.landing.wait()
             self.landing = None
@@ -171,10 +171,11 @@ class Gradient:
         last = denominator is not None
         first = self.sum_axes.first(last)
         pending = self._take_pending(precision.reduce)
+        lent = self._lent  # now: while the sum is under way, memory for the next one may be taken
         held_bytes = pending.nbytes
         data = yield from Buffer(self.space, (), pending).reduce(first, precision.reduce, precision.accumulate)
         if data is not pending:  # its memory goes as soon as its sum has arrived
-            yield Released(ledger, held_bytes, pending, lent=self._lent)
+            yield Released(ledger, held_bytes, pending, lent=lent)
             del pending
             held_bytes = 0
         partial_bytes = self._partial.data.nbytes if self._partial is not None and self.tier == "device" else 0
@@ -215,7 +216,7 @@ class Gradient:
         self._partial = Landed(self._partial_home, self._store.commit(self._partial_home, sums))
 
     def _finish(self, partial: Buffer, denominator: float) -> Moves:
-        """From the plan's `grad` place to `optim`'s, summed over every data rank and divided once."""
+        """Move a sum from the plan's `grad` place to `optim`'s, over every data rank, and divide it once."""
         wire, dtype = self.recipe.precision.reduce, self.recipe.precision.accumulate
         optim = self.sum_axes.optim
         own = Buffer(self.space, optim, (yield from partial.reduce(optim, wire, dtype)))
@@ -309,7 +310,7 @@ class Gradient:
             self.finished.change(Tensor.zero_)
 
     def forget(self, indices: Iterable[int], set_to_none: bool = True) -> None:
-        """As `zero`, for some of the parameters: the others keep theirs."""
+        """Do as `zero` does, for some of the parameters: the others keep theirs."""
         slots = self.space.layout.slots
         for index in indices:
             if self._filled[index]:
