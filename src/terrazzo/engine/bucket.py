@@ -196,7 +196,7 @@ class Bucket(BucketSpec):
             self._guard.open()
 
     def rest_between(self) -> None:
-        """From forward to backward: keep the part of the full weights that the plan's `between` names."""
+        """Keep from forward to backward the part of the full weights that the plan's `between` names."""
         if self.resident or not self._present or self.keeps_full:
             return
         if self.between_axes != self.weight_axes:
@@ -249,7 +249,7 @@ class Bucket(BucketSpec):
             self._guard.close(arrive)
 
     def publish(self, copied: bool = False) -> Moves:
-        """After an update: bring the weights at rest in line with the master weights.
+        """Bring the weights at rest in line with the master weights, after an update.
 
         Args:
             copied: whether this rank's own part of the weights has been brought in line already; see `own_weight`.

@@ -23,7 +23,7 @@ __all__ = ["Edits"]
 
 
 class Edits:
-    """Those of one bucket's parameters.
+    """The edits of one bucket's parameters.
 
     Args:
         flat: the full weights that the parameters are views of.

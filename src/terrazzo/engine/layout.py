@@ -62,7 +62,7 @@ class Slot:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Of a row-major tensor, in elements."""
+        """The strides of a row-major tensor, in elements."""
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @cached_property

@@ -182,7 +182,7 @@ def watch_data(parameter: nn.Parameter, asked: set[str]) -> None:
 
 
 _COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
-"""They look at `.data` to see what a parameter is, and write nothing."""
+"""Modules that look at `.data` to see what a parameter is, and write nothing."""
 
 
 @functools.cache

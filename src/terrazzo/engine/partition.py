@@ -23,7 +23,7 @@ bare `"*"` asks for the model's own children, and for nothing inside of them.
 """
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""They have no forward of their own, so nothing would tell when they run."""
+"""Modules that have no forward of their own, so nothing would tell when they run."""
 
 MIN_UNIT_NUMEL = 1_000_000
 """Elements. Where no block repeats, a module becomes a unit once it holds this many parameters of its own."""

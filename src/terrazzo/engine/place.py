@@ -126,7 +126,7 @@ _TIER_FORM = 'write one of device, cpu, nvme, or shares of the units such as "cp
 
 @functools.cache
 def _shares(tier: str) -> dict[str, float]:
-    """Once for all units: see `Place.shares`."""
+    """The shares of the tiers that `Place.shares` gives, read once for all units."""
     given: dict[str, float] = {}
     for part in tier.split(","):
         name, colon, share = part.strip().partition(":")
@@ -167,7 +167,7 @@ _ELSEWHERE = {
     "fsdp": "zero3", "fsdp1": "zero3", "fsdp2": "zero3", "deepspeed": "zero3", "dp": "ddp",
     "hsdp": "hybrid_shard", "mics": "hybrid_shard", "zero++": "hpz",
 }  # fmt: skip
-"""What other libraries call them: too loosely to be taken, and close in letters to something else."""
+"""Names of strategies in other libraries: too loosely to be taken, and close in letters to something else."""
 _NEED_TWO_AXES = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
 
 ROWS = tuple(_TABLE)

@@ -20,11 +20,11 @@ class Runnable(Protocol):
 
     @property
     def index(self) -> int:
-        """Its place in the order of registration."""
+        """The unit's place in the order of registration."""
 
     @property
     def name(self) -> str:
-        """Of its module in the model; empty for the root."""
+        """The name of its module in the model; empty for the root."""
 
     @property
     def has_gradients(self) -> bool:
@@ -60,7 +60,7 @@ class Runnable(Protocol):
         """Return once modules can read the full weights, which are at hand."""
 
     def rest_between(self) -> None:
-        """From forward to backward: keep what the plan's `between` names, and give back the rest."""
+        """Keep from forward to backward what the plan's `between` names, and give back the rest."""
 
     def release(self) -> None:
         """Give back the memory of full weights; what `rest_between` has kept stays."""

@@ -76,7 +76,7 @@ class Schedule:
     # -- what holds from now on --------------------------------------------------------------------------------
 
     def set_pass(self, this_pass: Pass) -> None:
-        """What becomes of the gradients of backward passes from now on."""
+        """Say what becomes of the gradients of backward passes from now on."""
         self.this_pass = this_pass
 
     def gather_ahead(self, count: int) -> None:
@@ -209,7 +209,7 @@ class Schedule:
         unit.gather(self._label(Purpose.STRAY, unit.index), from_rest=True)
 
     def _serve(self, pass_end: Purpose) -> None:
-        """At the end of a pass: take part in the gathers of what other ranks ask for, until no one does."""
+        """Take part, at the end of a pass, in the gathers of what other ranks ask for, until no one does."""
         while self.meet is not None and (served := self._meet(pass_end, 0)):
             self.program.stray()
             self._gather_for_others(self.units[served - 1])
@@ -219,7 +219,7 @@ class Schedule:
         return self.meet(self.end_of(pass_end), wanted)
 
     def end_of(self, pass_end: Purpose) -> Label:
-        """Where ranks meet at the end of this forward or backward."""
+        """The label at which ranks meet at the end of this forward or backward."""
         number = self._forwards if pass_end is Purpose.END_OF_FORWARD else self._backwards
         return self._label(pass_end, number=number)
 

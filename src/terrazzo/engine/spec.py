@@ -70,7 +70,7 @@ class SumAxes(NamedTuple):
     replicas: tuple[str, ...]
 
     def first(self, last: bool) -> tuple[str, ...]:
-        """Before it meets the gradients of earlier micro-batches."""
+        """The axes over which a gradient is summed before it meets those of earlier micro-batches."""
         return self.grad or (self.optim if last else ())
 
     @property
@@ -210,7 +210,7 @@ class BucketSpec:
         return self.numel(self.between_axes) * self.compute_dtype.itemsize * kept_apart
 
     def pending_dtype(self, this_pass: Pass) -> torch.dtype:
-        """Of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""
+        """The dtype of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""
         return self.precision.accumulate if this_pass is Pass.ADDS else self.precision.reduce
 
     def pending_bytes(self, this_pass: Pass) -> int:
@@ -230,7 +230,7 @@ class BucketSpec:
     # -- collectives -------------------------------------------------------------------------------------------
 
     def collectives(self, when: When) -> Sequence[MoveBytes]:
-        """In the engine's order."""
+        """The collectives of one moment, in the engine's order."""
         if (known := self._collectives.get(when)) is None:
             known = self._collectives[when] = self._collectives_at(when)
         return known
@@ -285,7 +285,7 @@ class BucketSpec:
 
 
 def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
-    """Of each state of several buckets, what rests on the device; moments left out."""
+    """Bytes of each state of several buckets that rest on the device; moments left out."""
     total = Counter[str]()
     for state, tier, nbytes in (resting for bucket in buckets for resting in bucket.at_rest()):
         total[state] += nbytes * (tier == "device")

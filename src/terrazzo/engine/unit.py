@@ -159,7 +159,7 @@ class Unit:
 
     @property
     def updated(self) -> Label:
-        """Of the exchange that brings resting weights in line."""
+        """The label of the exchange that brings resting weights in line."""
         return Label(Purpose.UPDATED, self.index, names=self.names)
 
     def wait(self) -> None:
@@ -173,7 +173,7 @@ class Unit:
             bucket.install()
 
     def begin_update(self, update: Job) -> None:
-        """Its master weights change from now on, until `update` has ended: weights at rest wait for that."""
+        """Note that its master weights change until `update` has ended: weights at rest wait for that."""
         self._updates[:] = [update]
         for bucket in self.trainable():
             bucket.hide()
@@ -192,7 +192,7 @@ class Unit:
             Transfer(_publish_updated(self.buckets, self._updates), self.updated).finish()
 
     def rest_between(self) -> None:
-        """From forward to backward: keep what the plan's `between` names."""
+        """Keep from forward to backward what the plan's `between` names."""
         self._finish_gather()
         for bucket in self.buckets:
             bucket.rest_between()
@@ -215,7 +215,7 @@ class Unit:
             self.wait()
 
     def expect_gradients(self, this_pass: Pass) -> None:
-        """Its backward begins, and no later reduction has been started."""
+        """Have memory for its gradients: its backward begins, and no later reduction has been started."""
         for bucket in self.trainable():
             bucket.gradient.expect(bucket.pending_dtype(this_pass))
 
@@ -279,7 +279,7 @@ def _then_gather(publish: Moves, updated: Label, buckets: Sequence[Bucket], from
 
 
 def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves:
-    """The same with master weights that are being updated in the background, once that has ended."""
+    """Bring resting weights in line with masters that are being updated in the background, once that has ended."""
     if updates:
         updates[0].wait()
         updates.clear()

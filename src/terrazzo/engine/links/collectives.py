@@ -46,7 +46,7 @@ class Collectives(ABC):
         return self._group
 
     def leave_to_parent(self) -> None:
-        """In a forked child: gloo's destructor waits for threads that are not here, so there the group stays."""
+        """Keep the group, in a forked child: gloo's destructor would wait for threads that are not here."""
         for group in (self._group, dist.group.WORLD):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

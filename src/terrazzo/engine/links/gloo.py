@@ -33,7 +33,7 @@ NEAR_BLOCK_BYTES = 1 << 20
 
 
 _models: Counter[str] = Counter()
-"""On a group, by its name: the messages of one must not meet those of another."""
+"""How many models exchange on a group, by its name: the messages of one must not meet those of another."""
 
 
 class GlooCollectives(Collectives):
@@ -163,7 +163,7 @@ class GlooCollectives(Collectives):
         return self._errand(kind, exchange, [*outgoing, *space])
 
     def _stamp(self, kind: str) -> Stamp:
-        """For the messages of an exchange that begins now.
+        """The mark of the messages of an exchange that begins now.
 
         Data tagged with another label are never received: gloo ends a process when a message is longer than its place.
         """

@@ -21,7 +21,7 @@ RUN_THE_SAME = (
     "Every rank must run the same number of forwards, backwards and steps, with the same ones inside "
     "'with tz.accumulate(model)'; what their data lets them skip inside of the model may differ."
 )
-"""What errors ask for where ranks have come apart."""
+"""The edit that errors ask for where ranks have come apart."""
 
 
 class Purpose(IntEnum):

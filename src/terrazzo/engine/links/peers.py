@@ -80,7 +80,7 @@ class _Permission:
         leaves_to_parent(self)
 
     def leave_to_parent(self) -> None:
-        """In a forked child, which nobody has been permitted to read."""
+        """Forget who reads this memory, in a forked child, which nobody has been permitted to read."""
         self._lock, self._holders = threading.Lock(), 0
 
     def hold(self) -> None:
@@ -130,7 +130,7 @@ class Neighbour:
         leaves_to_parent(self)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the other rank is to hear at once when this child's parent ends."""
+        """Close the lines, in a forked child: the other rank is to hear at once when this child's parent ends."""
         _close(list(self._lines.values()))
 
     def offer(self, kind: str, tensor: Tensor, label: Label) -> None:
@@ -139,7 +139,7 @@ class Neighbour:
         self._send(kind, _OFFER.pack(label.code, self._count[kind], tensor.nbytes, tensor.data_ptr()))
 
     def offered(self, kind: str, size_bytes: int, label: Label) -> Memory:
-        """What it offers; waits for it. Raises: `RanksApart` if that is not what this rank expects."""
+        """The memory that it offers; waits for it. Raises: `RanksApart` if that is not what this rank expects."""
         code, count, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
         label.check(code, self.name)
         if (count, offered_bytes) != (self._count[kind], size_bytes):

@@ -17,7 +17,7 @@ __all__ = ["Side", "side_of"]
 
 
 def side_of(device: torch.device, backends: Collection[str]) -> Side | None:
-    """Of a mesh on `device`; None where the host itself does the work, or waits for it.
+    """The side of a mesh on `device`; None where the host itself does the work, or waits for it.
 
     Args:
         backends: of the mesh's axes. `fake` moves nothing, so nobody waits: steps on paper are queued as on CUDA.

@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass
 class Traffic:
-    """What one rank sent, by kind of collective, and how long it waited. Counts and bytes are exact."""
+    """Collectives that one rank took part in, bytes that it sent, and how long it waited; the first two are exact."""
 
     count: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -212,7 +212,7 @@ class Transfer:
         return self._result
 
     def make_room(self) -> None:
-        """For the next chain: give what it may have, with all that this one has used if the host waits for chains."""
+        """Give the next chain room: what it may have, with all that this one has used if the host waits for chains."""
         if self._side is None:
             self.finish()
         for leg in self._legs:
@@ -224,7 +224,7 @@ class Transfer:
             each.give()
 
     def hold(self, make: Callable[[], Any]) -> Any:
-        """See `for_computation`."""
+        """Keep what `make` allocates, as the computation's memory, until the computation has waited for all legs."""
         assert self._side is not None, "chains without a side are computation"
         with self._side.home():
             self._for_computation.append(make())
@@ -232,13 +232,13 @@ class Transfer:
 
     @contextmanager
     def branching(self) -> Iterator[None]:
-        """See the function `branching`."""
+        """Keep open, until the end of what is inside, the legs that `further` begins there."""
         with ExitStack() as self._branch:
             yield
         self._branch = None
 
     def further(self) -> None:
-        """See the function `further`."""
+        """Begin a leg on a stream further on, which the innermost `branching` ends; outside of one, nothing."""
         if self._branch is not None:
             self._branch.enter_context(self._one_further())
 

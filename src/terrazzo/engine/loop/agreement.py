@@ -28,7 +28,7 @@ __all__ = ["Agreement", "flags_numel"]
 
 
 class Agreement:
-    """That of one model's ranks; each method is collective, and blocks."""
+    """The agreement of one model's ranks; each method is collective, and blocks."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, progress: Progress) -> None:
         self._units, self._schedule, self._axes, self._progress = units, schedule, axes, progress

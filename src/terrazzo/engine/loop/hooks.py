@@ -75,7 +75,7 @@ class Hooks:
     def tell_of_gradients(
         self, *, begun: Callable[[], None], ended: Callable[[], None], before_use: Callable[[], None]
     ) -> None:
-        """From now on, these are called.
+        """Call these from now on.
 
         Args:
             begun, ended: for each backward pass, before any gradient is there and when all are.
@@ -153,7 +153,7 @@ class Hooks:
         self.schedule.enter_forward(unit)
 
     def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        """It has returned `output`, through whose tensors its backward will be announced."""
+        """The forward of a unit has returned `output`, through whose tensors its backward will be announced."""
         unit = self.units[index]
         if inside_backward():
             if is_differentiated() and self._watch(unit, output)[0]:

@@ -31,7 +31,7 @@ def weakly(owner: object, method: Callable[..., Any], *first: Any) -> Callable[.
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, called between compiled graphs."""
+    """`function`, called between compiled graphs."""
     disabled: Callable[..., Any] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
     return disabled
 

@@ -29,7 +29,7 @@ def meets(recipe: Recipe) -> bool:
 
 
 def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:
-    """Each the highest of the `numbers` of all data ranks, which meet at `label`; blocks.
+    """The elementwise maximum of the `numbers` of all data ranks, which meet at `label`; blocks.
 
     Raises: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
     transport whose messages carry no labels.

@@ -38,7 +38,9 @@ class SavedWeights:
         self._watching = False
 
     def begin(self) -> None:
-        """Not inside a region of `torch.utils.checkpoint`, which keeps no weights, and counts all that it is given."""
+        """Watch from now on, but not inside a region of `torch.utils.checkpoint`: that keeps no weights, and counts all
+        that it is given.
+        """
         if not self._units or self._watching or packed_by("_checkpoint_hook") is not None:
             return
         if _autograd._saved_tensors_hooks_is_enabled():
