@@ -36,12 +36,13 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     several, over disjoint parameters: each steps, and forgets the gradients of, its own.
 
     Raises:
-        BadInput: as from `tz.shard`, or the parameters have an optimizer.
+        BadInput: as from `tz.shard`, or the parameters have an optimizer; on every rank where ranks give others.
         Misuse: a model with states on drives.
     """
     engine = engine_of(model)
     engine.forget_gone()
     axes, first = engine.axes, len(engine.templates)
+    members = [member for bucket in engine.buckets() for member in bucket.members]
 
     def check() -> Templates:
         if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
@@ -49,12 +50,13 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         check_optimizer(optimizer)
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
         templates = [*engine.templates, *(state_of(optimizer, group, axes.device) for group in optimizer.param_groups)]
-        assign_groups([optimizer], [member for bucket in engine.buckets() for member in bucket.members], first)
+        assign_groups([optimizer], members, first)
         return templates
 
     try:
         templates = together(axes, check)
-        check_agreement(axes, {"optimizer": optimizer_facts(optimizer)})
+        stepped = [[member.name, member.group] for member in members if member.group >= first]
+        check_agreement(axes, {"optimizer": optimizer_facts(optimizer), "parameters": stepped})
         together(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), templates)))
     except BaseException:
         engine.forget_gone()
