@@ -75,8 +75,8 @@ def shard(  # structure: signature fixed by the design
     Args:
         model: any module with contiguous parameters. Freeze what is to be frozen before.
         optimizer: an elementwise `torch.optim` optimizer over `model.parameters()`, whose state is sharded with it; a
-            callable that builds one from the parameters; several optimizers over disjoint parameters in a list, which
-            come back in a list; or None. A warning names trainable parameters that none of them has.
+            callable that builds one from the parameters; several optimizers over disjoint parameters in a list or
+            tuple, which come back in one; or None. A warning names trainable parameters that none of them has.
         plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
             `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`,
             of all units or, as in `zero3@cpu:0.7`, of a share of them.
@@ -238,8 +238,10 @@ def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> 
 
 def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
     """As the user gave them: one optimizer or a sequence of several."""
-    if isinstance(given, list | tuple):
-        return type(given)(built)
+    if isinstance(given, tuple):
+        return getattr(given, "_make", tuple)(built)  # a NamedTuple's constructor takes each by itself
+    if isinstance(given, list):
+        return built
     return built[0] if built else None
 
 
