@@ -156,7 +156,7 @@ class Engine:
         return memory_bill(self.units, self.templates, self.store.settings, self._paper_step(micro_batches, local))
 
     def _paper_step(self, micro_batches: int, local: bool | None) -> PaperStep:
-        return PaperStep(self.schedule.prefetch, micro_batches, self.sums_locally(local))
+        return PaperStep(self.schedule.prefetch, micro_batches, self.pass_of(False, local) is Pass.ADDS)
 
     @property
     def traffic(self) -> Traffic:
@@ -192,18 +192,20 @@ class Engine:
         """Whether several ranks hold the same part of the optimizer state."""
         return len(self.recipe.plan.optim.axes) < len(self.axes.live(self.axes.names))
 
-    def sums_locally(self, local: bool | None) -> bool:
-        """Whether micro-batches before the last are only added on this rank.
+    def pass_of(self, last: bool, local: bool | None = None) -> Pass:
+        """What becomes of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
 
         Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
         micro-batch is reduced, which keeps less memory.
         """
+        if last:
+            return Pass.FINISHES
         if local is False and not self.plan.grad.axes:
             raise BadInput(
                 f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.plan.name} keeps whole "
                 "gradients on every rank. Leave 'local' out, or use zero2."
             )
-        return local is True or not self.recipe.plan.grad.axes
+        return Pass.ADDS if local or not self.recipe.plan.grad.axes else Pass.REDUCES
 
     @property
     def syncs(self) -> bool:
@@ -214,9 +216,9 @@ class Engine:
         """From now on, backward passes are those of a step's last micro-batch, or they are not.
 
         Args:
-            each: reduce every micro-batch before the last, too; else add it up on this rank.
+            each: reduce every micro-batch before the last, too, where `grad` is split; else add it up on this rank.
         """
-        self.schedule.set_pass(Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS)
+        self.schedule.set_pass(self.pass_of(required, not each))
 
     def gather_ahead(self, count: int) -> None:
         """From now on, gather at least so many units ahead of the running one."""

@@ -46,7 +46,6 @@ from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse, listed
 
@@ -170,7 +169,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     """
     engine = engine_of(model)
     before = engine.schedule.this_pass
-    engine.schedule.set_pass(Pass.ADDS if engine.sums_locally(local) else Pass.REDUCES)
+    engine.schedule.set_pass(engine.pass_of(False, local))
     try:
         yield
     finally:
