@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TypeVar
@@ -25,7 +24,7 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.errors import BadInput, Misuse, listed, warn
 
 __all__ = [
     "check_agreement",
@@ -136,11 +135,10 @@ def check_dtypes(model: nn.Module, precision: Precision) -> None:
             trained.setdefault(each.dtype, []).append(name)
     if len(trained) > 1 and dist.get_rank() == 0:
         kinds = "; ".join(f"{_short(dtype)}: {listed(names)}" for dtype, names in trained.items())
-        warnings.warn(
+        warn(
             f"The trainable parameters are in several dtypes ({kinds}). All of them compute in "
             f"{_short(precision.compute)} from now on: a forward that casts its input for one of them fails there. "
-            "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'.",
-            stacklevel=6,  # the caller of `shard`
+            "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'."
         )
 
 
@@ -269,11 +267,10 @@ def warn_of_unused(plan: Plan, offload: Offload) -> None:
     for (why, tier), names in Offload.unused_under(plan).items():
         given = [name for name in names if getattr(offload, name) != getattr(usual, name)]
         if given and dist.get_rank() == 0:
-            warnings.warn(
+            warn(
                 f"tz.Offload: {', '.join(given)} {'change' if len(given) > 1 else 'changes'} nothing under plan "
                 f"{plan.name}: {why}. Leave {'them' if len(given) > 1 else 'it'} out, or place states there, as plan "
-                f"'zero3@{tier}' does.",
-                stacklevel=7,  # the caller of `shard`
+                f"'zero3@{tier}' does."
             )
 
 

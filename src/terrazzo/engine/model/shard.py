@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, TypeVar
@@ -47,7 +46,7 @@ from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.errors import BadInput, Misuse, listed, warn
 
 __all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
 
@@ -227,11 +226,10 @@ def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> 
     """Say which parameters get gradients that no optimizer takes."""
     names = orphans([member for unit in units for bucket in unit.buckets for member in bucket.members])
     if names and optimizers and dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"{len(names)} trainable parameters are in no optimizer, so that they keep their values: "
             f"{listed(names, 5)}. Give tz.shard, or tz.attach, an optimizer that has them, or freeze them with "
-            "requires_grad_(False).",
-            stacklevel=3,
+            "requires_grad_(False)."
         )
 
 
