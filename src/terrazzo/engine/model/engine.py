@@ -19,7 +19,6 @@ from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
-from terrazzo.engine.model.checks import together
 from terrazzo.engine.model.state import (
     ParameterInfo,
     Piece,
@@ -36,6 +35,7 @@ from terrazzo.engine.model.state import (
     restore_model,
     restore_optimizer,
 )
+from terrazzo.engine.model.together import together
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.optimizer import OptimizerDriver

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, meets
 from terrazzo.engine.model.attach import put_on
-from terrazzo.engine.model.checks import together
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.materialize import (
     initializer_of,
@@ -29,6 +28,7 @@ from terrazzo.engine.model.measured import let_measure
 from terrazzo.engine.model.module import make_sharded_module
 from terrazzo.engine.model.prepare import OptimizerLike, Options, prepare
 from terrazzo.engine.model.stand_in import show_gradients
+from terrazzo.engine.model.together import together
 from terrazzo.engine.model.wrappers import watch_wrapping
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
