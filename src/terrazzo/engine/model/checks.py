@@ -217,7 +217,7 @@ def check_versions(axes: Axes) -> None:
 
 
 def versions() -> dict[str, object]:
-    """Of what the ranks must have alike."""
+    """The versions that all ranks must have alike."""
     python = "{}.{}".format(*sys.version_info)
     return {"terrazzo version": version("terrazzo"), "torch version": torch.__version__, "python version": python}
 

@@ -103,7 +103,7 @@ class Engine:
         return self.memory_bill()
 
     def _stepping(self) -> list[OptimizerDriver]:
-        """Without those whose optimizer nobody has any more."""
+        """The drivers whose optimizer somebody still has."""
         return [driver for driver in self.drivers if driver.reference() is not None]
 
     @property
@@ -117,7 +117,7 @@ class Engine:
         return next(iter(self.optimizers), None)
 
     def param_groups(self) -> list[tuple[int, dict[str, Any]]]:
-        """Those of all optimizers, each with the number that `ParameterInfo.group` is."""
+        """The param groups of all optimizers, each with the number that `ParameterInfo.group` is."""
         return [pair for d in self._stepping() for pair in zip(d.groups, d.optimizer.param_groups, strict=True)]
 
     def release_optimizer(self) -> None:

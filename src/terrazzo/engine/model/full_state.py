@@ -41,7 +41,7 @@ class OptimizerStates:
         self._driver.show_given()
 
     def names(self) -> list[str]:
-        """Of the parameters that the optimizer was built over, in its order."""
+        """The names of the parameters that the optimizer was built over, in its order."""
         members = [member for bucket in self._engine.buckets() for member in bucket.members]
         by_parameter = {id(member.parameter): member.name for member in members}
         return [by_parameter[id(parameter)] for given in self._driver.given for parameter in given]
@@ -147,7 +147,7 @@ class OptimizerStates:
         return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in found if row[0] == 0}
 
     def _first(self) -> dict[int, States]:
-        """By param group, what is kept after a step on a zero gradient; the same for each element."""
+        """What is kept after a step on a zero gradient, by param group; the same for each element."""
         twin, states = Twin(self._optimizer), {}
         for index, group in enumerate(self._driver.groups):
             probe = nn.Parameter(torch.zeros(2))

@@ -202,7 +202,7 @@ def _norm(value: Measured, p: Any = None, dim: Any = None, keepdim: bool = False
 
 
 def _extreme(value: Measured, part: Tensor, *, highest: bool) -> Tensor:
-    """Of a part that may be empty here."""
+    """The highest or lowest value of all parts; this rank's may be empty."""
     reduce = torch.amax if highest else torch.amin
     wide = part.double() if part.is_floating_point() else part.long()
     limits = torch.finfo(torch.float64) if part.is_floating_point() else torch.iinfo(torch.int64)

@@ -234,7 +234,7 @@ def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> 
 
 
 def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
-    """As the user gave them: one optimizer or a sequence of several."""
+    """Optimizers as the user gave them: one, or a sequence of several."""
     if isinstance(given, tuple):
         return getattr(given, "_make", tuple)(built)  # a NamedTuple's constructor takes each by itself
     if isinstance(given, list):
