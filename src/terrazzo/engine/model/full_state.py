@@ -74,7 +74,7 @@ class OptimizerStates:
         Args:
             states: each value is looked up once, in the same order on every rank, and this rank's part of it is kept.
 
-        Raises: `BadInput` for a parameter with states of other kinds than the optimizer keeps.
+        Raises: `BadInput` for states of other kinds or shapes than the optimizer keeps; nothing has been changed.
         """
         kept: dict[tuple[str, str], tuple[int, Tensor]] = {}
         ranges = self._ranges()
@@ -86,8 +86,16 @@ class OptimizerStates:
                 )
         for name, own_states in states.items():
             for kind in own_states if name in self._places else ():
-                flat = torch.as_tensor(own_states[kind]).detach().reshape(-1)
-                start, stop = ranges.get(name, (0, 0)) if self._kept(name)[kind].per_element else (0, flat.numel())
+                value, spec = torch.as_tensor(own_states[kind]).detach(), self._kept(name)[kind]
+                bucket, index = self._places[name]
+                shape = bucket.slots[index].shape if spec.per_element else spec.shape
+                if value.numel() != math.prod(shape) or (spec.per_element and value.shape != shape):
+                    raise BadInput(
+                        f"The state {kind!r} of {name!r} is {tuple(value.shape)} and should be {shape}: load that of "
+                        "the same parameters, in the same order."
+                    )
+                flat = value.reshape(-1)
+                start, stop = ranges.get(name, (0, 0)) if spec.per_element else (0, flat.numel())
                 kept[name, kind] = (start, flat[start:stop].clone())
 
         def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
