@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from terrazzo.errors import listed
+from typing import Any
+
+import pytest
+
+from terrazzo.errors import listed, warn
 
 
 def test_a_long_list_says_how_much_it_leaves_out() -> None:
@@ -10,3 +14,12 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
     assert listed("abc") == "a, b, c"
     assert listed(range(9), 4) == "0, 1, 2, 3 and 5 more"
     assert listed(["a b", "c d", "e f"], 2, ";") == "a b; c d and 1 more"
+
+
+@pytest.mark.parametrize("between", [0, 1, 7])
+def test_a_warning_names_the_line_that_called_into_the_package(between: int) -> None:
+    module: dict[str, Any] = {"__name__": "terrazzo.engine.anywhere", "warn": warn}
+    exec("def entry(between): return entry(between - 1) if between else warn('so')", module)
+    with pytest.warns(UserWarning, match="so") as caught:
+        module["entry"](between)
+    assert [warning.filename for warning in caught] == [__file__]

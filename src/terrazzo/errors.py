@@ -16,6 +16,8 @@ Assertions are reserved for bugs in Terrazzo itself.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "install",
     "listed",
     "printable",
+    "warn",
 ]
 
 
@@ -90,3 +93,11 @@ def listed(things: Sequence[object], most: int = 3, mark: str = ",") -> str:
 def printable(text: str) -> str:
     """Without what a terminal would obey."""
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def warn(message: str) -> None:
+    """Warn, at the line that called into this package, however many of its own functions are between."""
+    package, frame, level = __name__.partition(".")[0], sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

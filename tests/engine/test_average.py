@@ -121,6 +121,13 @@ def test_what_cannot_be_averaged_is_refused() -> None:
             tz.EMA(model)
         with pytest.raises(tz.Misuse, match="step outside"):
             steps_inside(model, optimizer, ema)
+        with ema.swapped():
+            inside = states(model)
+            for wrong in (ema.update, ema.swapped().__enter__):
+                with pytest.raises(tz.Misuse, match="call it after"):
+                    wrong()
+            assert_equal(states(model), inside)
+        ema.update()
         half, _ = tz.shard(Net(), None, "zero3", precision="bf16-pure")
         with pytest.raises(tz.BadInput, match="precision='bf16'"):
             tz.EMA(half)

@@ -165,6 +165,10 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
         lambda m, rank: tz.shard(m, adamw(list(m.parameters())[: 15 - rank]), "zero3"),
         "parameters",
     ),
+    "parameters of a later optimizer": (
+        lambda m, rank: tz.attach(tz.shard(m, None)[0], adamw(list(m.parameters())[rank:][:3])),
+        "parameters",
+    ),
 }
 
 

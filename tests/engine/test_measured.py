@@ -29,6 +29,7 @@ MEASURES: dict[str, Callable[[Any], Any]] = {
     "norm inf": lambda p: torch.linalg.vector_norm(p, float("inf")),
     "norm -inf": lambda p: torch.linalg.vector_norm(p, ord=-float("inf")),
     "norm 0": lambda p: torch.linalg.vector_norm(p, 0),
+    "norm of all elements": lambda p: torch.linalg.norm(p),
     "fp32 norm": lambda p: p.detach().float().norm(),
     "squares": lambda p: p.pow(2).sum() + (p**2).mean() + p.square().sum(),
     "max": lambda p: p.max(),
@@ -44,6 +45,7 @@ MEASURES: dict[str, Callable[[Any], Any]] = {
     "not zero": lambda p: p.count_nonzero(),
     "histogram": lambda p: p.histc(7),
     "histogram within": lambda p: torch.histc(p.detach(), bins=5, min=-0.2, max=0.2),
+    "histogram with borders in one place": lambda p: p.histc(3, 0.5, 0.5),
     "highest count": lambda p: (p > 0).float().max(),
 }
 
@@ -104,6 +106,9 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "max(dim=1": lambda p: p.max(1),
     "norm(dim=0, keepdim=True": lambda p: p.norm(dim=0, keepdim=True),
     "item": lambda p: p.detach().item(),
+    "torch.linalg.norm(ord=2": lambda p: torch.linalg.norm(p, 2),
+    "torch.linalg.norm(ord=inf": lambda p: torch.linalg.norm(p, ord=float("inf")),
+    "sum was called": lambda p: torch.sum(input=p),
     "median": lambda p: p.abs().median(),
     "mul_": lambda p: p.data.mul_(2),
     "copy_": lambda p: p.detach().copy_(torch.ones(27, 13)),
@@ -120,3 +125,13 @@ def test_anything_else_names_the_parameter_and_the_edit(words: str) -> None:
         with pytest.raises(tz.Misuse, match=r"blocks\.1\.up\.weight.*'with tz\.gathered\(model\):'") as caught:
             REFUSED[words](model.blocks[1].up.weight)
         assert words in str(caught.value)
+
+
+def test_what_is_called_on_something_else_is_no_measure() -> None:
+    """Such as a power of two whose exponent is a parameter of no dimensions."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(3.0)))
+    with fake_group(4):
+        tz.shard(model, None, "zero3")
+        with pytest.raises(tz.Misuse, match="pow was called on 'scale'"):
+            torch.pow(2.0, model.scale)

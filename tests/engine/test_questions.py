@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import ShardedModule, ShardedOptimizer, engine_of
+from terrazzo.engine.spec import Pass
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, on_ranks, sharded, train
 
 
@@ -57,6 +59,23 @@ def test_copies_are_what_several_ranks_hold(plan: str) -> None:
     for _, held in ranks:
         alike = sum(held == other for _, other in ranks)
         assert alike == (4 if plan == "zero0" or not has_replicas else 2)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_micro_batches_are_summed_in_the_dtype_of_accumulate(each: bool) -> None:
+    """256 + 1 is 256 in bf16, and 256 + 4 is 260."""
+
+    def run(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+        precision = tz.Precision(reduce=torch.bfloat16)
+        model, _ = tz.shard(torch.nn.Linear(1, 1, bias=False), None, "hybrid_shard", mesh=mesh, precision=precision)
+        for step, gradient in enumerate([256.0, 1.0, 1.0, 1.0, 1.0]):
+            engine_of(model).sync(step == 4, each=each)
+            assert engine_of(model).schedule.this_pass is (Pass.FINISHES if step == 4 else Pass.ADDS)
+            model(torch.tensor([[gradient]])).sum().backward()
+        return float(tz.clip_grad_norm_(model, 1e9))
+
+    assert on_ranks(2, run) == [260.0, 260.0]
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3"])

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -214,6 +214,20 @@ def test_a_checkpoint_wants_all_optimizers(tmp_path: Path) -> None:
         with pytest.raises(tz.BadInput, match=r"AdamW \+ SGD, this one is AdamW"):
             tz.checkpoint.load(tmp_path / "b", alone, one)
         tz.checkpoint.load(tmp_path / "b", alone, None)
+
+
+class Both(NamedTuple):
+    generator: Optimizer
+    discriminator: Optimizer
+
+
+@pytest.mark.parametrize("form", [list, tuple, Both._make])
+def test_they_come_back_in_the_form_that_they_were_given_in(form: Callable[[Sequence[Optimizer]], Any]) -> None:
+    with fake_group(2):
+        model = Gan()
+        given = form(two(model))
+        back = tz.shard(model, given, "zero3")[1]
+        assert type(back) is type(given) and all(one is other for one, other in zip(back, given, strict=True))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

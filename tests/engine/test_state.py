@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import Piece, engine_of
+from terrazzo.engine import OptimizerStates, Piece, engine_of
 from tests.engine.toys import (
     EVERY_PLAN,
     Net,
@@ -370,3 +370,26 @@ def test_a_state_dict_inside_gathered_is_a_plain_one() -> None:
 
     for found in on_ranks(2, body):
         assert_equal(found, base.state_dict())
+
+
+def test_states_of_another_shape_are_refused_before_anything_changes() -> None:
+    with fake_group(1):
+        model, optimizer = sharded(Net(), "zero1", 1)
+        train(model, optimizer, 1, 0)
+        states = OptimizerStates(engine_of(model), optimizer)
+
+        def whole() -> dict[str, dict[str, Tensor]]:
+            found: dict[str, dict[str, Tensor]] = {}
+            for name, kind, value in states.whole():
+                found.setdefault(name, {})[kind] = torch.as_tensor(value).clone()
+            return found
+
+        before = whole()
+        name = "blocks.0.up.weight"
+        for kind, value in [("exp_avg_sq", before[name]["exp_avg_sq"].T), ("step", torch.ones(2))]:
+            with pytest.raises(tz.BadInput, match=rf"'{kind}' of '{name}' is"):
+                states.load({**before, name: {**before[name], kind: value}})
+        assert all(
+            torch.equal(value, before[name][kind]) for name, own in whole().items() for kind, value in own.items()
+        )
+        states.load(before)

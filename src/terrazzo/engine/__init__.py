@@ -39,7 +39,7 @@ from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.model.full_state import OptimizerStates
 from terrazzo.engine.model.methods import register_forward_method
 from terrazzo.engine.model.module import ShardedModule
-from terrazzo.engine.model.names import PersistentBuffer, parameter_names, persistent_buffers
+from terrazzo.engine.model.names import PersistentBuffer, persistent_buffers
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.model.state import ParameterInfo, Piece, Read
 from terrazzo.engine.model.whole import whole_weights
@@ -49,7 +49,7 @@ from terrazzo.engine.optim.optimizer import ShardedOptimizer
 from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.parameter import Zeros
-from terrazzo.engine.partition import Units, find_units
+from terrazzo.engine.partition import Units, find_units, parameter_names
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
 from terrazzo.engine.precision import (
     DTYPE_FIELDS,

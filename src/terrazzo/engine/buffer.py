@@ -1,4 +1,4 @@
-"""One rank's range of a state, and the moves between places: gather, reduce, narrow, cast, fetch and commit.
+"""One rank's range of a state, and the moves between places: gather, reduce, narrow and cast.
 
 Ranges nest (see `layout`), so each move is one contiguous collective per mesh axis that it adds or removes, straight
 between the memory it comes from and the memory it ends in. A state may also rest where no tensor can point to it, in a

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.layout import Range
-from terrazzo.engine.links.transfer import Ledger, Moves, Released, branching, for_computation, further
+from terrazzo.engine.links.transfer import Ledger, Moves, Released, branching, converted, for_computation, further
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import SumAxes
@@ -206,6 +206,7 @@ class Gradient:
 
     def _keep_partial(self, sums: Buffer, counted_bytes: int) -> None:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
+        sums = replace(sums, data=converted(sums.data, self.recipe.precision.accumulate))
         if self.tier == "device":
             self._partial = Landed(sums)
             self.ledger.take(sums.nbytes - counted_bytes)

@@ -76,7 +76,7 @@ class Slot:
 
 
 class Layout:
-    """A flat index space holding `shapes` in the order given.
+    """A flat index space holding `parameters` in the order given.
 
     Args:
         parameters: (names, shape) of each parameter; several names mean tied parameters.

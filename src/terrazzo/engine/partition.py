@@ -13,7 +13,7 @@ from torch import nn
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["Member", "UnitSpec", "Units", "find_units", "partition"]
+__all__ = ["Member", "UnitSpec", "Units", "find_units", "parameter_names", "partition"]
 
 Units = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 """Module classes, class names or globs over module names such as `"layers.*"`; one, or several.
@@ -168,15 +168,20 @@ def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
 
 
 def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
-    by_id: dict[int, tuple[nn.Parameter, list[str]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), (parameter, []))[1].append(name)
     members = []
-    for parameter, aliases in by_id.values():
-        paths = [name.rpartition(".") for name in aliases]
+    for names, parameter in zip(parameter_names(model), model.parameters(), strict=True):
+        paths = [name.rpartition(".") for name in names]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
-        members.append(Member(tuple(aliases), parameter, holders))
+        members.append(Member(tuple(names), parameter, holders))
     return members
+
+
+def parameter_names(model: nn.Module) -> list[list[str]]:
+    """All names of each parameter, its own first, in the order of `model.parameters()`."""
+    by_parameter: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(name)
+    return list(by_parameter.values())
 
 
 def _owner(holders: list[str], units: Container[str]) -> str:

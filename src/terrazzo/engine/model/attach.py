@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.listeners import weakly
-from terrazzo.engine.model.checks import check_agreement, optimizer_facts, together
+from terrazzo.engine.model.checks import check_several, optimizer_facts
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.state import reading, restore_optimizer
+from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.background import Background
 from terrazzo.engine.offload.needs import Templates, further_moment_bytes, moment_names
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.optimizer import OptimizerDriver, make_sharded_optimizer
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_kernel, state_of
-from terrazzo.engine.precision import Precision
 from terrazzo.engine.process import device as devices
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import Misuse
 
-__all__ = ["attach", "check_several", "put_on"]
+__all__ = ["attach", "put_on"]
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -36,12 +34,13 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     several, over disjoint parameters: each steps, and forgets the gradients of, its own.
 
     Raises:
-        BadInput: as from `tz.shard`, or the parameters have an optimizer.
+        BadInput: as from `tz.shard`, or the parameters have an optimizer; on every rank where ranks give others.
         Misuse: a model with states on drives.
     """
     engine = engine_of(model)
     engine.forget_gone()
     axes, first = engine.axes, len(engine.templates)
+    members = [member for bucket in engine.buckets() for member in bucket.members]
 
     def check() -> Templates:
         if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
@@ -49,12 +48,13 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         check_optimizer(optimizer)
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
         templates = [*engine.templates, *(state_of(optimizer, group, axes.device) for group in optimizer.param_groups)]
-        assign_groups([optimizer], [member for bucket in engine.buckets() for member in bucket.members], first)
+        assign_groups([optimizer], members, first)
         return templates
 
     try:
         templates = together(axes, check)
-        check_agreement(axes, {"optimizer": optimizer_facts(optimizer)})
+        stepped = [[member.name, member.group] for member in members if member.group >= first]
+        check_agreement(axes, {"optimizer": optimizer_facts(optimizer), "parameters": stepped})
         together(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), templates)))
     except BaseException:
         engine.forget_gone()
@@ -64,24 +64,6 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     if engine.attached is not None:
         engine.attached(optimizer)
     return optimizer
-
-
-def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
-    """Raises: `BadInput` for several optimizers where only one can be."""
-    if count < 2:
-        return
-    if precision.loss_scaling:
-        raise BadInput(
-            f"{count} optimizers for one model with fp16: its loss scale follows the steps of one optimizer. Use "
-            "precision='bf16', or one optimizer with several param groups."
-        )
-    if any(tier != "device" for bucket in buckets for tier in (bucket.tiers.grad, bucket.tiers.optim)):
-        name = next(b.members[0].name for b in buckets if {b.tiers.grad, b.tiers.optim} != {"device"})
-        raise BadInput(
-            f"{count} optimizers for one model with gradients or optimizer state away from the device, such as those "
-            f"of {name!r}: updates there follow the steps of one optimizer. Leave both on the device (weights may be "
-            "elsewhere: tz.Plan.named('zero3').on(weight='cpu')), or use one optimizer with several param groups."
-        )
 
 
 def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:

@@ -49,10 +49,15 @@ class EMA:
         self._finish_updates()
         self._averages = {bucket: _copy_of_master(bucket) for bucket in self._engine.trainable()}
         self._engine.averages = self._averages
+        self._inside = False
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights of now. To be called after `optimizer.step()`, on every rank."""
+        """Take in the weights of now. To be called after `optimizer.step()`, on every rank.
+
+        Raises: `Misuse` inside `swapped`.
+        """
+        self._require_outside("ema.update()")
         self._finish_updates()
         for bucket, average in self._averages.items():
             for cut in bucket.master.cuts(average.range):
@@ -65,16 +70,25 @@ class EMA:
         """The model has the averages as its weights inside, and its own after, to the bit. Collective.
 
         Raises:
-            Misuse: after an `optimizer.step()` inside.
+            Misuse: inside itself, and after an `optimizer.step()` inside.
         """
+        self._require_outside("ema.swapped()")
         steps = self._engine.progress.steps
         self._exchange()
+        self._inside = True
         try:
             yield
         finally:
+            self._inside = False
             self._exchange()
         if self._engine.progress.steps != steps:
             raise Misuse("optimizer.step() ran inside 'with ema.swapped():' and has changed the average: step outside.")
+
+    def _require_outside(self, what: str) -> None:
+        if self._inside:
+            raise Misuse(
+                f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it after."
+            )
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import version
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
+from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.backends import backend_of
+from terrazzo.engine.model.together import check_agreement
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.partition import UnitSpec
@@ -25,10 +23,9 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.errors import BadInput, Misuse, listed, warn
 
 __all__ = [
-    "check_agreement",
     "check_device",
     "check_dtypes",
     "check_graphs",
@@ -38,14 +35,12 @@ __all__ = [
     "check_model",
     "check_offload",
     "check_precision",
+    "check_several",
     "check_versions",
     "model_facts",
     "optimizer_facts",
-    "together",
     "warn_of_unused",
 ]
-
-T = TypeVar("T")
 
 
 def _check_module(model: object) -> None:
@@ -136,11 +131,10 @@ def check_dtypes(model: nn.Module, precision: Precision) -> None:
             trained.setdefault(each.dtype, []).append(name)
     if len(trained) > 1 and dist.get_rank() == 0:
         kinds = "; ".join(f"{_short(dtype)}: {listed(names)}" for dtype, names in trained.items())
-        warnings.warn(
+        warn(
             f"The trainable parameters are in several dtypes ({kinds}). All of them compute in "
             f"{_short(precision.compute)} from now on: a forward that casts its input for one of them fails there. "
-            "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'.",
-            stacklevel=6,  # the caller of `shard`
+            "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'."
         )
 
 
@@ -223,29 +217,26 @@ def check_versions(axes: Axes) -> None:
 
 
 def versions() -> dict[str, object]:
-    """Of what the ranks must have alike."""
+    """The versions that all ranks must have alike."""
     python = "{}.{}".format(*sys.version_info)
     return {"terrazzo version": version("terrazzo"), "torch version": torch.__version__, "python version": python}
 
 
-def check_agreement(
-    axes: Axes, facts: Mapping[str, object], fix: str = "Give every rank the same model and arguments."
-) -> None:
-    """Compare what each rank was told. Raises: `BadInput` on every rank, naming the facts that differ.
-
-    Args:
-        facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.
-        fix: what the message ends with.
-    """
-    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts.items()}
-    digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
-    values = torch.tensor(digests, dtype=torch.int64, device=axes.device)
-    differing = [key for key, same in zip(texts, axes.equal(values), strict=True) if not same]
-    if differing:
-        mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)
+def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
+    """Raises: `BadInput` for several optimizers where only one can be."""
+    if count < 2:
+        return
+    if precision.loss_scaling:
         raise BadInput(
-            f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
-            f"{fix}"
+            f"{count} optimizers for one model with fp16: its loss scale follows the steps of one optimizer. Use "
+            "precision='bf16', or one optimizer with several param groups."
+        )
+    if any(tier != "device" for bucket in buckets for tier in (bucket.tiers.grad, bucket.tiers.optim)):
+        name = next(b.members[0].name for b in buckets if {b.tiers.grad, b.tiers.optim} != {"device"})
+        raise BadInput(
+            f"{count} optimizers for one model with gradients or optimizer state away from the device, such as those "
+            f"of {name!r}: updates there follow the steps of one optimizer. Leave both on the device (weights may be "
+            "elsewhere: tz.Plan.named('zero3').on(weight='cpu')), or use one optimizer with several param groups."
         )
 
 
@@ -269,27 +260,11 @@ def warn_of_unused(plan: Plan, offload: Offload) -> None:
     for (why, tier), names in Offload.unused_under(plan).items():
         given = [name for name in names if getattr(offload, name) != getattr(usual, name)]
         if given and dist.get_rank() == 0:
-            warnings.warn(
+            warn(
                 f"tz.Offload: {', '.join(given)} {'change' if len(given) > 1 else 'changes'} nothing under plan "
                 f"{plan.name}: {why}. Leave {'them' if len(given) > 1 else 'it'} out, or place states there, as plan "
-                f"'zero3@{tier}' does.",
-                stacklevel=7,  # the caller of `shard`
+                f"'zero3@{tier}' does."
             )
-
-
-def together(axes: Axes, action: Callable[[], T]) -> T:
-    """What `action` returns. Raises: what it raises here, and `BadInput` where it raises on another rank."""
-    problem: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        problem = error
-    failed = axes.maximum(torch.tensor([0 if problem is None else dist.get_rank() + 1], device=axes.device))
-    if problem is not None:
-        raise problem
-    if failed.item():
-        raise BadInput(f"Rank {failed.item() - 1} cannot do its part of this: its own message has the edit.")
-    return result
 
 
 def optimizer_facts(optimizer: Optimizer | None) -> list[object]:

@@ -19,7 +19,6 @@ from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
-from terrazzo.engine.model.checks import together
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.state import (
     ParameterInfo,
@@ -37,6 +36,7 @@ from terrazzo.engine.model.state import (
     restore_model,
     restore_optimizer,
 )
+from terrazzo.engine.model.together import together
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.clipping import clip_grad_norm
@@ -105,7 +105,7 @@ class Engine:
         return self.memory_bill()
 
     def _stepping(self) -> list[OptimizerDriver]:
-        """Without those whose optimizer nobody has any more."""
+        """The drivers whose optimizer somebody still has."""
         return [driver for driver in self.drivers if driver.reference() is not None]
 
     @property
@@ -119,7 +119,7 @@ class Engine:
         return next(iter(self.optimizers), None)
 
     def param_groups(self) -> list[tuple[int, dict[str, Any]]]:
-        """Those of all optimizers, each with the number that `ParameterInfo.group` is."""
+        """The param groups of all optimizers, each with the number that `ParameterInfo.group` is."""
         return [pair for d in self._stepping() for pair in zip(d.groups, d.optimizer.param_groups, strict=True)]
 
     def release_optimizer(self) -> None:
@@ -165,7 +165,7 @@ class Engine:
         return memory_bill(self.units, self.templates, self.store.settings, self._paper_step(micro_batches, local))
 
     def _paper_step(self, micro_batches: int, local: bool | None) -> PaperStep:
-        return PaperStep(self.schedule.prefetch, micro_batches, self.sums_locally(local))
+        return PaperStep(self.schedule.prefetch, micro_batches, self.pass_of(False, local) is Pass.ADDS)
 
     @property
     def traffic(self) -> Traffic:
@@ -201,18 +201,20 @@ class Engine:
         """Whether several ranks hold the same part of the optimizer state."""
         return len(self.recipe.plan.optim.axes) < len(self.axes.live(self.axes.names))
 
-    def sums_locally(self, local: bool | None) -> bool:
-        """Whether micro-batches before the last are only added on this rank.
+    def pass_of(self, last: bool, local: bool | None = None) -> Pass:
+        """What becomes of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
 
         Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
         micro-batch is reduced, which keeps less memory.
         """
+        if last:
+            return Pass.FINISHES
         if local is False and not self.plan.grad.axes:
             raise BadInput(
                 f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.plan.name} keeps whole "
                 "gradients on every rank. Leave 'local' out, or use zero2."
             )
-        return local is True or not self.recipe.plan.grad.axes
+        return Pass.ADDS if local or not self.recipe.plan.grad.axes else Pass.REDUCES
 
     @property
     def syncs(self) -> bool:
@@ -223,9 +225,9 @@ class Engine:
         """From now on, backward passes are those of a step's last micro-batch, or they are not.
 
         Args:
-            each: reduce every micro-batch before the last, too; else add it up on this rank.
+            each: reduce every micro-batch before the last, too, where `grad` is split; else add it up on this rank.
         """
-        self.schedule.set_pass(Pass.FINISHES if required else Pass.REDUCES if each else Pass.ADDS)
+        self.schedule.set_pass(self.pass_of(required, not each))
 
     def gather_ahead(self, count: int) -> None:
         """From now on, gather at least so many units ahead of the running one."""

@@ -142,7 +142,7 @@ def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
 
 
 def _overloads(name: str) -> list[Any]:
-    """Of an operator: `a + b` calls `add.Tensor`, and `mm` has its `default` alone."""
+    """An operator's variants: `a + b` calls `add.Tensor`, and `mm` has its `default` alone."""
     packet: Any = getattr(torch.ops.aten, name, None)
     if not hasattr(packet, "overloads"):
         raise BadInput(f"activation checkpointing: torch.ops.aten has no operator {name!r}.")

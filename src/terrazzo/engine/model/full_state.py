@@ -41,7 +41,7 @@ class OptimizerStates:
         self._driver.show_given()
 
     def names(self) -> list[str]:
-        """Of the parameters that the optimizer was built over, in its order."""
+        """The names of the parameters that the optimizer was built over, in its order."""
         members = [member for bucket in self._engine.buckets() for member in bucket.members]
         by_parameter = {id(member.parameter): member.name for member in members}
         return [by_parameter[id(parameter)] for given in self._driver.given for parameter in given]
@@ -75,7 +75,7 @@ class OptimizerStates:
             states: each value is looked up once, in the same order on every rank, and this rank's part of it is kept.
 
         Raises:
-            BadInput: for a parameter with states of other kinds than the optimizer keeps.
+            BadInput: for states of other kinds or shapes than the optimizer keeps; nothing has been changed.
         """
         kept: dict[tuple[str, str], tuple[int, Tensor]] = {}
         ranges = self._ranges()
@@ -87,8 +87,16 @@ class OptimizerStates:
                 )
         for name, own_states in states.items():
             for kind in own_states if name in self._places else ():
-                flat = torch.as_tensor(own_states[kind]).detach().reshape(-1)
-                start, stop = ranges.get(name, (0, 0)) if self._kept(name)[kind].per_element else (0, flat.numel())
+                value, spec = torch.as_tensor(own_states[kind]).detach(), self._kept(name)[kind]
+                bucket, index = self._places[name]
+                shape = bucket.slots[index].shape if spec.per_element else spec.shape
+                if value.numel() != math.prod(shape) or (spec.per_element and value.shape != shape):
+                    raise BadInput(
+                        f"The state {kind!r} of {name!r} is {tuple(value.shape)} and should be {shape}: load that of "
+                        "the same parameters, in the same order."
+                    )
+                flat = value.reshape(-1)
+                start, stop = ranges.get(name, (0, 0)) if spec.per_element else (0, flat.numel())
                 kept[name, kind] = (start, flat[start:stop].clone())
 
         def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
@@ -148,7 +156,7 @@ class OptimizerStates:
         return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in found if row[0] == 0}
 
     def _first(self) -> dict[int, States]:
-        """By param group, what is kept after a step on a zero gradient; the same for each element."""
+        """What is kept after a step on a zero gradient, by param group; the same for each element."""
         twin, states = Twin(self._optimizer), {}
         for index, group in enumerate(self._driver.groups):
             probe = nn.Parameter(torch.zeros(2))

@@ -33,10 +33,10 @@ def let_measure(engine: Engine) -> None:
 
 def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """What `func` makes of the parameter that it was called on; None if it is nothing that can be measured."""
-    if func not in _ELEMENTWISE and func not in _MEASURES:
-        return None
     bucket = engine.buckets()[number]
     member, slot = bucket.members[index], bucket.slots[index]
+    if (func not in _ELEMENTWISE and func not in _MEASURES) or not args or args[0] is not member.parameter:
+        return None
     engine.finish_updates()
     part = _part_of(bucket.weight, slot.range).to(member.parameter.dtype)
     whole = Measured.of(part, member.parameter, member.name, engine.axes, bucket.weight_axes)
@@ -199,8 +199,19 @@ def _norm(value: Measured, p: Any = None, dim: Any = None, keepdim: bool = False
     return value.as_dtype(value.total((part**kind).sum()) ** (1 / kind), named.get("dtype"))
 
 
+def _matrix_norm(value: Measured, ord: Any = None, *rest: Any, **named: Any) -> Tensor:
+    """The norm that `torch.linalg.norm` takes, where it is one of all elements: with `ord` it is of rows or columns."""
+    if value.dim() != 1 and ord not in (None, "fro"):
+        raise Misuse(
+            f"torch.linalg.norm(ord={ord!r}) of {value.terrazzo_name!r}, whose values are sharded over ranks, is no "
+            "norm of all elements: take torch.linalg.vector_norm, or that of the matrix inside 'with "
+            "tz.gathered(model):'."
+        )
+    return _norm(value, ord, *rest, **named)
+
+
 def _extreme(value: Measured, part: Tensor, *, highest: bool) -> Tensor:
-    """Of a part that may be empty here."""
+    """The highest or lowest value of all parts; this rank's may be empty."""
     reduce = torch.amax if highest else torch.amin
     wide = part.double() if part.is_floating_point() else part.long()
     limits = torch.finfo(torch.float64) if part.is_floating_point() else torch.iinfo(torch.int64)
@@ -236,8 +247,8 @@ def _count(value: Measured, dim: Any = None) -> Tensor:
 
 
 def _histc(value: Measured, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    low, high = (min, max) if (min, max) != (0, 0) else (_min(value).item(), _max(value).item())
-    own = torch.histc(value.part.float(), bins, low, high)
+    low, high = (min, max) if min != max else (_min(value).item(), _max(value).item())  # as torch does
+    own = torch.histc(value.part if value.part.dtype == torch.float64 else value.part.float(), bins, low, high)
     return value.total(own).to(value.part.dtype)
 
 
@@ -265,6 +276,7 @@ _MEASURES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_named("var"), _var),
     **dict.fromkeys(_named("std"), _std),
     **dict.fromkeys(_named("norm", "vector_norm"), _norm),
+    torch.linalg.norm: _matrix_norm,
     **dict.fromkeys(_named("max", "amax"), _max),
     **dict.fromkeys(_named("min", "amin"), _min),
     **dict.fromkeys(_named("any"), _any),

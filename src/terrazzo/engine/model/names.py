@@ -1,4 +1,4 @@
-"""The names of a model's tensors: those of tied parameters, and persistent buffers, which every rank holds whole."""
+"""Persistent buffers, which every rank holds whole, and their names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["PersistentBuffer", "parameter_names", "persistent_buffers"]
+__all__ = ["PersistentBuffer", "persistent_buffers"]
 
 
 @dataclass
@@ -30,11 +30,3 @@ def persistent_buffers(model: torch.nn.Module) -> list[PersistentBuffer]:
                 buffer = by_tensor.setdefault(id(tensor), PersistentBuffer(tensor))
                 buffer.names.append(f"{prefix}.{name}" if prefix else name)
     return list(by_tensor.values())
-
-
-def parameter_names(model: torch.nn.Module) -> list[list[str]]:
-    """Of each parameter all names, its own first, in the order of `model.parameters()`."""
-    by_parameter: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_parameter.setdefault(id(parameter), []).append(name)
-    return list(by_parameter.values())

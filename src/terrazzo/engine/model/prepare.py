@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.transfer import Ledger
-from terrazzo.engine.model.attach import check_several
 from terrazzo.engine.model.checks import (
-    check_agreement,
     check_device,
     check_dtypes,
     check_graphs,
@@ -28,13 +26,14 @@ from terrazzo.engine.model.checks import (
     check_model,
     check_offload,
     check_precision,
+    check_several,
     check_versions,
     model_facts,
     optimizer_facts,
-    together,
     warn_of_unused,
 )
 from terrazzo.engine.model.materialize import check_initializable
+from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, state_of

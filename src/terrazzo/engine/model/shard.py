@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, meets
 from terrazzo.engine.model.attach import put_on
-from terrazzo.engine.model.checks import together
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.materialize import (
     initializer_of,
@@ -30,6 +28,7 @@ from terrazzo.engine.model.measured import let_measure
 from terrazzo.engine.model.module import make_sharded_module
 from terrazzo.engine.model.prepare import OptimizerLike, Options, prepare
 from terrazzo.engine.model.stand_in import show_gradients
+from terrazzo.engine.model.together import together
 from terrazzo.engine.model.wrappers import watch_wrapping
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
@@ -45,9 +44,8 @@ from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import Pass
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.errors import BadInput, Misuse, listed, warn
 
 __all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
 
@@ -74,8 +72,8 @@ def shard(  # structure: signature fixed by the design
     Args:
         model: any module with contiguous parameters. Freeze what is to be frozen before.
         optimizer: an elementwise `torch.optim` optimizer over `model.parameters()`, whose state is sharded with it; a
-            callable that builds one from the parameters; several optimizers over disjoint parameters in a list, which
-            come back in a list; or None. A warning names trainable parameters that none of them has.
+            callable that builds one from the parameters; several optimizers over disjoint parameters in a list or
+            tuple, which come back in one; or None. A warning names trainable parameters that none of them has.
         plan: a `Plan` or its name: `zero0` to `zero3`, `ddp`, `no_shard`, `full_shard`, `shard_grad_op`,
             `hybrid_shard`, `hybrid_shard_zero2`, `hfsdp`, `hpz`; each with `@cpu`, `@cpu-all`, `@nvme` or `@nvme-all`,
             of all units or, as in `zero3@cpu:0.7`, of a share of them.
@@ -169,7 +167,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     """
     engine = engine_of(model)
     before = engine.schedule.this_pass
-    engine.schedule.set_pass(Pass.ADDS if engine.sums_locally(local) else Pass.REDUCES)
+    engine.schedule.set_pass(engine.pass_of(False, local))
     try:
         yield
     finally:
@@ -230,18 +228,19 @@ def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> 
     """Say which parameters get gradients that no optimizer takes."""
     names = orphans([member for unit in units for bucket in unit.buckets for member in bucket.members])
     if names and optimizers and dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"{len(names)} trainable parameters are in no optimizer, so that they keep their values: "
             f"{listed(names, 5)}. Give tz.shard, or tz.attach, an optimizer that has them, or freeze them with "
-            "requires_grad_(False).",
-            stacklevel=3,
+            "requires_grad_(False)."
         )
 
 
 def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
-    """As the user gave them: one optimizer or a sequence of several."""
-    if isinstance(given, list | tuple):
-        return type(given)(built)
+    """Optimizers as the user gave them: one, or a sequence of several."""
+    if isinstance(given, tuple):
+        return getattr(given, "_make", tuple)(built)  # a NamedTuple's constructor takes each by itself
+    if isinstance(given, list):
+        return built
     return built[0] if built else None
 
 

@@ -169,14 +169,14 @@ def copied_pieces(
             yield along, pieces
 
 
-def own_share(bucket: Bucket) -> Range:
+def _own_share(bucket: Bucket) -> Range:
     """What this rank gives of the states it holds: replicas of one range give a part of it each."""
     axes = bucket.recipe.axes
     held = bucket.optim_axes
     return bucket.space.range((*held, *(axis for axis in axes.names if axis not in held)))
 
 
-def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = own_share) -> Iterator[Piece]:
+def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
     """This rank's share of the weights, master weights where there are any; over all ranks each element comes once."""
     for bucket in buckets:
         state = bucket.master if bucket.trainable else bucket.weight
@@ -185,7 +185,7 @@ def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = own_s
                 yield _piece(slot, "weight", held, state)
 
 
-def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] = own_share) -> Iterator[Piece]:
+def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
     """This rank's share of the optimizer's state; what is not per element comes with a parameter's first element."""
     for segment in driver.segments:
         state = driver.optimizer.state.get(segment.parameter) or {}
@@ -235,7 +235,7 @@ def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:
     """This rank's share of the weights' moving averages."""
     for bucket, average in averages.items():
         for slot in bucket.slots:
-            if (held := own_share(bucket).intersect(slot.range)).numel:
+            if (held := _own_share(bucket).intersect(slot.range)).numel:
                 yield _piece(slot, "average", held, average)
 
 
@@ -339,7 +339,7 @@ def _read_fixed(
 
 
 def _label(fixed: Mapping[str, Any] | None) -> Hashable:
-    """Equal for parameters whose states can share one tensor."""
+    """A value that is equal for parameters whose states can share one tensor."""
     return None if fixed is None else tuple((key, str(torch.as_tensor(v).tolist())) for key, v in fixed.items())
 
 

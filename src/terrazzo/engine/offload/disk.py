@@ -11,7 +11,6 @@ import mmap
 import os
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from terrazzo.engine.offload.disk_folder import mount_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job, Worker, again
-from terrazzo.errors import Misuse
+from terrazzo.errors import Misuse, warn
 
 __all__ = ["Disk", "DiskTraffic", "Pending", "page_aligned"]
 
@@ -214,21 +213,19 @@ class Disk:
     def _warn_if_buffered(self) -> None:
         for file in self._files:
             if self._settings.direct and not file.direct:
-                warnings.warn(
+                warn(
                     f"'{file.folder}' ({mount_of(file.folder).kind or 'unknown file system'}) refuses O_DIRECT: its "
                     "swap file goes through the page cache, which takes host memory. Use ext4 or xfs on a local disk, "
-                    "or set offload.direct to false.",
-                    stacklevel=3,
+                    "or set offload.direct to false."
                 )
 
     def _warn_if_deleted(self) -> None:
         gone = [] if self._warned_of_deletion else [file.path for file in self._files if file.deleted]
         if gone:
             self._warned_of_deletion = True
-            warnings.warn(
+            warn(
                 f"Someone has deleted the swap file '{gone[0]}' of a running process. It stays in use and takes its "
-                "space until this process ends: nothing is lost.",
-                stacklevel=5,
+                "space until this process ends: nothing is lost."
             )
 
     def leave_to_parent(self) -> None:

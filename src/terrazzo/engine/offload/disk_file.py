@@ -157,7 +157,7 @@ def left_behind_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 def _swap_files(folder: Path) -> list[Path]:
-    """Of whichever run, where their locks can be relied on."""
+    """Swap files in `folder`, of whichever run; none where their locks cannot be relied on."""
     if not folder.is_dir() or is_network(folder):
         return []
     return [folder / name for name in sorted(os.listdir(folder)) if _NAME.fullmatch(name)]

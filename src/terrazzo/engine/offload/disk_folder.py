@@ -89,7 +89,7 @@ def _mounts(mounts: Path) -> Iterator[tuple[str, Mount]]:
 
 
 def _require_writable(folder: Path) -> None:
-    """By writing: permissions alone do not tell of read-only mounts, root squash and the like."""
+    """Find out by writing: permissions alone do not tell of read-only mounts, root squash and the like."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -73,7 +73,7 @@ def cpus_of_a_rank(local_ranks: int, root: Path = SYS) -> int:
 
 
 def _share(allowed: int, everyones: int, ranks: int) -> int:
-    """Of `allowed` CPUs, those for one of `ranks`: all, where a launcher has bound it to no more than an even share."""
+    """How many of `allowed` CPUs one of `ranks` gets: all, where a launcher gave it no more than an even share."""
     return allowed if allowed <= max(1, everyones // ranks) else max(1, allowed // ranks)
 
 
@@ -99,7 +99,7 @@ def bind_to(cpus: Collection[int]) -> bool:
 
 @contextmanager
 def bound_to(cpus: Collection[int]) -> Iterator[None]:
-    """As `bind_to`, and back to where the thread was."""
+    """The thread is bound as by `bind_to` inside, and goes back to where it was."""
     before = allowed_cpus()
     bound = bind_to(cpus)
     try:
@@ -181,7 +181,7 @@ def _sharers(index: int, local_ranks: int, root: Path) -> tuple[int, int | None]
 
 
 def _pci_address(index: int) -> str:
-    """Of GPU `index`, as the folders below /sys/bus/pci/devices are called; empty if torch does not tell."""
+    """The address of GPU `index`, as folders below /sys/bus/pci/devices are called; empty if torch does not tell."""
     properties = devices.properties(index)
     if not hasattr(properties, "pci_domain_id"):
         return ""

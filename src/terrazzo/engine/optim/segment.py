@@ -47,7 +47,7 @@ class Segment:
 
     @property
     def range(self) -> Range:
-        """In the bucket's flat space, cut to what this rank holds."""
+        """The segment in the bucket's flat space, cut to what this rank holds."""
         return held_range(self.bucket, self.first, self.last).intersect(self.window)
 
     def slots(self) -> Iterator[tuple[Slot, Range]]:
@@ -93,7 +93,7 @@ class Segment:
 
     @property
     def seen(self) -> list[bool]:
-        """For each member, whether any rank had a gradient for it."""
+        """Whether any rank had a gradient for it, for each member."""
         return self.bucket.gradient.seen[self.first : self.last]
 
     def _cut_state(self, value: Any, part: slice) -> Any:

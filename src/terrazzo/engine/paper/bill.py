@@ -48,7 +48,7 @@ class MemoryBill:
 
     @property
     def total_bytes(self) -> int:
-        """On the device."""
+        """All bytes on the device."""
         return self.weight_bytes + self.master_bytes + self.grad_bytes + self.moments_bytes + self.transient_bytes
 
     def table(self) -> str:

@@ -70,7 +70,7 @@ def backend_for(kind: str) -> str:
 
 
 def kind_of_group() -> str:
-    """Of the tensors that the default process group is for: `cuda` if it has NCCL and there is a device."""
+    """The kind of tensors that the default process group is for: `cuda` if it has NCCL and there is a device."""
     nccl = count() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     return "cuda" if nccl else "cpu"
 
@@ -81,7 +81,7 @@ def properties(index: int | None = None) -> Any:
 
 
 def generator_state() -> Tensor | None:
-    """Of random numbers on this thread's CUDA device, uint8 on the host; None where this process has not used one."""
+    """The state of this thread's CUDA generator, uint8 on the host; None where this process has not used one."""
     return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 

@@ -1,0 +1,54 @@
+"""What ranks do as one: each does its part, or all raise; and all have been told the same, or all raise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.engine.axes import Axes
+from terrazzo.errors import BadInput
+
+__all__ = ["check_agreement", "together"]
+
+T = TypeVar("T")
+
+
+def together(axes: Axes, action: Callable[[], T]) -> T:
+    """What `action` returns. Raises: what it raises here, and `BadInput` where it raises on another rank."""
+    problem: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        problem = error
+    failed = axes.maximum(torch.tensor([0 if problem is None else dist.get_rank() + 1], device=axes.device))
+    if problem is not None:
+        raise problem
+    if failed.item():
+        raise BadInput(f"Rank {failed.item() - 1} cannot do its part of this: its own message has the edit.")
+    return result
+
+
+def check_agreement(
+    axes: Axes, facts: Mapping[str, object], fix: str = "Give every rank the same model and arguments."
+) -> None:
+    """Compare what each rank was told. Raises: `BadInput` on every rank, naming the facts that differ.
+
+    Args:
+        facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.
+        fix: what the message ends with.
+    """
+    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts.items()}
+    digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
+    values = torch.tensor(digests, dtype=torch.int64, device=axes.device)
+    differing = [key for key, same in zip(texts, axes.equal(values), strict=True) if not same]
+    if differing:
+        mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)
+        raise BadInput(
+            f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
+            f"{fix}"
+        )
