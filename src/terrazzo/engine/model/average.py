@@ -55,7 +55,8 @@ class EMA:
     def update(self) -> None:
         """Take in the weights of now. To be called after `optimizer.step()`, on every rank.
 
-        Raises: `Misuse` inside `swapped`.
+        Raises:
+            Misuse: inside `swapped`.
         """
         self._require_outside("ema.update()")
         self._finish_updates()
