@@ -29,7 +29,7 @@ import torch
 from terrazzo.engine.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.precision import Precision
 
-__all__ = ["Axis", "BucketSpec", "MoveBytes", "Pass", "StateBytes", "SumAxes", "When", "resting_bytes"]
+__all__ = ["BucketSpec", "MoveBytes", "Pass", "SumAxes", "When", "resting_bytes"]
 
 
 class When(enum.StrEnum):
