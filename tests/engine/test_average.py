@@ -77,6 +77,22 @@ def test_each_bit_is_that_of_torch(plan: str, precision: str, tmp_path: Path) ->
     on_ranks(ranks, body)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_written_into_weights_is_averaged(precision: str) -> None:
+    with fake_group(1):
+        model, optimizer = sharded(Net(), "zero2", 1, precision=precision)
+        train(model, optimizer, 1, 0)
+        with torch.no_grad():
+            model.head.bias.fill_(7)
+        ema = tz.EMA(model, 0.5)
+        with torch.no_grad():
+            model.head.bias.fill_(9)
+        ema.update()
+        with ema.swapped():
+            assert states(model)["head.bias"].eq(8).all()
+        assert states(model)["head.bias"].eq(9).all()
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [("zero1", "zero3"), ("zero3@nvme-all", "hpz"), ("hfsdp", "zero3@cpu")])
 def test_a_checkpoint_has_it(saved: str, loaded: str, tmp_path: Path) -> None:
     base = Net()

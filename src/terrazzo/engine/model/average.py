@@ -46,7 +46,7 @@ class EMA:
                 f"tz.EMA of master weights in {dtype}, where 1 - decay of a weight is rounded away: shard the model "
                 "with precision='bf16', which has fp32 masters."
             )
-        self._finish_updates()
+        self._bring_up_to_date()
         self._averages = {bucket: _copy_of_master(bucket) for bucket in self._engine.trainable()}
         self._engine.averages = self._averages
         self._inside = False
@@ -59,7 +59,7 @@ class EMA:
             Misuse: inside `swapped`.
         """
         self._require_outside("ema.update()")
-        self._finish_updates()
+        self._bring_up_to_date()
         for bucket, average in self._averages.items():
             for cut in bucket.master.cuts(average.range):
                 with bucket.master.opened(cut) as weights:
@@ -103,7 +103,9 @@ class EMA:
                     part.copy_(kept)
         self._engine.publish()
 
-    def _finish_updates(self) -> None:
+    def _bring_up_to_date(self) -> None:
+        """Have all in the master weights: what the user has written into weights, and what updates do to them."""
+        self._engine.hooks.adopt_edits()
         for driver in self._engine.drivers:
             driver.finish_updates()
 

@@ -31,7 +31,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         """Have `forward`, with the hooks around it, run the method in its place, once."""
-        own = {name: value for name, value in module.__dict__.items() if name == "forward"}
+        own = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
             restore()
