@@ -8,12 +8,27 @@ the host.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
 
 from hostcuda.collectives import LINKS, LISTENERS, Carried, Links
 from hostcuda.library import native
 
-__all__ = ["LINKS", "Carried", "Links", "listening", "now_s", "set_speeds", "spent_s"]
+__all__ = [
+    "LINKS",
+    "Carried",
+    "Links",
+    "Span",
+    "listening",
+    "now_s",
+    "queued_s",
+    "set_speeds",
+    "spent_s",
+    "tracing",
+]
 
 
 def set_speeds(flops: float = 4e14, memory: float = 2e12, pcie: float = 2.5e10, launch_s: float = 0.0) -> None:
@@ -31,6 +46,13 @@ def set_speeds(flops: float = 4e14, memory: float = 2e12, pcie: float = 2.5e10, 
 def now_s() -> float:
     """Seconds by which all is over that this thread has done or waited for."""
     return float(native.host_time_s())
+
+
+def queued_s() -> float:
+    """Seconds by which all is over that the current stream has been given, and what that waits for."""
+    event = torch.cuda.Event()
+    event.record()
+    return float(native.event_time_s(event.event_id))
 
 
 _KINDS = ("kernels", "kernels beside", "copies in", "copies out")
@@ -52,3 +74,39 @@ def listening() -> Iterator[list[Carried]]:
         yield heard
     finally:
         LISTENERS[:] = [listener for listener in LISTENERS if listener is not heard]
+
+
+class Span(NamedTuple):
+    """Work of a kind that `spent_s` knows, or a collective by its name; on the default stream, or `beside` it."""
+
+    what: str
+    beside: bool
+    begin_s: float
+    end_s: float
+
+
+class _Row(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("beside", ctypes.c_int64),
+        ("begin_s", ctypes.c_double),
+        ("end_s", ctypes.c_double),
+    )
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[list[Span]]:
+    """All work that begins inside, told once that has ended. Kernels that follow one another may be one span."""
+    traced: list[Span] = []
+    with listening() as heard:
+        native.record_spans(1)
+        try:
+            yield traced
+        finally:
+            native.record_spans(0)
+    rows = (_Row * native.span_count())()
+    native.spans(rows, len(rows))
+    names = iter([each.name for each in heard])
+    for row in rows:
+        what = _KINDS[row.kind] if row.kind < len(_KINDS) else next(names)
+        traced.append(Span(what, bool(row.beside), row.begin_s, row.end_s))

@@ -6,6 +6,8 @@ contenders   who trains
 measure      a step's parts, in a rank
 rank         a rank's process: the device first, then torch
 outcome      floors and ratios
+above        what lies between a step and its floor
+waits        what computation waits for, from the work on all streams
 estimate     what the planner says of the same step
 report       tables and a picture
 suite        all of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.timeline.contenders import CONTENDERS, Trainee
 from benchmarks.timeline.model import SCALE, WIDTH, Model
+from benchmarks.timeline.waits import waits
 from hostcuda.device import report, start, virtual
 
 __all__ = ["join", "outcomes"]
@@ -70,15 +71,21 @@ def _measured(trainee: Trainee, x: Tensor, loss: Tensor) -> tuple[dict[str, Any]
     parts: dict[str, Any] = {}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    begun_s = virtual.now_s()
-    with _Part(parts, "backward"):
-        loss.backward()
-    with _Part(parts, "step"):
-        _step(trainee)
-    with _Part(parts, "forward"):
-        loss = _forward(trainee, x)
-    torch.cuda.synchronize()
-    seconds = torch.tensor(virtual.now_s() - begun_s, dtype=torch.float64)
+    moments_s = [virtual.now_s()]
+    with virtual.tracing() as spans:
+        with _Part(parts, "backward"):
+            loss.backward()
+        moments_s.append(virtual.queued_s())
+        with _Part(parts, "step"):
+            _step(trainee)
+        moments_s.append(virtual.queued_s())
+        with _Part(parts, "forward"):
+            loss = _forward(trainee, x)
+        torch.cuda.synchronize()
+        moments_s.append(virtual.now_s())
+    for part, (begin_s, end_s) in zip(parts.values(), pairwise(moments_s), strict=True):
+        part["waits"] = {what: round(waited, NANO) for what, waited in waits(spans, begin_s, end_s).items()}
+    seconds = torch.tensor(moments_s[-1] - moments_s[0], dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return {
         "step_s": round(float(seconds), NANO),

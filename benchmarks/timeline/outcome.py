@@ -30,7 +30,8 @@ class Outcome:
 
     Attributes:
         parts: of `forward`, `backward` and `step`, seconds of work by what does it (`spent`), and calls, seconds in all
-            and the longest of collectives, by name and whether their link is `near` or `far` (`collectives`).
+            and the longest of collectives, by name and whether their link is `near` or `far` (`collectives`), and by
+            what it waits for, seconds in which the stream that computes runs no kernel (`waits`).
         planned_s: what the planner says of the step, where it knows the plan.
     """
 
@@ -61,6 +62,10 @@ class Outcome:
     def moving_s(self) -> float:
         """Seconds of the busiest link."""
         return max(self._loads(*self.parts).values())
+
+    def waited_s(self, kinds: Iterable[str], *parts: str) -> float:
+        """Seconds for which that stream waits for some kinds of work, in some parts of the step."""
+        return sum(float(self.parts[part]["waits"].get(kind, 0.0)) for part in parts for kind in kinds)
 
     @property
     def floor_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Writes the page's table of targets from the committed record: `python -m benchmarks.timeline.page`."""
+"""Writes the page's tables of targets and waits from the committed record: `python -m benchmarks.timeline.page`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timeline.report import conditions, outcomes_of, targets_table
+from benchmarks.timeline.report import above_table, conditions, outcomes_of, targets_table
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "timeline" / "record.json"
@@ -16,8 +16,9 @@ BEGIN, END = "<!-- measured: python -m benchmarks.timeline.page -->", "<!-- end 
 
 
 def section(record: dict[str, Any]) -> str:
-    """Every target beside the worst cell, between the two marks."""
-    return "\n".join([BEGIN, conditions(record), "", targets_table(outcomes_of(record)), "", END])
+    """Every target beside the worst cell, and what is waited for there, between the two marks."""
+    outcomes = outcomes_of(record)
+    return "\n".join([BEGIN, conditions(record), "", targets_table(outcomes), "", above_table(outcomes), "", END])
 
 
 def update(text: str, record: dict[str, Any]) -> str:

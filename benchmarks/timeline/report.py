@@ -7,11 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.timeline import above
 from benchmarks.timeline.machines import LAYOUTS
 from benchmarks.timeline.model import DEPTH, SCALE, WIDTH
 from benchmarks.timeline.outcome import PEERS, Outcome, ratios
 
-__all__ = ["conditions", "markdown", "outcomes_of", "plot", "targets", "targets_table"]
+__all__ = ["above_table", "conditions", "markdown", "outcomes_of", "plot", "targets", "targets_table"]
 
 NAMES = {
     "replicate": "replicate",
@@ -90,6 +91,8 @@ def markdown(record: dict[str, Any]) -> str:
         HOW,
         "\n## Targets\n",
         targets_table(outcomes),
+        "\n## Above the floor\n",
+        above_table(outcomes),
         "\n![Step times over their floors](step-times.png)\n",
         "## Plans and peers\n",
         _summary(outcomes),
@@ -108,6 +111,14 @@ def targets_table(outcomes: Sequence[Outcome]) -> str:
         for name, limit, value, where in targets(outcomes)
     ]
     return _table(["target, in every cell", "limit", "worst", "", "where"], rows)
+
+
+def above_table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown: in each plan's worst cell, what lies between its step and its floor."""
+    return (
+        "What computation waits for in each plan's worst cell, in percent of the plan's floor, which has a part of it "
+        "already; and the peer's step over the same floor.\n\n" + _table(above.HEAD, above.rows(outcomes))
+    )
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:

@@ -121,6 +121,22 @@ double hc_spent_s(int kind) {
   return spent_s(static_cast<Kind>(kind));
 }
 
+void hc_record_spans(int on) {
+  Locked locked;
+  record_spans(on);
+}
+
+int64_t hc_span_count() {
+  Locked locked;
+  return static_cast<int64_t>(spans().size());
+}
+
+// The first of them.
+void hc_spans(void* into, int64_t count) {
+  Locked locked;
+  std::memcpy(into, spans().data(), count * sizeof(Span));
+}
+
 void hc_record_events(int on) {
   Locked locked;
   record_events(on);

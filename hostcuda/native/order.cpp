@@ -26,6 +26,8 @@ struct State {
   std::vector<std::pair<std::string, std::string>> reports;
   Speeds speeds;
   double spent_s[kKinds] = {};
+  bool recording = false;
+  std::vector<Span> spans;
   int home = 0, devices = 1;
   std::deque<Entity> entities;  // their addresses stay
   std::map<std::pair<int, int64_t>, int> streams;
@@ -46,6 +48,16 @@ thread_local int tls_entity = -1;
 int new_entity(const std::string& name, bool thread, bool beside = false) {
   state().entities.push_back({name, thread, beside, {}});
   return static_cast<int>(state().entities.size()) - 1;
+}
+
+void record(Kind kind, bool beside, double begin_s, double end_s) {
+  auto& spans = state().spans;
+  const bool kernel = kind == kKernel || kind == kKernelBeside;
+  if (kernel && begin_s == end_s) return;
+  if (kernel && !spans.empty() && spans.back().kind == kind && spans.back().end_s == begin_s)
+    spans.back().end_s = end_s;
+  else
+    spans.push_back({kind, beside, begin_s, end_s});
 }
 
 bool is_autograds() {
@@ -141,10 +153,20 @@ void launch(int entity, double seconds, Kind kind) {
   auto& clock = clock_of(entity);
   clock.join(host);
   clock.tick(entity);
+  const double begin_s = clock.time_s;
   clock.time_s += seconds;
-  if (kind == kKernel && state().entities[entity].beside) kind = kKernelBeside;
+  const bool beside = state().entities[entity].beside;
+  if (kind == kKernel && beside) kind = kKernelBeside;
   spent_s(kind) += seconds;
+  if (state().recording) record(kind, beside, begin_s, clock.time_s);
 }
+
+void record_spans(bool on) {
+  state().recording = on;
+  if (on) state().spans.clear();
+}
+
+const std::vector<Span>& spans() { return state().spans; }
 
 void synchronize(const Clock& until, const std::string& what) {
   clock_of(thread_entity()).join(until);

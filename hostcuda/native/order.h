@@ -34,6 +34,12 @@ struct Speeds {
 // What work is: kernels, on the default stream and on others, copies from and to the host, and collectives.
 enum Kind { kKernel, kKernelBeside, kCopyIn, kCopyOut, kCollective, kKinds };
 
+// Work in virtual time, on the default stream or beside it. Kernels that follow one another are one.
+struct Span {
+  int64_t kind, beside;
+  double begin_s, end_s;
+};
+
 using Callback = void (*)(const char* kind, const char* text);
 
 // The lock over all state of the simulation. What is reported while it is held is told once it is let go: the callback
@@ -77,6 +83,9 @@ double& spent_s(Kind kind);
 
 // An entity for a stream begins work that takes so long, after all that the calling thread knows to be over.
 void launch(int entity, double seconds = 0, Kind kind = kKernel);
+// Spans since the recording was last switched on.
+void record_spans(bool on);
+const std::vector<Span>& spans();
 // The calling thread waits, which is reported as "sync".
 void synchronize(const Clock& until, const std::string& what);
 void synchronize_device(int device, const std::string& what);

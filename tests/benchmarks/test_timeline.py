@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from benchmarks.timeline import page, suite
+from benchmarks.timeline.above import above_floor
 from benchmarks.timeline.contenders import CONTENDERS
 from benchmarks.timeline.machines import LAYOUTS, Cell
 from benchmarks.timeline.model import DEPTH, SCALE, WIDTH, shape
 from benchmarks.timeline.outcome import PEERS, Outcome, ratios
 from benchmarks.timeline.report import outcomes_of, targets
+from benchmarks.timeline.waits import waits
+from hostcuda.virtual import Span
 from terrazzo.planner.machine.devices import device
 
 RECORD = page.RECORD
@@ -27,7 +30,7 @@ def _part(
         name.replace("__", " "): {"calls": len(found), "total_s": sum(found), "longest_s": max(found)}
         for name, found in collectives.items()
     }
-    return {"spent": spent, "collectives": told}
+    return {"spent": spent, "collectives": told, "waits": {}}
 
 
 def _outcome(step_s: float, contender: str = "zero3", **parts: dict[str, Any]) -> Outcome:
@@ -97,6 +100,38 @@ def test_whoever_is_named_exists() -> None:
 def test_the_committed_report_is_made_from_the_record() -> None:
     record = json.loads(RECORD.read_text())
     assert RECORD.with_name("report.md").read_text() == suite.markdown(record)
+
+
+def test_what_is_waited_for_is_followed_back() -> None:
+    """The first kernel waits for a gather behind a cast, the second for a copy that the same stream does itself."""
+    spans = [
+        Span("kernels beside", True, 0.0, 1.0),
+        Span("all_gather", True, 1.0, 4.0),
+        Span("reduce_scatter", True, 4.0, 9.0),  # nobody waits for it
+        Span("kernels", False, 4.0, 6.0),
+        Span("copies in", False, 6.0, 7.0),
+        Span("kernels", False, 7.0, 8.0),
+    ]
+    assert waits(spans, 0.5, 8.0) == {"kernels beside": 0.5, "all_gather": 3.0, "copies in": 1.0}
+    assert waits(spans, 8.0, 9.0) == {"reduce_scatter": 1.0}
+    with pytest.raises(ValueError, match=r"nothing ends at 7\.0"):
+        waits(spans[-1:], 0.0, 7.5)
+
+
+def test_waits_and_the_floor_add_up_to_what_a_step_has_above_it() -> None:
+    found = _outcome(
+        10.0,
+        forward=_part(3.0, all_gather__near=[1.0, 1.0]) | {"waits": {"all_gather": 2.0}},
+        backward=_part(3.0, reduce_scatter__near=[1.0]) | {"waits": {"reduce_scatter": 1.5, "kernels beside": 0.5}},
+    )
+    shares = above_floor(found)
+    assert found.floor_s == 8.0
+    assert sum(shares.values()) == pytest.approx(2.0 / 8.0)
+    assert {name: share * 8.0 for name, share in shares.items() if share} == pytest.approx(
+        {"gathers, forward": 2.0, "sums": 1.5, "casts, divisions": 0.5, "in the floor": -2.0}
+    )
+    with pytest.raises(ValueError, match="no name"):
+        above_floor(replace(found, step_s=11.0))
 
 
 def test_no_recorded_step_is_shorter_than_its_floor() -> None:

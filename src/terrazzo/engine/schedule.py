@@ -5,8 +5,9 @@ Backward of a unit begins: release the units that have ended, gather this one, s
 gathering the next ones, wait. Half of its gradient is there: gather what was postponed. Backward ends: reduce the rest.
 
 In backward three units' worth of memory is in use: the weights and the gradient of the running unit, and either the
-gradient that is being reduced or the weights that come next. So while a gradient is being reduced, the next gather is
-postponed until half of the running unit's gradient is there. Beside the computation only the gather waits for that.
+gradient that is being reduced or the weights that come next. Where the host waits for a reduction, the next gather is
+therefore postponed until half of the running unit's gradient is there. Beside the computation it comes right behind the
+reduction, on the same stream, and has the memory that this gives back.
 
 Whether a unit is gathered at a position of the program follows from the program alone, never from what is in this
 rank's memory: only so do all ranks issue the same. A rank that needs a unit which the program does not have there
@@ -331,7 +332,9 @@ class Schedule:
                 self._close(unit)
             ahead = order.backward[step + 1 : step + 1 + self.prefetch]
             self._postponed = [index for index in ahead if self.units[index].regathered]
-            if not (self._reductions.under_way and running.fills_gradually):
+            if running.side is not None:
+                self.halfway()
+            elif not (self._reductions.under_way and running.fills_gradually):
                 self._fetch_postponed()
             if step < position:
                 running.wait()
@@ -350,10 +353,7 @@ class Schedule:
         return bool(self._postponed) and self.order.backward[self._backward_cursor - 1] == unit.index
 
     def halfway(self) -> None:
-        """Half of the running unit's gradient is there: make room for the next weights, and start gathering them.
-
-        A rank that skips the unit does the same when the program passes by.
-        """
+        """Half of the running unit's gradient is there, or the program goes on: make room, and gather what is next."""
         if self._postponed:
             self._reductions.make_room()
         self._fetch_postponed()

@@ -215,6 +215,7 @@ class _Walk:
             self.fetch(index)
             if self.settings.beside:
                 self.drop_held(index)
+                self.take_gradients(index)  # their memory is the side's, from before the next reduction
             if ended is not None:
                 self.close(ended)
             self.look_ahead(order[position + 1 : position + 1 + self.settings.prefetch], index)
@@ -228,7 +229,9 @@ class _Walk:
     def look_ahead(self, ahead: Sequence[int], running: int) -> None:
         self.held_back = [index for index in ahead if self.units[index].states.regathered]
         gradual = self.settings.gradual and self.units[running].states.trainable
-        if not (self.reducing and gradual):
+        if self.settings.beside:
+            self.halfway()
+        elif not (self.reducing and gradual):
             self.fetch_held_back()
 
     def run_backward(self, index: int, is_root: bool) -> None:
