@@ -24,6 +24,8 @@ __all__ = ["adopt_slurm", "first_host", "is_rank", "launch_ranks", "ranks_to_sta
 
 _SEEN_LATE_NS = 200_000_000
 """By how much a death may be seen too late. The others' errors, of connections to the dead, come as soon as it."""
+_KILL_SEEN_LATE_NS = 2_000_000_000
+"""The same of a SIGKILL: no rank ends so because another has failed, and a busy machine lets the launcher wait."""
 
 
 def is_rank() -> bool:
@@ -112,7 +114,7 @@ def _report(ranks: Sequence[LocalRank], asked: int | None = None) -> int:
         return _stopped(ranks, asked)
     if first is None and silent is None:
         return max((rank.code for rank in ranks if rank.code is not None and not rank.ended_by_us), default=FAILED)
-    if first is None or (silent is not None and silent.time_ns < first.time_ns + _SEEN_LATE_NS):
+    if first is None or (silent is not None and silent.time_ns < first.time_ns):
         assert silent is not None
         if first is not None:
             print(f"Rank {first.rank} failed as well:\n{first.text}\n", file=sys.stderr)
@@ -137,15 +139,16 @@ def _stopped(ranks: Sequence[LocalRank], asked: int) -> int:
 
 
 def _silent(rank: LocalRank, asked: int | None = None) -> Failure | None:
-    """How a rank ended without a word; None for one that did not, or that is asked for, or that was good."""
+    """How a rank ended without a word, and when at the earliest; None if it did not, was asked to, or ended well."""
     if rank.code in (None, 0, PREEMPTED) or rank.ended_by_us or rank.failure is not None:
         return None
     if rank.code > 0:
         said = f"Rank {rank.rank} ended with exit code {rank.code}; the other ranks were stopped."
-        return Failure(rank.rank, rank.ended_ns or 0, rank.code, said)
+        return Failure(rank.rank, (rank.ended_ns or 0) - _SEEN_LATE_NS, rank.code, said)
     if asked is not None and rank.code == -asked:
         return None
     name = signal.Signals(-rank.code).name
     hint = " (often the kernel's out-of-memory killer)" if name == "SIGKILL" else ""
     said = f"Rank {rank.rank} was ended by {name}{hint}; the other ranks were stopped."
-    return Failure(rank.rank, rank.ended_ns or 0, FAILED, said)
+    late_ns = _KILL_SEEN_LATE_NS if name == "SIGKILL" else _SEEN_LATE_NS
+    return Failure(rank.rank, (rank.ended_ns or 0) - late_ns, FAILED, said)
