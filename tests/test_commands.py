@@ -82,7 +82,13 @@ def obey(command: str) -> None:
     words = shlex.split(command, comments=True)
     name, arguments = Path(words[0]).name, words[1:]
     if name == "make":
-        subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            ["make", "--no-print-directory", "--dry-run", *arguments],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
     elif (name, arguments[0]) == ("terrazzo", "run"):
         script = arguments[-1]
         assert arguments[1:3] == ["--ranks", "2"]
@@ -113,9 +119,8 @@ def test_every_command_of_the_first_pages_works(runs: Runs) -> None:
 
 
 def test_the_demo_is_short_and_its_commands_work(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = subprocess.run(
-        ["make", "--dry-run", "--always-make", "demo"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
-    ).stdout.splitlines()
+    make = ["make", "--no-print-directory", "--dry-run", "--always-make", "demo"]
+    shown = subprocess.run(make, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
     assert shown[0].startswith("echo "), "something to see at once"
     assert not any("quiet" in line for line in shown)
     obey(shown[-1])

@@ -30,6 +30,7 @@ from tests.helpers.fake import fake_group
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 MIXED: dict[str, Precision] = {
     **PRECISIONS,
+    "fp16": replace(PRECISIONS["fp16"], loss_scaling=None),  # a step that an overflow skips gathers nothing
     "fp32 weights": Precision(weight="fp32", compute="bf16", reduce="bf16"),  # type: ignore[arg-type]
     "fp16 wire": Precision(weight="bf16", compute="bf16", reduce="fp16", accumulate="bf16"),  # type: ignore[arg-type]
 }
