@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 
-__all__ = ["Arriving", "AtRest", "Guard", "Zeros", "sharded_name", "watch_data"]
+__all__ = ["Arriving", "AtRest", "Guard", "Zeros", "sharded_name", "torch_names", "watch_data"]
 
 _T = Tensor
 _PROPERTIES = (
@@ -206,3 +206,8 @@ def _watched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         descriptor.__set__(self, value)
 
     return type(kind.__name__, (kind,), {"data": property(data, give_data), "__module__": kind.__module__})
+
+
+def torch_names(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that have NumPy's names, which torch takes as well, by torch's own."""
+    return {{"axis": "dim", "keepdims": "keepdim"}.get(name, name): value for name, value in named.items()}

@@ -18,7 +18,7 @@ from terrazzo.engine.buffer import Resting
 from terrazzo.engine.layout import Range
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.parameter import AtRest
+from terrazzo.engine.parameter import AtRest, torch_names
 from terrazzo.errors import Misuse
 
 __all__ = ["let_measure"]
@@ -94,7 +94,7 @@ class Measured(AtRest):
             return made
         if func in _MEASURES and isinstance(args[0], Measured):
             with torch.no_grad():
-                number = _MEASURES[func](args[0], *args[1:], **named)
+                number = _MEASURES[func](args[0], *args[1:], **torch_names(named))
             return _ungraded(number, args[0].terrazzo_name) if args[0].tracked else number
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -149,7 +149,7 @@ def _tensors(rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 
 def _refuse(name: str, value: Measured, **given: Any) -> None:
-    """Raises: `Misuse` where a measure is asked for along a dimension."""
+    """Raises: `Misuse` where a measure is asked for along a dimension, or in a way that only torch knows."""
     asked = ", ".join(f"{key}={each!r}" for key, each in given.items() if each is not None and each is not False)
     if asked:
         raise Misuse(
@@ -158,45 +158,63 @@ def _refuse(name: str, value: Measured, **given: Any) -> None:
         )
 
 
-def _sum(value: Measured, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    _refuse("sum", value, dim=dim, keepdim=keepdim)
+def _sum(
+    value: Measured, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **others: Any
+) -> Tensor:
+    _refuse("sum", value, dim=dim, keepdim=keepdim, **others)
     if not value.part.is_floating_point():
         return value.total(value.part.sum(dtype=dtype))
     return value.as_dtype(value.total(value.part.sum(dtype=torch.float64)), dtype)
 
 
-def _mean(value: Measured, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    _refuse("mean", value, dim=dim, keepdim=keepdim)
+def _mean(
+    value: Measured, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **others: Any
+) -> Tensor:
+    _refuse("mean", value, dim=dim, keepdim=keepdim, **others)
     return value.as_dtype(value.total(value.part.sum(dtype=torch.float64)) / value.numel(), dtype)
 
 
-def _var(value: Measured, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **named: Any) -> Tensor:
-    unbiased = dim if isinstance(dim, bool) else unbiased  # torch has two orders
-    correction = named.get("correction", 1 if unbiased else 0)
-    _refuse("std", value, dim=None if isinstance(dim, bool) else dim, keepdim=keepdim)
-    part, numel = value.part.double(), value.numel()
-    mean = value.total(part.sum()) / numel
-    return value.as_dtype(value.total((part - mean).square().sum()) / max(numel - correction, 0))
+def _var(value: Measured, *rest: Any, **named: Any) -> Tensor:
+    return _spread("var", value, *rest, **named)
 
 
 def _std(value: Measured, *rest: Any, **named: Any) -> Tensor:
-    return _var(_widened(value), *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
+    return _spread("std", _widened(value), *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
+
+
+def _spread(
+    name: str, value: Measured, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **others: Any
+) -> Tensor:
+    unbiased = dim if isinstance(dim, bool) else unbiased  # torch has two orders
+    correction = others.pop("correction", None)
+    correction = float(unbiased) if correction is None else correction
+    _refuse(name, value, dim=None if isinstance(dim, bool) else dim, keepdim=keepdim, **others)
+    part, numel = value.part.double(), value.numel()
+    mean = value.total(part.sum()) / numel
+    return value.as_dtype(value.total((part - mean).square().sum()) / max(numel - correction, 0))
 
 
 def _widened(value: Measured) -> Measured:
     return Measured.of(value.part.double(), value, value.terrazzo_name, value.axes, value.over)
 
 
-def _norm(value: Measured, p: Any = None, dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
-    kind = named.get("ord", p)
+def _norm(
+    value: Measured,
+    p: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    **others: Any,
+) -> Tensor:
+    kind = others.pop("ord", p)
     kind = 2.0 if kind in (None, "fro") else kind
-    _refuse("norm", value, dim=dim, keepdim=keepdim, ord=kind if isinstance(kind, str) else None)
+    _refuse("norm", value, dim=dim, keepdim=keepdim, ord=kind if isinstance(kind, str) else None, **others)
     part, kind = value.part.double().abs(), float(kind)
     if math.isinf(kind):
-        return value.as_dtype(_extreme(value, part, highest=kind > 0), named.get("dtype"))
+        return value.as_dtype(_extreme(value, part, highest=kind > 0), dtype)
     if kind == 0:
-        return value.as_dtype(value.total(part.count_nonzero()), named.get("dtype"))
-    return value.as_dtype(value.total((part**kind).sum()) ** (1 / kind), named.get("dtype"))
+        return value.as_dtype(value.total(part.count_nonzero()), dtype)
+    return value.as_dtype(value.total((part**kind).sum()) ** (1 / kind), dtype)
 
 
 def _matrix_norm(value: Measured, ord: Any = None, *rest: Any, **named: Any) -> Tensor:
@@ -221,28 +239,28 @@ def _extreme(value: Measured, part: Tensor, *, highest: bool) -> Tensor:
     return value.total(own, reduce)
 
 
-def _max(value: Measured, dim: Any = None, keepdim: bool = False) -> Tensor:
-    _refuse("max", value, dim=dim, keepdim=keepdim)
+def _max(value: Measured, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
+    _refuse("max", value, dim=dim, keepdim=keepdim, **others)
     return _extreme(value, value.part, highest=True).to(value.part.dtype)
 
 
-def _min(value: Measured, dim: Any = None, keepdim: bool = False) -> Tensor:
-    _refuse("min", value, dim=dim, keepdim=keepdim)
+def _min(value: Measured, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
+    _refuse("min", value, dim=dim, keepdim=keepdim, **others)
     return _extreme(value, value.part, highest=False).to(value.part.dtype)
 
 
-def _any(value: Measured, dim: Any = None, keepdim: bool = False) -> Tensor:
-    _refuse("any", value, dim=dim, keepdim=keepdim)
+def _any(value: Measured, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
+    _refuse("any", value, dim=dim, keepdim=keepdim, **others)
     return value.total(value.part.any().long(), torch.amax).bool()
 
 
-def _all(value: Measured, dim: Any = None, keepdim: bool = False) -> Tensor:
-    _refuse("all", value, dim=dim, keepdim=keepdim)
+def _all(value: Measured, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
+    _refuse("all", value, dim=dim, keepdim=keepdim, **others)
     return value.total(value.part.all().long(), torch.amin).bool()
 
 
-def _count(value: Measured, dim: Any = None) -> Tensor:
-    _refuse("count_nonzero", value, dim=dim)
+def _count(value: Measured, dim: Any = None, **others: Any) -> Tensor:
+    _refuse("count_nonzero", value, dim=dim, **others)
     return value.total(value.part.count_nonzero())
 
 

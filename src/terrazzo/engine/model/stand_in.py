@@ -21,7 +21,7 @@ from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.parameter import AtRest
+from terrazzo.engine.parameter import AtRest, torch_names
 from terrazzo.engine.partition import Member
 from terrazzo.errors import Misuse
 
@@ -232,9 +232,9 @@ class _StandIn(AtRest):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _ACTIONS and isinstance(args[0], _StandIn):
-            return _ACTIONS[func](*args, **(kwargs or {}))
+            return _ACTIONS[func](*args, **torch_names(kwargs or {}))
         if func in _FOR_EACH and all(isinstance(grad, _StandIn) for grad in args[0]):
-            return _for_each(_FOR_EACH[func], *args, **(kwargs or {}))
+            return _for_each(_FOR_EACH[func], *args, **torch_names(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -289,16 +289,17 @@ def _found(grad: _StandIn) -> tuple[_StandIns, Key]:
 
 
 def _norm(grad: _StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
-    kind = named.get("ord", named.get("p", kind))
+    kind, dtype = named.pop("ord", named.pop("p", kind)), named.pop("dtype", None)
     kind = 2.0 if kind in ("fro", None) else kind
-    if dim is not None or keepdim or isinstance(kind, str) or not kind > 0:
-        asked = f"norm({kind!r}, dim={dim}, keepdim={keepdim})"
+    if dim is not None or keepdim or named or isinstance(kind, str) or not kind > 0:
+        others = "".join(f", {name}={value!r}" for name, value in named.items())
+        asked = f"norm({kind!r}, dim={dim}, keepdim={keepdim}{others})"
         raise Misuse(
             f"{asked} of a sharded gradient: it can be measured as a whole, by a p-norm. Leave out dim and keepdim, "
             "and give p as a number above 0."
         )
     owner, key = _found(grad)
-    return owner.norm(key, float(kind)).to(named.get("dtype") or torch.float32)
+    return owner.norm(key, float(kind)).to(dtype or torch.float32)
 
 
 def _changed(grad: _StandIn, change: Callable[[Tensor], Any]) -> _StandIn:
