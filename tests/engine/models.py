@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -99,9 +100,20 @@ class Wide(Net):
         return self.head(x)
 
 
-@functools.cache
+_building = threading.Lock()
+
+
 def base_model(variant: str) -> nn.Module:
-    """The model that every rank and the reference copy; never trained itself."""
+    """The model that every rank and the reference copy; never trained itself.
+
+    Ranks that are threads ask for it at once, and have one random generator among them.
+    """
+    with _building:
+        return _built(variant)
+
+
+@functools.cache
+def _built(variant: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         if variant in ("unused", "reordered"):
