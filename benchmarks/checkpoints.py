@@ -35,7 +35,7 @@ from benchmarks.environment import processor, versions
 from benchmarks.rank import join
 from terrazzo.checkpoint import Saver
 from terrazzo.checkpoint.native import Checkpoint
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState
 
 KINDS = ("save", "blocked", "load")
 
@@ -113,7 +113,7 @@ class Own:
         tz.checkpoint.load(path, self.model, self.optimizer)
 
     def tensors(self) -> list[Tensor]:
-        return [piece.tensor for piece in engine_of(self.model).pieces()]
+        return [piece.tensor for piece in ModelState(self.model).pieces()]
 
 
 class Dcp:

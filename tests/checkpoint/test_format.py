@@ -18,7 +18,7 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState
 from tests.engine.toys import Net, adamw, batch, loss_of
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -88,7 +88,7 @@ def test_recipes_with_the_same_masters_exchange_checkpoints_to_the_bit(tmp_path:
         return tz.shard(model, adamw(model.parameters()), "zero1", units=["blocks.*"], precision=precision)
 
     def masters(model: nn.Module) -> dict[tuple[str, str, int], torch.Tensor]:
-        return {(piece.name, piece.kind, piece.start): piece.tensor.clone() for piece in engine_of(model).pieces()}
+        return {(piece.name, piece.kind, piece.start): piece.tensor.clone() for piece in ModelState(model).pieces()}
 
     def body(rank: int) -> None:
         model, optimizer = built(before)

@@ -17,7 +17,7 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.read import restore
 from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState, engine_of
 from tests.engine.toys import Net, adamw, batch, loss_of
 from tests.helpers.cover import places
 from tests.helpers.threads import exclusive, run_in_threads
@@ -87,7 +87,7 @@ def differences(model: nn.Module, expected: State) -> list[str]:
     """What this rank holds that is not `expected`, and what it should hold of the weights."""
     with tz.gathered(model) as parameters:
         wrong = [name for name, value in parameters.items() if not torch.equal(value, expected[name]["weight"])]
-    for piece in engine_of(model).pieces():
+    for piece in ModelState(model).pieces():
         part = expected[piece.name][piece.kind].reshape(-1)[piece.start : piece.stop]
         if not torch.equal(piece.tensor, part):
             wrong.append(f"{piece.name}, {piece.kind}, {piece.start}..{piece.stop}")
@@ -131,7 +131,7 @@ def test_every_topology_restores_every_other_to_the_bit(
                 bucket.master.data.fill_(7.0)
         checkpoint.load(folder / f"{origin[0]}-{origin[1]}", model, optimizer)
         wrong = differences(model, state)
-        held = {(piece.name, piece.kind) for piece in engine_of(model).pieces()}
+        held = {(piece.name, piece.kind) for piece in ModelState(model).pieces()}
         assert ranks > 1 or held == {(name, kind) for name, kinds in state.items() for kind in kinds}
         return wrong
 

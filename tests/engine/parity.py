@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 import terrazzo as tz
-from terrazzo.engine import checkpoint_activations, compile_units, engine_of
+from terrazzo.engine import ModelState, checkpoint_activations, compile_units, engine_of
 from tests.engine.models import Block, base_model, batch, loss_of
 from tests.engine.reference import CASTS, Recipe, Step, Sums, adamw, reference
 from tests.helpers.cover import places
@@ -160,7 +160,7 @@ class Runner:
 
     def look(self, trace: Trace) -> Trace:
         """Note this rank's parts of all states."""
-        for piece in engine_of(self.model).pieces():
+        for piece in ModelState(self.model).pieces():
             if piece.kind == "weight":
                 trace.weights.setdefault(piece.name, []).append((piece.start, piece.tensor.clone()))
             else:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 
@@ -228,7 +228,7 @@ def test_without_write_changes_are_refused_where_weights_are_split(plan: str) ->
 
 
 def masters(model: nn.Module) -> dict[tuple[str, int], Tensor]:
-    return {(p.name, p.start): p.tensor.clone() for p in engine_of(model).pieces() if p.kind == "weight"}
+    return {(p.name, p.start): p.tensor.clone() for p in ModelState(model).pieces() if p.kind == "weight"}
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "hfsdp"])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState, engine_of
 from tests.engine.toys import Net, adamw, loss_of, on_ranks, train, train_alone
 from tests.helpers.fake import fake_group
 from tests.helpers.threads import exclusive
@@ -64,12 +64,12 @@ def test_a_released_optimizer_leaves_nothing_to_count_or_to_save(plan: str) -> N
     with fake_group(2):
         model: nn.Module = Net()
         tz.shard(model, None, plan)
-        engine = engine_of(model)
-        before = engine.bill, engine.parameters()
+        engine, state = engine_of(model), ModelState(model)
+        before = engine.bill, state.parameters()
         optimizer = tz.attach(model, adamw(model.parameters()))
-        assert engine.bill != before[0] and engine.parameters() != before[1]
+        assert engine.bill != before[0] and state.parameters() != before[1]
         engine.release_optimizer()
-        assert (engine.bill, engine.parameters()) == before
+        assert (engine.bill, state.parameters()) == before
         assert engine.param_groups() == [] and optimizer.param_groups
 
 

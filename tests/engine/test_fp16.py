@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
-from terrazzo.engine import LossScaling, Precision, engine_of
+from terrazzo.engine import LossScaling, ModelState, Precision, engine_of
 from terrazzo.engine.scaler import LossScaler
 from tests.engine.toys import (
     EVERY_PLAN,
@@ -134,10 +134,10 @@ def test_a_skipped_step_leaves_the_optimizers_state_alone() -> None:
     def body(rank: int) -> tuple[Any, Any]:
         model, optimizer = sharded(Explosive(), "zero3", 2, precision=fp16(init=1024.0))
         train(model, optimizer, 2, rank)
-        before = [(p.name, p.kind, p.tensor.clone()) for p in engine_of(model).pieces()]
+        before = [(p.name, p.kind, p.tensor.clone()) for p in ModelState(model).pieces()]
         model.blast = float("inf")
         train(model, optimizer, 1, rank)
-        return before, [(p.name, p.kind, p.tensor.clone()) for p in engine_of(model).pieces()]
+        return before, [(p.name, p.kind, p.tensor.clone()) for p in ModelState(model).pieces()]
 
     for before, after in on_ranks(2, body):
         assert {kind for _, kind, _ in before} == {"weight", "exp_avg", "exp_avg_sq", "step"}

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine import ShardedModule, ShardedOptimizer, engine_of
+from terrazzo.engine import ModelState, ShardedModule, ShardedOptimizer, engine_of
 from terrazzo.engine.spec import Pass
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, on_ranks, sharded, train
 
@@ -28,7 +28,7 @@ def test_what_there_is_to_save_of_each_parameter() -> None:
         model, optimizer = tz.shard(copy.deepcopy(base), adamw, "zero3", precision="bf16")
         assert isinstance(model, ShardedModule) and isinstance(optimizer, ShardedOptimizer)
         assert [group for _, group in engine_of(model).param_groups()] == optimizer.param_groups
-        return engine_of(model).parameters()
+        return ModelState(model).parameters()
 
     for infos in on_ranks(2, run):
         parameters = dict(plain.named_parameters())
@@ -50,7 +50,9 @@ def test_copies_are_what_several_ranks_hold(plan: str) -> None:
         model, optimizer = sharded(Net(), plan, 4)
         train(model, optimizer, 1, rank)
         engine = engine_of(model)
-        held = [[(p.name, p.kind, p.start, p.stop, p.digest()) for p in pieces] for _, pieces in engine.copies()]
+        held = [
+            [(p.name, p.kind, p.start, p.stop, p.digest()) for p in pieces] for _, pieces in ModelState(model).copies()
+        ]
         return engine.has_replicas, held
 
     ranks = on_ranks(4, run)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import OptimizerStates, Piece, engine_of
+from terrazzo.engine import ModelState, OptimizerStates, Piece, engine_of
 from tests.engine.toys import (
     EVERY_PLAN,
     Net,
@@ -55,7 +55,7 @@ def reader(archive: Archive) -> Callable[[str, str, int, int], Tensor | None]:
 
 
 def copied(model: nn.Module) -> list[Piece]:
-    return [_copy(piece) for piece in engine_of(model).pieces()]
+    return [_copy(piece) for piece in ModelState(model).pieces()]
 
 
 def _copy(piece: Piece) -> Piece:
@@ -106,7 +106,7 @@ def test_state_travels_between_plans_and_world_sizes_bit_for_bit(precision: str)
 
         def body(rank: int, plan: str = plan, world_size: int = world_size, archive: Archive = archive) -> list[Piece]:
             model, _ = make(untrained, plan, world_size, precision)
-            engine_of(model).restore(reader(archive))
+            ModelState(model).restore(reader(archive))
             return copied(model)
 
         found = archive_of(on_ranks(world_size, body))
@@ -126,7 +126,7 @@ def test_a_restored_run_continues_bit_for_bit(plan: str) -> None:
     def resumed(rank: int) -> list[float]:
         model, optimizer = make(untrained, plan, 4)
         train(model, optimizer, 1, rank, first=50)  # state that must not survive
-        engine_of(model).restore(reader(archive))
+        ModelState(model).restore(reader(archive))
         return train(model, optimizer, 3, rank, first=3)
 
     assert on_ranks(4, resumed) == on_ranks(4, uninterrupted)
@@ -149,7 +149,7 @@ def test_parameters_without_state_are_restored_to_having_none() -> None:
     def second(rank: int) -> list[Piece]:
         model, optimizer = sharded(Net(), "zero1")
         train(model, optimizer, 2, rank)
-        engine_of(model).restore(reader(archive))
+        ModelState(model).restore(reader(archive))
         return copied(model)
 
     assert_same(archive_of(on_ranks(2, second)), archive)
@@ -199,7 +199,7 @@ def test_every_kind_of_state_is_restored(build: Any) -> None:
 
     def after(rank: int) -> list[Piece]:
         model, _ = make_it(Net(), "zero1")
-        engine_of(model).restore(reader(archive))
+        ModelState(model).restore(reader(archive))
         return copied(model)
 
     found = archive_of(on_ranks(3, after))

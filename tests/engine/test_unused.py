@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState
 from tests.engine.toys import (
     EVERY_PLAN,
     Block,
@@ -72,7 +72,7 @@ class ChoosyNet(Net):
 
 def states(model: nn.Module) -> dict[tuple[str, str, int], Tensor]:
     """This rank's pieces."""
-    return {(piece.name, piece.kind, piece.start): piece.tensor.clone() for piece in engine_of(model).pieces()}
+    return {(piece.name, piece.kind, piece.start): piece.tensor.clone() for piece in ModelState(model).pieces()}
 
 
 def assemble(ranks: list[dict[tuple[str, str, int], Tensor]]) -> dict[tuple[str, str], Tensor]:
@@ -214,7 +214,7 @@ def test_a_step_without_gradients_changes_nothing(plan: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         optimizer.step()
-        return full_parameters(model), [piece.kind for piece in engine_of(model).pieces()]
+        return full_parameters(model), [piece.kind for piece in ModelState(model).pieces()]
 
     for parameters, kinds in on_ranks(2, body):
         assert_equal(parameters, dict(base.named_parameters()))

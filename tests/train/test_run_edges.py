@@ -18,7 +18,7 @@ from torch import Tensor
 from terrazzo import checkpoint, exchange
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
@@ -127,9 +127,9 @@ def test_ranks_with_nothing_to_learn_count_for_nothing(tmp_path: Path, empty: tu
             )
             batch = replace(batch, micro_batches=ignored)
         valid = 0 if len(empty) == 2 else batch.valid_tokens // 2
-        before = {piece.name: piece.tensor.clone() for piece in engine_of(session.model).pieces()}
+        before = {piece.name: piece.tensor.clone() for piece in ModelState(session.model).pieces()}
         total, norm = step_on(session, replace(batch, valid_tokens=valid))
-        after = {piece.name: piece.tensor for piece in engine_of(session.model).pieces() if piece.kind == "weight"}
+        after = {piece.name: piece.tensor for piece in ModelState(session.model).pieces() if piece.kind == "weight"}
         moved = {name: (after[name] - value).abs().max() for name, value in before.items()}
         return float(total), float(norm), moved
 

@@ -10,7 +10,7 @@ import torch
 
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo
-from terrazzo.engine import engine_of, parameter_names, persistent_buffers
+from terrazzo.engine import ModelState, engine_of, parameter_names, persistent_buffers
 
 __all__ = ["fitted_groups", "misfits"]
 
@@ -69,7 +69,7 @@ def _group_names(source: Source, model: torch.nn.Module) -> list[tuple[dict[str,
     """Each param group and its parameters, as the checkpoint names them."""
     numbered = engine_of(model).param_groups()
     names: dict[int, set[str]] = {number: set() for number, _ in numbered}
-    for kept in engine_of(model).parameters():
+    for kept in ModelState(model).parameters():
         if kept.group in names:
             names[kept.group].add(source.resolve(kept.names) or kept.name)
     return [(group, frozenset(names[number])) for number, group in numbered]
@@ -78,7 +78,7 @@ def _group_names(source: Source, model: torch.nn.Module) -> list[tuple[dict[str,
 def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
     """What is wrong with the states of each parameter, seen from what they are to become."""
     averaged = {slot.name for bucket in engine_of(model).averages for slot in bucket.slots} if with_optimizer else set()
-    for kept in engine_of(model).parameters():
+    for kept in ModelState(model).parameters():
         if (name := source.resolve(kept.names)) is None:
             continue
         info = source.tensors[name]

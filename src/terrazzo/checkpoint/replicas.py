@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.engine import Engine, Piece, engine_of
+from terrazzo.engine import Engine, ModelState, Piece, engine_of
 from terrazzo.errors import Diverged
 from terrazzo.exchange import gather_json
 
@@ -24,7 +24,7 @@ def check_replicas(model: nn.Module) -> None:
         Diverged: copies differ; names the state, and the ranks whose copy is not that of most.
     """
     engine = engine_of(model)
-    problems = [_difference(engine, along, pieces) for along, pieces in engine.copies()]
+    problems = [_difference(engine, along, pieces) for along, pieces in ModelState(model).copies()]
     first = next((problem for rank in gather_json(problems) for problem in rank if problem is not None), None)
     if first is not None:
         raise Diverged(

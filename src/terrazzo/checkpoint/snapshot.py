@@ -21,7 +21,7 @@ from terrazzo.checkpoint.shard import Entry, arrange
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.stores import check_new, store_and_name
 from terrazzo.checkpoint.tensors import bytes_of, name_of
-from terrazzo.engine import DTYPE_FIELDS, engine_of, parameter_names, persistent_buffers
+from terrazzo.engine import DTYPE_FIELDS, ModelState, engine_of, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, together
 
@@ -105,7 +105,7 @@ def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Cal
             Entry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, name_of(piece.dtype)),
             piece.read,
         )
-        for piece in engine_of(model).pieces(with_optimizer)
+        for piece in ModelState(model).pieces(with_optimizer)
     ]
     if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
         whole = {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
@@ -147,7 +147,7 @@ def _optimizer(model: torch.nn.Module) -> dict[str, Any]:
     engine = engine_of(model)
     groups = [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [kept.name for kept in engine.parameters() if kept.group == number]}
+        | {"params": [kept.name for kept in ModelState(model).parameters() if kept.group == number]}
         for number, group in engine.param_groups()
     ]
     scaler = scaler_of(model)

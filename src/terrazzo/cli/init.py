@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,10 +80,16 @@ def init(  # structure: signature fixed by the command line
     terrazzo init mine.yaml --yes --model llama3-8b --gpu h100-sxm --ranks 8
     """
     from terrazzo.cli.init_config import write  # imports the planner and the trainer
-    from terrazzo.cli.init_questions import QUESTIONS
 
     given = {"goal": goal, "model": model, "data": data, "gpu": gpu, "ranks": ranks, "seq": seq}
     given |= {"global_batch": global_batch, "steps": steps}
+    write(file, _answers(file, given, yes, overwrite))
+
+
+def _answers(file: Path, given: Mapping[str, str | None], yes: bool, overwrite: bool) -> dict[str, Any]:
+    """What every question is answered with, once it is known that the file can be written and somebody can be asked."""
+    from terrazzo.cli.init_questions import QUESTIONS
+
     _check_file(file)
     missing = [question.flag for question in QUESTIONS if given[question.name] is None]
     if missing and not yes and not _can_ask():
@@ -95,11 +102,9 @@ def init(  # structure: signature fixed by the command line
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
         text = given[question.name]
-        if text is None and not yes:
-            answers[question.name] = _ask(question, answers)
-        else:
-            answers[question.name] = question.answer(text, answers)
-    write(file, answers)
+        ask = text is None and not yes
+        answers[question.name] = _ask(question, answers) if ask else question.answer(text, answers)
+    return answers
 
 
 def _ask(question: Question, answers: dict[str, Any]) -> Any:

@@ -40,8 +40,10 @@ from terrazzo.engine.model.full_state import OptimizerStates
 from terrazzo.engine.model.methods import register_forward_method
 from terrazzo.engine.model.module import ShardedModule
 from terrazzo.engine.model.names import PersistentBuffer, persistent_buffers
+from terrazzo.engine.model.pieces import Piece
+from terrazzo.engine.model.restore import Read
 from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
-from terrazzo.engine.model.state import ParameterInfo, Piece, Read
+from terrazzo.engine.model.state import ModelState, ParameterInfo
 from terrazzo.engine.model.whole import whole_weights
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.foreign import on_foreign_step
@@ -77,6 +79,7 @@ __all__ = [
     "Engine",
     "LossScaling",
     "MemoryBill",
+    "ModelState",
     "Offload",
     "OptimizerStates",
     "ParameterInfo",

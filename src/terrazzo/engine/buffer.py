@@ -84,6 +84,15 @@ class Resting(ABC):
     def load(self, into: Tensor) -> Moves:
         """Copy all of it into a tensor of any dtype in the device's memory."""
 
+    def copied(self, wanted: Range, device: torch.device) -> Tensor:
+        """What is held of `wanted`, in memory of its own on `device`."""
+        held = self.range.intersect(wanted)
+        data = torch.empty(held.numel, dtype=self.dtype, device=device)
+        for cut in self.cuts(held):
+            with self.opened(cut) as part:
+                data[cut.within(held)] = part.detach()
+        return data
+
     def save(self, source: Buffer) -> None:
         """Replace what is held by what `source` holds of it; blocks."""
         for part in self.cuts(self.range):

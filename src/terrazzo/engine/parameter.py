@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,15 @@ class AtRest(nn.Parameter):
     terrazzo_split: bool = True
 
     @classmethod
+    def blank(cls, like: Tensor, name: str, dtype: torch.dtype | None = None) -> Self:
+        """One of the shape and device of `like`, and its dtype unless given, in the memory of one element."""
+        with torch._C.DisableTorchFunctionSubclass():
+            one = torch.zeros((), dtype=like.dtype if dtype is None else dtype, device=like.device)
+            made: Self = torch.Tensor._make_subclass(cls, one.expand(like.shape), False)
+        made.terrazzo_name = name
+        return made
+
+    @classmethod
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -68,7 +77,7 @@ class AtRest(nn.Parameter):
         if measure is not None and (measured := measure(func, args, kwargs or {})) is not None:
             return measured
         if func is torch.zeros_like and type(touched) is AtRest:
-            return Zeros.like(touched)
+            return Zeros.blank(touched, touched.terrazzo_name)
         raise Misuse(f"{_function_name(func)} was called on {cls._refusal(touched)}")
 
     @classmethod
@@ -92,13 +101,6 @@ class Zeros(AtRest):
 
     It has the memory of one element, since a full tensor of each parameter would be the whole model on each rank.
     """
-
-    @classmethod
-    def like(cls, parameter: AtRest) -> Zeros:
-        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        made: Zeros = torch.Tensor._make_subclass(cls, one.expand(parameter.shape), False)
-        made.terrazzo_name = parameter.terrazzo_name
-        return made
 
     @classmethod
     def _refusal(cls, touched: AtRest | None) -> str:

@@ -20,7 +20,7 @@ from terrazzo.checkpoint.exporters.huggingface import (
     write_folder,
 )
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
-from terrazzo.engine import engine_of, parameter_names, persistent_buffers, whole_weights
+from terrazzo.engine import ModelState, engine_of, parameter_names, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import together
 
@@ -81,13 +81,14 @@ class _Live(Source):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(type(model).__name__)
+        buffers = persistent_buffers(model)
         self._model = model
-        self._buffers = {each.name: each.tensor for each in persistent_buffers(model)}
-        for each in engine_of(model).parameters():
+        self._buffers = {each.name: each.tensor for each in buffers}
+        for each in ModelState(model).parameters():
             self.tensors[each.name] = TensorInfo(each.shape, {WEIGHT: StateInfo(each.dtype, each.numel)})
         for name, tensor in self._buffers.items():
             self.tensors[name] = TensorInfo(tuple(tensor.shape), {BUFFER: StateInfo(tensor.dtype, tensor.numel())})
-        names = [*parameter_names(model), *(each.names for each in persistent_buffers(model))]
+        names = [*parameter_names(model), *(each.names for each in buffers)]
         self.aliases = {alias: first for first, *others in names for alias in others}
         self._stream: Iterator[tuple[str, Tensor]] = iter(())
         self._name, self._values = "", torch.empty(0)

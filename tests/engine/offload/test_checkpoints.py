@@ -13,7 +13,7 @@ from torch import Tensor
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState
 from tests.checkpoint.subject import fast_folder
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS
 from tests.engine.parity import assert_same_bits
@@ -128,7 +128,7 @@ def test_a_load_drops_the_update_that_is_under_way_and_moments_that_are_not_ther
             checkpoint.save(path, model, optimizer, {})
             train(model, optimizer, 2, rank)
             checkpoint.load(path, model, optimizer)
-            assert {piece.kind for piece in engine_of(model).pieces()} == {"weight"}
+            assert {piece.kind for piece in ModelState(model).pieces()} == {"weight"}
         return train(model, optimizer, 3, rank)
 
     for tiers in ("cpu-all", "all on nvme"):

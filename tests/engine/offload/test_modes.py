@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState, engine_of
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS, held_back
 from tests.engine.test_lifecycle import Fault, Fragile
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, mesh_for, on_ranks, train
@@ -170,7 +170,7 @@ def clip(model: Any, optimizer: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def pieces(model: Any, optimizer: Any, folder: Path) -> dict[str, Tensor]:
-    return {f"{p.name} {p.kind} {p.start}": p.tensor.clone() for p in engine_of(model).pieces()}
+    return {f"{p.name} {p.kind} {p.start}": p.tensor.clone() for p in ModelState(model).pieces()}
 
 
 DOORS = [evaluate, gather, write, load_state_dict, save, load, zero_grad, clip, pieces]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.loop.hooks import Hooks
-from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.checks import check_several, optimizer_facts
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.model.state import reading, restore_optimizer
+from terrazzo.engine.model.restore import reading, restore_optimizer
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.background import Background
 from terrazzo.engine.offload.needs import Templates, further_moment_bytes, moment_names
@@ -78,8 +76,7 @@ def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
         for member in bucket.members
         if member.parameter in optimizer.state
     }
-    optimizer.register_step_pre_hook(weakly(engine.hooks, _before_step))
-    driver = OptimizerDriver(optimizer, engine.units, engine.progress, engine.schedule, engine.publish, first)
+    driver = OptimizerDriver(optimizer, engine, first)
     engine.drivers.append(driver)
     engine.progress.denominator.scaler = driver.scaler
     apart = [bucket for bucket in driver.buckets if bucket.updated_apart]
@@ -95,8 +92,3 @@ def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
     if states:
         restore_optimizer(driver, engine.templates, reading(states))
     make_sharded_optimizer(optimizer, driver)
-
-
-def _before_step(hooks: Hooks, *_: Any) -> None:
-    hooks.adopt_edits()
-    hooks.before_use()

@@ -46,7 +46,7 @@ class EMA:
                 f"tz.EMA of master weights in {dtype}, where 1 - decay of a weight is rounded away: shard the model "
                 "with precision='bf16', which has fp32 masters."
             )
-        self._bring_up_to_date()
+        self._engine.update_masters()
         self._averages = {bucket: _copy_of_master(bucket) for bucket in self._engine.trainable()}
         self._engine.averages = self._averages
         self._inside = False
@@ -59,7 +59,7 @@ class EMA:
             Misuse: inside `swapped`.
         """
         self._require_outside("ema.update()")
-        self._bring_up_to_date()
+        self._engine.update_masters()
         for bucket, average in self._averages.items():
             for cut in bucket.master.cuts(average.range):
                 with bucket.master.opened(cut) as weights:
@@ -103,18 +103,8 @@ class EMA:
                     part.copy_(kept)
         self._engine.publish()
 
-    def _bring_up_to_date(self) -> None:
-        """Have all in the master weights: what the user has written into weights, and what updates do to them."""
-        self._engine.hooks.adopt_edits()
-        for driver in self._engine.drivers:
-            driver.finish_updates()
-
 
 def _copy_of_master(bucket: Bucket) -> Buffer:
     master = bucket.master
     device = bucket.recipe.axes.device if bucket.tiers.optim == "device" else torch.device("cpu")
-    data = torch.empty(master.range.numel, dtype=master.dtype, device=device)
-    for cut in master.cuts(master.range):
-        with master.opened(cut) as weights:
-            data[cut.within(master.range)] = weights.detach()
-    return Buffer(bucket.space, bucket.optim_axes, data)
+    return Buffer(bucket.space, bucket.optim_axes, master.copied(master.range, device))

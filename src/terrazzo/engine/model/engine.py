@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
@@ -20,23 +19,6 @@ from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
 from terrazzo.engine.model.description import described
-from terrazzo.engine.model.state import (
-    ParameterInfo,
-    Piece,
-    Read,
-    average_pieces,
-    copied_pieces,
-    device_bytes,
-    fitting,
-    model_pieces,
-    name_in,
-    optimizer_pieces,
-    parameter_infos,
-    restore_averages,
-    restore_model,
-    restore_optimizer,
-)
-from terrazzo.engine.model.together import together
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.clipping import clip_grad_norm
@@ -104,14 +86,14 @@ class Engine:
         """Promised memory of a step with one micro-batch; see `memory_bill`."""
         return self.memory_bill()
 
-    def _stepping(self) -> list[OptimizerDriver]:
+    def stepping(self) -> list[OptimizerDriver]:
         """The drivers whose optimizer somebody still has."""
         return [driver for driver in self.drivers if driver.reference() is not None]
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """What steps the model, without those that nobody has any more."""
-        return [driver.optimizer for driver in self._stepping()]
+        return [driver.optimizer for driver in self.stepping()]
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -120,7 +102,7 @@ class Engine:
 
     def param_groups(self) -> list[tuple[int, dict[str, Any]]]:
         """The param groups of all optimizers, each with the number that `ParameterInfo.group` is."""
-        return [pair for d in self._stepping() for pair in zip(d.groups, d.optimizer.param_groups, strict=True)]
+        return [pair for d in self.stepping() for pair in zip(d.groups, d.optimizer.param_groups, strict=True)]
 
     def release_optimizer(self) -> None:
         """Let go of all optimizers, so that others can be attached; the old ones cannot step again. Collective."""
@@ -134,7 +116,7 @@ class Engine:
 
     def forget_gone(self) -> None:
         """Parameters of optimizers that nobody has any more can get another one."""
-        self.drivers = self._stepping()
+        self.drivers = self.stepping()
         held = {number for driver in self.drivers for number in driver.groups}
         for bucket in self.trainable():
             for member in bucket.members:
@@ -147,6 +129,17 @@ class Engine:
         for driver in self.drivers:
             driver.leave_gradients(set_to_none)
         forget_gradients(self.units, self.schedule, set_to_none)
+
+    def prepare_step(self) -> None:
+        """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
+        self.hooks.adopt_edits()
+        self.hooks.before_use()
+
+    def update_masters(self) -> None:
+        """Have all in the master weights: what the user has written into weights, and what updates do to them."""
+        self.hooks.adopt_edits()
+        for driver in self.drivers:
+            driver.finish_updates()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See `tz.clip_grad_norm_`."""
@@ -183,7 +176,10 @@ class Engine:
 
     def state_bytes(self) -> int:
         """Weights, master weights and optimizer state on the device, measured."""
-        return device_bytes(self.buckets(), self._stepping())
+        buckets = self.buckets()
+        held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
+        held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_apart]
+        return sum(held) + sum(driver.state_bytes() for driver in self.stepping())
 
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
@@ -314,72 +310,9 @@ class Engine:
         if write:
             self.publish()
 
-    def missing(self, state: Mapping[str, Tensor]) -> set[str]:
-        """Parameters that `state` does not have, under any of their names."""
-        return {slot.name for bucket in self.buckets() for slot in bucket.slots if name_in(state, slot) is None}
-
-    def load(self, state: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Set weights and `buffers` from full tensors by name, this rank keeping its own ranges.
-
-        Args:
-            state: may be lazy; one tensor at a time is looked up. A tied parameter may come under any of its names.
-                A DTensor is gathered, so all ranks must have it.
-            buffers: those to set; `state` has each.
-
-        Raises:
-            BadInput: tensors of the wrong shape; all are listed, and nothing is changed.
-        """
-        shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        slots = fitting(self.buckets(), state, shapes)
-        self.settle()
-        with torch.no_grad():
-            for bucket, slot, name in slots:
-                value = state[name]
-                bucket.write(slot, value.full_tensor() if isinstance(value, DTensor) else value)
-            for name, buffer in buffers.items():
-                buffer.copy_(state[name])
-
     def close(self) -> None:
         """Remove what is in files. States that were there cannot be used afterwards."""
         self.store.close()
-
-    def parameters(self) -> list[ParameterInfo]:
-        """Each parameter, and what there is to save of it."""
-        return list(parameter_infos(self.buckets(), self.templates))
-
-    def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
-        """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
-        self.settle()
-        yield from copied_pieces(self.buckets(), self._stepping())
-
-    def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
-        """This rank's share of all state, by original names; over all ranks each element comes once. Collective."""
-        self.settle()
-        yield from model_pieces(self.buckets())
-        for driver in self._stepping() if with_optimizer else ():
-            yield from optimizer_pieces(driver)
-        yield from average_pieces(self.averages) if with_optimizer else ()
-
-    def restore(self, read: Read, with_optimizer: bool = True) -> None:
-        """Set the weights, and unless told otherwise the optimizer's state, from `read`. Collective.
-
-        Args:
-            read: may come from any plan and number of ranks.
-        """
-        together(self.axes, lambda: self.fill(read, with_optimizer))
-        self.publish()
-
-    def fill(self, read: Read, with_optimizer: bool = True) -> None:
-        """The part of `restore` that can fail: this rank's own ranges. `publish` has to follow, on all ranks."""
-        self.settle()
-        with torch.no_grad():
-            restore_model(self.buckets(), read)
-            restore_averages(self.averages if with_optimizer else {}, read)
-            for driver in self.drivers:
-                if driver.background is not None:
-                    driver.background.mend()
-                if with_optimizer and driver.reference() is not None:
-                    restore_optimizer(driver, self.templates, read)
 
     def describe(self) -> str:
         """The plan's places, the dtypes and the units, as text."""

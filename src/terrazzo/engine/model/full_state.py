@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer, Resting, view
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.model.state import restore_optimizer
+from terrazzo.engine.model.restore import restore_optimizer
 from terrazzo.engine.model.whole import gathered_state
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.optim.twin import Twin
@@ -106,8 +106,7 @@ class OptimizerStates:
 
         self._engine.settle()
         with torch.no_grad():
-            if self._driver.background is not None:
-                self._driver.background.mend()
+            self._driver.mend()
             restore_optimizer(self._driver, self._engine.templates, read)
 
     def _kept(self, name: str) -> Mapping[str, StateSpec]:

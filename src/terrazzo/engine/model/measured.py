@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.buffer import Resting
-from terrazzo.engine.layout import Range
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.parameter import AtRest, torch_names
@@ -38,19 +36,10 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     if (func not in _ELEMENTWISE and func not in _MEASURES) or not args or args[0] is not member.parameter:
         return None
     engine.finish_updates()
-    part = _part_of(bucket.weight, slot.range).to(member.parameter.dtype)
+    part = bucket.weight.copied(slot.range, engine.axes.device).to(member.parameter.dtype)
     whole = Measured.of(part, member.parameter, member.name, engine.axes, bucket.weight_axes)
     whole.tracked = member.trainable and func not in _ALIASES
     return Measured.__torch_function__(func, (Measured,), (whole, *args[1:]), named)
-
-
-def _part_of(state: Resting, wanted: Range) -> Tensor:
-    """A copy of what this rank has of it."""
-    parts = []
-    for cut in state.cuts(wanted):
-        with state.opened(cut) as data:
-            parts.append(data.detach().to(state.space.axes.device, copy=True))
-    return torch.cat(parts) if parts else torch.empty(0, dtype=state.dtype, device=state.space.axes.device)
 
 
 class Measured(AtRest):
@@ -70,11 +59,8 @@ class Measured(AtRest):
 
     @classmethod
     def of(cls, part: Tensor, like: Tensor, name: str, axes: Axes, over: tuple[str, ...]) -> Measured:
-        with torch._C.DisableTorchFunctionSubclass():
-            shape = like.shape
-        blank = torch.zeros((), dtype=part.dtype, device=part.device).expand(shape)
-        made: Measured = torch.Tensor._make_subclass(cls, blank, False)
-        made.part, made.axes, made.over, made.terrazzo_name = part, axes, over, name
+        made = cls.blank(like, name, part.dtype)
+        made.part, made.axes, made.over = part, axes, over
         return made
 
     @classmethod

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
 from terrazzo.engine.model.names import persistent_buffers
+from terrazzo.engine.model.state import ModelState
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.engine.parameter import AtRest
 from terrazzo.errors import BadInput, Misuse
@@ -88,18 +89,18 @@ class ShardedModule(nn.Module):
         Raises:
             BadInput: for names, if `strict`, and for tensors of other shapes; nothing has been changed.
         """
-        engine, buffers = self._terrazzo, persistent_buffers(self)
+        engine, own, buffers = self._terrazzo, ModelState(self), persistent_buffers(self)
         known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
         known |= {name for buffer in buffers for name in buffer.names}
         given = {buffer.name: [name for name in buffer.names if name in state_dict] for buffer in buffers}
-        missing = sorted(engine.missing(state_dict) | {name for name, present in given.items() if not present})
+        missing = sorted(own.missing(state_dict) | {name for name, present in given.items() if not present})
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             raise BadInput(
                 f"load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. Pass "
                 "strict=False to load what matches."
             )
-        engine.load(state_dict, {names[0]: buffer.tensor for buffer in buffers if (names := given[buffer.name])})
+        own.load(state_dict, {names[0]: buffer.tensor for buffer in buffers if (names := given[buffer.name])})
         return _Loaded(missing, unexpected)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

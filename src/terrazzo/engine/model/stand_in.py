@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +197,7 @@ class _StandIns:
         """Raises: `Misuse` where the gradient of `name` cannot be changed now."""
         self._check_finished(name)
         for driver in self._engine.drivers:
-            if driver.background is not None and driver.background.steps_in_backward:
+            if driver.steps_in_backward:
                 raise Misuse(
                     f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
                     "updated while backward runs. Use tz.Offload(step='overlapped')."
@@ -248,9 +248,8 @@ class _StandIn(AtRest):
 
 
 def _stand_in(owner: _StandIns, member: Member, number: int) -> _StandIn:
-    made = _blank(_StandIn, member.parameter)
+    made = _StandIn.blank(member.parameter, f"{member.name}.grad")
     made.owner, made.number = weakref.ref(owner), number  # a parameter owns this, and must not own itself
-    made.terrazzo_name, made.terrazzo_split = f"{member.name}.grad", True
     return made
 
 
@@ -267,19 +266,7 @@ class _Refusal(AtRest):
 
 
 def _refusal(segment: Segment) -> _Refusal:
-    made = _blank(_Refusal, segment.parameter)
-    made.terrazzo_name, made.terrazzo_split = "a segment.grad", True
-    return made
-
-
-A = TypeVar("A", bound=AtRest)
-
-
-def _blank(kind: type[A], like: Tensor) -> A:
-    """Of the shape, dtype and device of `like`, in the memory of one element."""
-    values = torch.zeros((), dtype=like.dtype, device=like.device)
-    made: A = torch.Tensor._make_subclass(kind, values.expand(like.shape), False)
-    return made
+    return _Refusal.blank(segment.parameter, "a segment.grad")
 
 
 def _found(grad: _StandIn) -> tuple[_StandIns, Key]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +35,26 @@ from terrazzo.errors import Misuse
 __all__ = ["OptimizerDriver", "ShardedOptimizer", "make_sharded_optimizer"]
 
 
+class Driven(Protocol):
+    """What the driver of an optimizer asks of a model."""
+
+    units: Sequence[Unit]
+    progress: Progress
+    schedule: Schedule
+
+    def prepare_step(self) -> None:
+        """Gradients are about to be taken, and master weights to be changed."""
+
+    def publish(self, among: Collection[Bucket] | None = None) -> None:
+        """Bring compute weights of some buckets in line with updated master weights."""
+
+
 class OptimizerDriver:
     """Feeds one optimizer from the buckets of one model.
 
     Args:
         optimizer: its groups' tensors are replaced by segments.
-        units: of the model, built.
-        progress: of the model: steps and learning rates are noted there.
-        schedule: of the model.
-        publish: brings compute weights of some buckets in line with updated master weights.
+        model: whose weights it steps, built; steps and learning rates are noted in its progress.
         first: number of its first param group among those of all the model's optimizers.
 
     Attributes:
@@ -55,22 +66,15 @@ class OptimizerDriver:
         reference: to the optimizer, weak.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        units: Sequence[Unit],
-        progress: Progress,
-        schedule: Schedule,
-        publish: Callable[[Collection[Bucket]], None],
-        first: int = 0,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, model: Driven, first: int = 0) -> None:
+        self._model = weakref.ref(model)  # which owns this driver
+        self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
+        self.recipe = self.units[0].recipe
         self.groups = range(first, first + len(optimizer.param_groups))
         self.given = [list(group["params"]) for group in optimizer.param_groups]
         self._shows_given = self._stepping = self._skipping = False
-        self.units, self.recipe, self.progress, self.schedule = units, units[0].recipe, progress, schedule
-        self._owned = _owned([bucket for unit in units for bucket in unit.trainable()], self.groups)
+        self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
-        self._publish = weakref.WeakMethod(publish)  # its owner owns this driver
         self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
         self.background: Apart | None = None
         scaling = self.recipe.precision.loss_scaling
@@ -120,6 +124,22 @@ class OptimizerDriver:
         if self.background is not None:
             self.background.finish_updates()
 
+    def mend(self) -> None:
+        """All states are about to be restored."""
+        if self.background is not None:
+            self.background.mend()
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether parameters are updated while backward runs."""
+        return self.background is not None and self.background.steps_in_backward
+
+    def state_bytes(self) -> int:
+        """What the optimizer keeps on the device, as it lies in memory."""
+        here = [segment.parameter for segment in self.segments if not segment.bucket.updated_apart]
+        kept = [value for parameter in here for value in self.optimizer.state.get(parameter, {}).values()]
+        return sum(value.nbytes for value in kept if isinstance(value, Tensor))
+
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on; a `max_norm` of infinity only measures them.
 
@@ -148,6 +168,8 @@ class OptimizerDriver:
                 f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got: step that "
                 "one. It can be built anew over the model's parameters, and attached with tz.attach."
             )
+        if (model := self._model()) is not None:
+            model.prepare_step()
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
@@ -180,8 +202,8 @@ class OptimizerDriver:
         self.drop_segment_gradients()
         self.progress.steps += 1
         self._note_rates(optimizer)
-        if not self._skipping and (publish := self._publish()) is not None:  # skipped alike on all ranks
-            publish(self._owned.keys())
+        if not self._skipping and (model := self._model()) is not None:  # skipped alike on all ranks
+            model.publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from terrazzo.engine import engine_of, parameter_names, whole_weights
+from terrazzo.engine import ModelState, whole_weights
 
 __all__ = ["Rows", "place", "whole_value"]
 
@@ -49,8 +49,8 @@ def _whole(own: Mapping[int, nn.Parameter], sharded: nn.Module | None) -> Iterat
     if sharded is None:
         yield from own.items()
         return
-    named = {names[0]: each for names, each in zip(parameter_names(sharded), sharded.parameters(), strict=True)}
-    ordered = [each.name for each in engine_of(sharded).parameters() if id(named[each.name]) in own]
+    named = dict(sharded.named_parameters())
+    ordered = [each.name for each in ModelState(sharded).parameters() if id(named[each.name]) in own]
     for name, values in whole_weights(sharded, ordered):
         yield id(named[name]), values
 

@@ -1,0 +1,137 @@
+"""A sharded model's and optimizer's state as named pieces, for whatever writes it down.
+
+A piece is a contiguous run of one parameter's elements, under the parameter's own name: nothing of the plan, the units
+or the number of ranks remains in it, so pieces written under one plan can be restored under any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buffer import Buffer, Resting
+from terrazzo.engine.layout import Range, Slot
+from terrazzo.engine.model.digest import digest
+from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.optim.segment import Segment
+
+__all__ = ["Piece", "average_pieces", "copied_pieces", "model_pieces", "optimizer_pieces"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of one state of one parameter.
+
+    Attributes:
+        name: the parameter's fully qualified name.
+        kind: `weight`, `average`, or the optimizer's own key such as `exp_avg`; a state that is not per element, as
+            `step` is, is given whole as [0, its number of elements).
+        shape: the parameter's.
+        numel: of the whole state.
+        dtype: of the elements.
+        read: gives them, 1-D: a view where they are in memory, a copy where they are in files.
+    """
+
+    name: str
+    kind: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    read: Callable[[], Tensor] = field(repr=False, compare=False)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The elements, 1-D, read now."""
+        return self.read()
+
+    def digest(self) -> int:
+        """A checksum of the elements' bytes; equal ones have equal ones on every rank."""
+        return int(digest(self.tensor))
+
+
+def _own_share(bucket: Bucket) -> Range:
+    """What this rank gives of the states it holds: replicas of one range give a part of it each."""
+    axes = bucket.recipe.axes
+    held = bucket.optim_axes
+    return bucket.space.range((*held, *(axis for axis in axes.names if axis not in held)))
+
+
+def _copies(bucket: Bucket) -> Range:
+    """All that this rank holds of a bucket's master weights and moments, whoever else holds it too."""
+    return bucket.space.range(bucket.optim_axes)
+
+
+def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
+    """This rank's share of the weights, master weights where there are any; over all ranks each element comes once."""
+    for bucket in buckets:
+        state = bucket.master if bucket.trainable else bucket.weight
+        for slot in bucket.slots:
+            if (held := share(bucket).intersect(slot.range)).numel:
+                yield _piece(slot, "weight", held, state)
+
+
+def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
+    """This rank's share of the optimizer's state; what is not per element comes with a parameter's first element."""
+    for segment in driver.segments:
+        state = driver.optimizer.state.get(segment.parameter) or {}
+        for slot, part in segment.slots():
+            if not (held := share(segment.bucket).intersect(part)).numel:
+                continue
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
+                    yield _moment(segment, slot, kind, held, value)
+                elif held.start == slot.offset:
+                    whole = torch.as_tensor(value).reshape(-1)
+                    yield _whole(slot, kind, whole)
+
+
+def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:
+    """This rank's share of the weights' moving averages."""
+    for bucket, average in averages.items():
+        for slot in bucket.slots:
+            if (held := _own_share(bucket).intersect(slot.range)).numel:
+                yield _piece(slot, "average", held, average)
+
+
+def copied_pieces(
+    buckets: list[Bucket], drivers: Sequence[OptimizerDriver]
+) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
+    """Mesh axes along which ranks hold the same, and all that this rank holds of the states of which that is true."""
+    for trainable in (True, False):
+        own = [bucket for bucket in buckets if bucket.trainable is trainable]
+        if not own:
+            continue
+        axes, split = own[0].recipe.axes, own[0].optim_axes
+        if along := axes.live(axis for axis in axes.names if axis not in split):
+            pieces = list(model_pieces(own, _copies))
+            for driver in drivers if trainable else ():
+                pieces += optimizer_pieces(driver, _copies)
+            yield along, pieces
+
+
+def _piece(slot: Slot, kind: str, held: Range, state: Resting) -> Piece:
+    def read() -> Tensor:
+        with state.opened(held) as data:
+            return data
+
+    start, stop = held.start - slot.offset, held.stop - slot.offset
+    return Piece(slot.name, kind, start, stop, slot.shape, slot.numel, state.dtype, read)
+
+
+def _moment(segment: Segment, slot: Slot, kind: str, held: Range, value: Tensor) -> Piece:
+    """One of the states that the optimizer keeps for each element; `value` is a stand-in where they are in files."""
+    if value.is_meta:
+        return _piece(slot, kind, held, segment.bucket.moments[kind])
+    start, stop = held.start - slot.offset, held.stop - slot.offset
+    part = value[held.within(segment.range)]
+    return Piece(slot.name, kind, start, stop, slot.shape, slot.numel, value.dtype, lambda: part)
+
+
+def _whole(slot: Slot, kind: str, value: Tensor) -> Piece:
+    return Piece(slot.name, kind, 0, value.numel(), slot.shape, value.numel(), value.dtype, lambda: value)

@@ -1,0 +1,143 @@
+"""Sets a sharded model's and optimizer's state from whatever can be asked for ranges of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buffer import Buffer, Resting
+from terrazzo.engine.layout import Range, Slot
+from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.stock import StateSpec
+
+__all__ = ["Read", "reading", "restore_averages", "restore_model", "restore_optimizer"]
+
+Read = Callable[[str, str, int, int], Tensor | None]
+"""(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent.
+
+No elements at all, `start == stop`, asks whether the state is there: nothing may be read for the answer.
+"""
+
+
+def reading(states: Mapping[str, Mapping[str, Any]]) -> Read:
+    """A `Read` of full optimizer states, by parameter name and kind."""
+
+    def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
+        value = states.get(name, {}).get(kind)
+        return None if value is None else torch.as_tensor(value).detach().reshape(-1)[start:stop]
+
+    return read
+
+
+def restore_model(buckets: list[Bucket], read: Read) -> None:
+    """Set master weights, and weights that have none; a parameter that `read` does not have keeps its values.
+
+    Weights that have a master follow from it when they are published: a rank reads what it has of the masters alone.
+    """
+    for bucket in buckets:
+        state = bucket.master if bucket.trainable else bucket.weight
+        for slot in bucket.slots:
+            _restore(state, slot, "weight", state.range, read)
+
+
+def restore_averages(averages: Mapping[Bucket, Buffer], read: Read) -> None:
+    """Set what `read` has of them."""
+    for bucket, average in averages.items():
+        for slot in bucket.slots:
+            _restore(average, slot, "average", average.range, read)
+
+
+def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, StateSpec]], read: Read) -> None:
+    """Set the optimizer's state; parameters for which `read` has none go back to having none.
+
+    Args:
+        templates: `state_of` each param group.
+    """
+    optimizer, parts = driver.optimizer, []
+    held = {segment.parameter: optimizer.state.pop(segment.parameter, {}) for segment in driver.segments}
+    for segment in driver.segments:
+        labels = [_label(_read_fixed(slot, templates[segment.group], read)) for slot in _slots(segment)]
+        parts.append(segment.cut(labels, optimizer))
+    driver.recut(optimizer, parts)
+    for segment in driver.segments:
+        template = templates[segment.group]
+        fixed = _read_fixed(_slots(segment)[0], template, read, segment.device)
+        if fixed is not None:
+            before = held.get(segment.parameter, {})
+            moments = {
+                kind: _read_moments(segment, kind, read, before.get(kind))
+                for kind, spec in template.items()
+                if spec.per_element
+            }
+            optimizer.state[segment.parameter] = {kind: (fixed | moments)[kind] for kind in template}
+
+
+def _restore(state: Resting, slot: Slot, kind: str, within: Range, read: Read) -> None:
+    """Set what `state` holds of one parameter inside `within`."""
+    for part in state.cuts(slot.range.intersect(within)):
+        value = read(slot.name, kind, part.start - slot.offset, part.stop - slot.offset)
+        if value is not None:
+            with state.opened(part, "change") as data:
+                data.copy_(value)
+
+
+def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tensor:
+    """A state per element, in the memory of the one `before` it where that fits: fresh memory would cost its pages."""
+    dtype = segment.bucket.precision.moments
+    if kind in segment.bucket.moments:
+        return _read_apart(segment, kind, read)
+    if isinstance(before, Tensor) and (before.shape, before.dtype) == (segment.parameter.shape, dtype):
+        whole = before.zero_()
+    else:
+        whole = torch.zeros_like(segment.parameter, dtype=dtype, requires_grad=False)
+    for slot, held in segment.slots():
+        value = read(slot.name, kind, held.start - slot.offset, held.stop - slot.offset)
+        if value is not None:
+            whole[held.within(segment.range)].copy_(value)
+    return whole
+
+
+def _read_apart(segment: Segment, kind: str, read: Read) -> Tensor:
+    """A state per element of a segment that is updated away from the device; for one in files, its stand-in."""
+    home = segment.bucket.moments[kind]
+    for part in home.cuts(segment.range):
+        with home.opened(part, "change") as data:
+            data.zero_()
+    for slot, held in segment.slots():
+        _restore(home, slot, kind, held, read)
+    if segment.parameter.is_meta:
+        return torch.empty(segment.range.numel, dtype=home.dtype, device="meta")
+    with home.opened(segment.range) as data:
+        return data
+
+
+def _read_fixed(
+    slot: Slot, template: Mapping[str, StateSpec], read: Read, device: torch.device | None = None
+) -> dict[str, Any] | None:
+    """The states of a parameter that are not per element, on `device` if given; None when it has no state at all."""
+    fixed: dict[str, Any] = {}
+    for kind, spec in template.items():
+        if spec.per_element:
+            if slot.numel and read(slot.name, kind, 0, 0) is None:
+                return None
+            continue
+        value = read(slot.name, kind, 0, math.prod(spec.shape))
+        if value is None:
+            return None
+        fixed[kind] = spec.restored(value, device)
+    return fixed
+
+
+def _label(fixed: Mapping[str, Any] | None) -> Hashable:
+    """A value that is equal for parameters whose states can share one tensor."""
+    return None if fixed is None else tuple((key, str(torch.as_tensor(v).tolist())) for key, v in fixed.items())
+
+
+def _slots(segment: Segment) -> tuple[Slot, ...]:
+    return tuple(segment.bucket.slots[segment.first : segment.last])
