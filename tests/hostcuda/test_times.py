@@ -38,3 +38,10 @@ def test_collectives_take_what_a_ring_takes(four_ranks: Ranks) -> None:
             ("all_reduce", False, pytest.approx(2 * (4 * 512 + 16))),
         ]
         assert took == pytest.approx(sum(amount for *_, amount in heard))
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("bf16", 2), ("fp32", 4)])
+def test_new_weights_cross_to_the_device_in_their_own_dtype(one_rank: Ranks, precision: str, itemsize: int) -> None:
+    ((moved, numel, same),) = one_rank.run(times.updates_on_the_host, precision)
+    assert moved == itemsize * numel
+    assert same

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import terrazzo as tz
 from hostcuda.device import virtual
+from terrazzo.engine import engine_of
 
-__all__ = ["collectives", "kernels"]
+__all__ = ["collectives", "kernels", "updates_on_the_host"]
 
 SPEED = 2.0**30  # of everything, so that seconds times it are bytes or FLOPs
 
@@ -74,3 +77,22 @@ def collectives() -> tuple[list[tuple[str, bool, float]], float]:
         took_s = virtual.now_s() - begun_s
     dist.all_reduce(own)  # nobody listens
     return [(each.name, each.near, each.seconds * SPEED) for each in heard], took_s * SPEED
+
+
+def updates_on_the_host(precision: str) -> tuple[int, int, bool]:
+    """Bytes that an update brings to the device; elements of the weights; whether these are the masters, rounded."""
+    model = nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    offload = tz.Offload(block_mib=4 / 1024)  # cells of 1,024 elements: several of them, and a rest
+    model, optimizer = tz.shard(model, optimizer, "zero1@cpu", precision=precision, offload=offload)
+    model(torch.ones(2, 64, device="cuda")).sum().backward()
+    engine = engine_of(model)
+    with _speeds():
+        before_s = virtual.spent_s()["copies in"]
+        optimizer.step()
+        engine.settle()
+        moved = round((virtual.spent_s()["copies in"] - before_s) * SPEED)
+    (bucket,) = engine.buckets()
+    whole, host = bucket.space.layout.whole, torch.device("cpu")
+    weights, masters = bucket.weight.copied(whole, host), bucket.master.copied(whole, host)
+    return moved, whole.numel, torch.equal(weights, masters.to(weights.dtype))

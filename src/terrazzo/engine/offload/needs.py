@@ -12,6 +12,7 @@ from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.spec import BucketSpec
 
 __all__ = [
+    "SENDS",
     "Need",
     "Templates",
     "disk_bytes",
@@ -21,9 +22,12 @@ __all__ = [
     "moment_names",
     "need_of",
     "ring_length",
+    "send_bytes",
     "tray_bytes",
 ]
 
+SENDS = 2
+"""Cells of new weights under way to the device at once: one is cast while the other is copied."""
 Templates = Sequence[Mapping[str, StateSpec]]
 """What the optimizer keeps for a parameter of each param group."""
 
@@ -36,12 +40,14 @@ class Need:
         cpu, nvme: bytes of every state there, one entry for each state of a bucket.
         load: bytes of one cell of weights that are read from drives; 0 for none.
         tray: bytes of one cell of all states that are updated on drives; 0 for none.
+        send: bytes of one cell of new weights that are cast on their way to the device; 0 for none.
     """
 
     cpu: tuple[int, ...] = ()
     nvme: tuple[int, ...] = ()
     load: int = 0
     tray: int = 0
+    send: int = 0
 
 
 def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
@@ -83,6 +89,7 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
         nvme=tuple(state.nbytes for state in resting if state.tier == "nvme"),
         load=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
         tray=max(trays, default=0) if templates else 0,
+        send=max((send_bytes(bucket, cell) for bucket in buckets), default=0),
     )
 
 
@@ -113,14 +120,22 @@ def tray_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> int:
     return sum(padded_bytes(round(numel * size)) for size in sizes)
 
 
+def send_bytes(bucket: BucketSpec, cell: int) -> int:
+    """One cell of new weights, cast in host memory before they cross to the device: fewer bytes than the masters."""
+    crosses = bucket.updated_apart and bucket.tiers.weight == "device" and not bucket.on_host
+    if not crosses or bucket.weight_dtype == bucket.precision.master:
+        return 0
+    return min(cell, bucket.numel(bucket.optim_axes)) * bucket.weight_dtype.itemsize
+
+
 def ring_length(settings: Offload) -> int:
     """Cells under way in an update at once: some being read, one stepped on, some written."""
     return max(4, settings.depth)
 
 
 def host_bytes(need: Need, settings: Offload) -> int:
-    """Host memory of a store: states, and buffers for what comes from and goes to drives."""
-    states = sum(padded_bytes(size) for size in need.cpu)
+    """Host memory of a store: states, and buffers for what goes to the device, and comes from and goes to drives."""
+    states = sum(padded_bytes(size) for size in need.cpu) + SENDS * padded_bytes(need.send)
     if not need.nvme:
         return states
     return states + settings.depth * padded_bytes(need.load) + ring_length(settings) * padded_bytes(need.tray)

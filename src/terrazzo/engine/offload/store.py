@@ -19,7 +19,8 @@ from terrazzo.engine.layout import padded_bytes
 from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
-from terrazzo.engine.offload.needs import Need, disk_bytes, host_bytes, ring_length
+from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, ring_length
+from terrazzo.engine.offload.sending import Sending
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.topology import bound_to, ranks_here, step_threads
 from terrazzo.engine.process.device import Stream
@@ -45,6 +46,7 @@ class Store:
 
     Attributes:
         copies_out, copies_in: from the device and to it, by threads; PCIe carries both at the same time.
+        sending: new weights to the device, on `copies_in`.
         steps: what the updates of offloaded states have done since the start.
     """
 
@@ -55,6 +57,8 @@ class Store:
         arena_bytes = host_bytes(need, settings)
         self.arenas = [self._arena(arena_bytes)] if arena_bytes else []
         self.drive = self._open_drive(need, rank) if need.nvme else None
+        cells = [self.host(padded_bytes(need.send)) for _ in range(SENDS if need.send else 0)]
+        self.sending = Sending(self.copies_in, cells)
         self._writer = Worker("terrazzo-write") if need.cpu or need.nvme else None
         self._landing: deque[Job] = deque()
 

@@ -220,7 +220,7 @@ class _Carrier:
         weight = segment.bucket.own_weight
         if weight is not None and (task.tray is None or "weight" not in task.tray):
             with weight.opened(segment.range, "replace") as own:
-                own.copy_(values.to(own.device, non_blocking=True))  # across devices before the cast: pinned memory
+                self._store.sending.copy(values, own)
         self._store.steps.numel += values.numel()
         self._store.steps.seconds += time.perf_counter() - started
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.engine.layout import padded_bytes
-from terrazzo.engine.offload.needs import Need, host_bytes, load_bytes, tray_bytes
+from terrazzo.engine.offload.needs import Need, host_bytes, load_bytes, send_bytes, tray_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
@@ -27,6 +27,11 @@ FORMULAS |= {
         "are updated on disk: some are being read, one is stepped on, some are written; a cell has block_mib / 4 Mi "
         "elements",
         "arXiv 2104.07857, section 5.2; terrazzo/engine/offload/store.py",
+    ),
+    "memory.host_sends": Formula(
+        "2 x one cell of new weights that are cast in host memory before they cross to the device: one is cast while "
+        "the other is copied; a cell has block_mib / 4 Mi elements",
+        "terrazzo/engine/offload/sending.py",
     ),
     "memory.host_sums": Formula(
         "sums of earlier micro-batches at the `grad` place, where gradients are not on the device",
@@ -65,7 +70,7 @@ def tier_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], tuple[Term, 
         return _activations(setup, stage), ()
     host = [_moved(term, "memory.host") for term in state_terms(setup, stage, "cpu") if term.value]
     disk = [_moved(term, "memory.disk") for term in state_terms(setup, stage, "nvme") if term.value]
-    host += [_sums(setup, stage), _buffers(setup, stage), *_activations(setup, stage)]
+    host += [_sums(setup, stage), _sends(setup, stage), _buffers(setup, stage), *_activations(setup, stage)]
     return tuple(term for term in host if term.value), tuple(disk)
 
 
@@ -111,6 +116,14 @@ def _sums(setup: Setup, stage: int) -> Term:
             if bucket.trainable and bucket.tiers.grad != "device":
                 value += count * padded_bytes(bucket.numel(bucket.sum_axes.grad) * setup.precision.accumulate.itemsize)
     return Term("sums", value, value, "memory.host_sums", {"micro-batches": float(setup.micro_batches)})
+
+
+def _sends(setup: Setup, stage: int) -> Term:
+    """Host memory through which new weights go to the device."""
+    cell = setup.offload.cell_numel
+    send = max((send_bytes(bucket, cell) for bucket, _ in _buckets(setup, stage)), default=0)
+    value = float(host_bytes(Need(send=send), setup.offload)) if not setup.model.bare else 0.0
+    return Term("weights to the device", value, value, "memory.host_sends", {"cell of weights": float(send)})
 
 
 def _buffers(setup: Setup, stage: int) -> Term:
