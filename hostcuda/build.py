@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["Unbuildable", "library", "obstacle"]
 
 _SOURCES = Path(__file__).parent / "native"
-_FLAGS = ("-O1", "-std=c++20", "-fPIC", "-Wall", "-D_GLIBCXX_USE_CXX11_ABI=1")
+_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-Wall", "-D_GLIBCXX_USE_CXX11_ABI=1")
 
 
 class Unbuildable(RuntimeError):

@@ -33,8 +33,7 @@ std::set<int>& awaited() {
 
 void record_reached() {
   if (awaited().empty()) return;
-  Clock seen;
-  join_threads(seen);
+  const Clock& seen = known_to_threads();
   std::erase_if(awaited(), [&](int stream) {
     const bool over = seen[stream] >= clock_of(stream)[stream];
     if (over) recorded().push_back({Event::kReached, 0, 0, stream});

@@ -97,10 +97,8 @@ void free_block(Block* block) {
 void allocate_for(int owner) {
   auto left = std::exchange(freed()[owner], {});
   if (left.empty()) return;
-  Clock sees = clock_of(owner);
-  join_threads(sees);
   for (auto& [block, old] : left)
-    if (sees[old.entity] < old.count)
+    if (clock_of(owner)[old.entity] < old.count && known_to_threads()[old.entity] < old.count)
       report("early free", "the memory of " + block + ", which has been freed, may be allocated anew for " +
                                name_of(owner) + ", and " + describe(old) + " may still use it");
 }
@@ -113,9 +111,8 @@ void use(const void* address, size_t bytes, int entity, bool write, const std::s
 }
 
 void use_on_host(const void* address, size_t bytes, bool write, const std::string& by) {
-  const int entity = thread_entity();
-  clock_of(entity).tick(entity);
-  use(address, bytes, entity, write, by);
+  act();
+  use(address, bytes, thread_entity(), write, by);
 }
 
 }  // namespace hostcuda

@@ -77,7 +77,7 @@ int64_t hc_tell() {
 
 void hc_hear(int64_t token) {
   Locked locked;
-  clock_of(thread_entity()).join(tokens().at(token));
+  hear(tokens().at(token));
 }
 
 void hc_forget(int64_t token) {

@@ -16,7 +16,7 @@ constexpr size_t kMostReports = 2000;  // between two lettings go of the lock
 
 struct Entity {
   std::string name;
-  bool thread, beside;  // beside the default stream
+  bool beside;  // beside the default stream
   Clock clock;
 };
 
@@ -33,6 +33,7 @@ struct State {
   std::map<std::pair<int, int64_t>, int> streams;
   int64_t next_stream = 1;
   int main_thread = -1;
+  Clock known;  // to any thread: kept beside their clocks, as threads come and go by the hundred
 };
 
 State& state() {
@@ -45,8 +46,8 @@ thread_local int tls_device = 0;
 thread_local int64_t tls_streams[kMaxDevices] = {};
 thread_local int tls_entity = -1;
 
-int new_entity(const std::string& name, bool thread, bool beside = false) {
-  state().entities.push_back({name, thread, beside, {}});
+int new_entity(const std::string& name, bool beside = false) {
+  state().entities.push_back({name, beside, {}});
   return static_cast<int>(state().entities.size()) - 1;
 }
 
@@ -126,7 +127,7 @@ int stream_entity(int device, int64_t stream) {
   auto [it, fresh] = state().streams.try_emplace({device, stream}, -1);
   if (fresh) {
     auto name = stream ? "stream " + std::to_string(stream) : std::string("the default stream");
-    it->second = new_entity(name + " of cuda:" + std::to_string(device), false, stream != 0);
+    it->second = new_entity(name + " of cuda:" + std::to_string(device), stream != 0);
   }
   return it->second;
 }
@@ -139,7 +140,7 @@ int64_t new_stream(int device) {
 
 int thread_entity() {
   if (tls_entity < 0 && state().main_thread >= 0 && is_autograds()) tls_entity = state().main_thread;
-  if (tls_entity < 0) tls_entity = new_entity("a thread", true);
+  if (tls_entity < 0) tls_entity = new_entity("a thread");
   return tls_entity;
 }
 
@@ -168,21 +169,28 @@ void record_spans(bool on) {
 
 const std::vector<Span>& spans() { return state().spans; }
 
+void hear(const Clock& other) {
+  clock_of(thread_entity()).join(other);
+  state().known.join(other);
+}
+
+void act() {
+  const int entity = thread_entity();
+  clock_of(entity).tick(entity);
+  state().known.tick(entity);
+}
+
 void synchronize(const Clock& until, const std::string& what) {
-  clock_of(thread_entity()).join(until);
+  hear(until);
   report("sync", what);
 }
 
 void synchronize_device(int device, const std::string& what) {
-  auto& host = clock_of(thread_entity());
   for (auto& [key, entity] : state().streams)
-    if (key.first == device) host.join(clock_of(entity));
+    if (key.first == device) hear(clock_of(entity));
   report("sync", what);
 }
 
-void join_threads(Clock& into) {
-  for (auto& entity : state().entities)
-    if (entity.thread) into.join(entity.clock);
-}
+const Clock& known_to_threads() { return state().known; }
 
 }  // namespace hostcuda

@@ -86,10 +86,13 @@ void launch(int entity, double seconds = 0, Kind kind = kKernel);
 // Spans since the recording was last switched on.
 void record_spans(bool on);
 const std::vector<Span>& spans();
-// The calling thread waits, which is reported as "sync".
+// The calling thread takes over what has been seen elsewhere; it does something itself.
+void hear(const Clock& other);
+void act();
+// The same where it waits, which is reported as "sync".
 void synchronize(const Clock& until, const std::string& what);
 void synchronize_device(int device, const std::string& what);
-// What any thread knows to be over.
-void join_threads(Clock& into);
+// What any thread knows to be over, be it one that has ended.
+const Clock& known_to_threads();
 
 }  // namespace hostcuda
