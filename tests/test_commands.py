@@ -107,7 +107,8 @@ def obey(command: str) -> None:
 
 def commands_of(page: str) -> list[str]:
     blocks = re.findall(r"^```console\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line[2:] for line in lines if line.startswith("$ ")]
 
 
 def test_every_command_of_the_first_pages_works(runs: Runs) -> None:
