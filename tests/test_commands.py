@@ -107,7 +107,8 @@ def obey(command: str) -> None:
 
 def commands_of(page: str) -> list[str]:
     blocks = re.findall(r"^```console\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line[2:] for line in lines if line.startswith("$ ")]
 
 
 def test_every_command_of_the_first_pages_works(runs: Runs) -> None:
@@ -178,6 +179,7 @@ def test_going_on_repeats_what_was_asked_for() -> None:
     said = Command(Path("a.yaml"), asked).going_on(config, finished=True)
     assert shlex.split(said)[-3:] == ["log.note=two words", "checkpoint.resume=if_exists", "train.steps=500"]
     assert Command().going_on(config, finished=False) == "the same command with checkpoint.resume=if_exists"
-    lines = folded("continue  ", said, 60)
-    assert max(map(len, lines.splitlines())) <= 60
-    assert shlex.split(lines.removeprefix("continue  ").replace("\\\n", "")) == shlex.split(said)
+    for width in range(40, 120):
+        lines = folded("continue  ", said, width)
+        assert max(map(len, lines.splitlines())) <= max(width, 60)
+        assert shlex.split(lines.removeprefix("continue  ").replace("\\\n", "")) == shlex.split(said), width

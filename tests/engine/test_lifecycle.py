@@ -148,6 +148,18 @@ def test_an_exception_leaves_the_parameters_at_rest() -> None:
     on_ranks(2, body)
 
 
+def test_no_sync_of_ddp_accumulates() -> None:
+    def loop(model: Any, optimizer: Any, data: Callable[[int], Tensor]) -> None:
+        for number in range(0, 6, 2):
+            loss = loss_of(model, data(number)) / 2  # the forward outside, which DDP would not allow
+            with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+                loss.backward()
+            step(model, optimizer, loss_of(model, data(number + 1)) / 2)
+
+    for plan in ("zero1", "zero3"):
+        follows_one_process(Net(), loop, plan)
+
+
 # -- units called in other ways --------------------------------------------------------------------------------
 
 

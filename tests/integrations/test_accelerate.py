@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def test_every_plan_trains_as_ddp_to_the_bit(two_processes: Pool) -> None:
 
 
 def test_accumulation_trains_as_ddp(two_processes: Pool) -> None:
-    found = two_processes.run(_distances, 4, None)[0]
+    found = two_processes.run(_distances, 3, None)[0]  # the last step of an epoch has two micro-batches
     assert (found["zero0"], found["zero1"]) == (0.0, 0.0)  # both sum on the rank first, as no_sync does
     assert max(found.values()) < 1e-6  # the others reduce each micro-batch: another order of one sum
 
@@ -150,7 +151,14 @@ def test_what_code_branches_on_is_true(two_processes: Pool) -> None:
     two_processes.run(_truth)
 
 
-def _sync_in_each_batch() -> tuple[float, ...]:
+WAYS: dict[str, Callable[[Loop], AbstractContextManager[Any]]] = {
+    "accelerator": lambda loop: loop.accelerator.no_sync(loop.model),
+    "model": lambda loop: loop.model.no_sync(),
+    "a module of nobody": lambda loop: loop.accelerator.no_sync(nn.Linear(2, 2)),  # not prepared
+}
+
+
+def _sync_in_each_batch(way: str) -> tuple[float, ...]:
     """Accumulation as scripts write it without `accumulate`, and with `no_sync` by hand."""
     theirs, ours = _classes()
     found = []
@@ -158,8 +166,7 @@ def _sync_in_each_batch() -> tuple[float, ...]:
         fresh_state()
         loop = Loop(make(cpu=True))
         for index, (x, y) in enumerate(loop.data):
-            context = loop.accelerator.no_sync(loop.model) if index % 4 == 1 else torch.enable_grad()
-            with context:
+            with WAYS[way](loop) if index % 4 == 1 else torch.enable_grad():
                 loop.accelerator.backward(nn.functional.mse_loss(loop.model(x), y) / 2)
             if index % 2 == 0:
                 loop.optimizer.step()
@@ -170,8 +177,55 @@ def _sync_in_each_batch() -> tuple[float, ...]:
     return tuple(distance(found[0], other) for other in found[1:])
 
 
-def test_micro_batches_by_hand(two_processes: Pool) -> None:
-    assert max(two_processes.run(_sync_in_each_batch)[0]) < 1e-6
+@pytest.mark.parametrize("way", WAYS)
+def test_micro_batches_by_hand(way: str, two_processes: Pool) -> None:
+    assert max(two_processes.run(_sync_in_each_batch, way)[0]) < 1e-6
+
+
+def _two_forwards_first() -> float:
+    """Two forwards under `no_sync`, and `trigger_sync_in_backward` around the second backward."""
+    theirs, ours = _classes()
+    found = []
+    for make in (theirs, partial(ours, plan="zero1")):
+        fresh_state()
+        loop = Loop(make(cpu=True))
+        for x, y in loop.data:
+            with loop.accelerator.no_sync(loop.model):
+                first, second = (nn.functional.mse_loss(loop.model(part), y) / 2 for part in (x, x.flip(1)))
+            loop.accelerator.backward(first)
+            with loop.accelerator.trigger_sync_in_backward(loop.model):
+                loop.accelerator.backward(second)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        found.append((loop.losses, loop.weights(), loop.scheduler.get_last_lr()))
+    return distance(*found) if found[1][1] else 0.0
+
+
+def test_forwards_before_their_backwards(two_processes: Pool) -> None:
+    assert two_processes.run(_two_forwards_first)[0] < 1e-6
+
+
+def _two_models_accumulate() -> float:
+    """As adversarial scripts do: `accumulate` takes both models, and each has an optimizer."""
+    theirs, ours = _classes()
+    found = []
+    for make, words in ((theirs, {}), (ours, {"plan": "zero1"})):
+        fresh_state()
+        one = Loop(make(cpu=True, gradient_accumulation_steps=2, **words))
+        other = Loop(one.accelerator)
+        for x, y in one.data:
+            with one.accelerator.accumulate(one.model, other.model):
+                loss = nn.functional.mse_loss(other.model(x) + one.model(x), y)
+                one.accelerator.backward(loss)
+                for each in (one, other):
+                    each.optimizer.step()
+                    each.optimizer.zero_grad()
+        found.append(([], one.weights() | {f"other.{name}": values for name, values in other.weights().items()}, []))
+    return distance(*found) if found[1][1] else 0.0
+
+
+def test_two_models_accumulate_together(two_processes: Pool) -> None:
+    assert two_processes.run(_two_models_accumulate)[0] < 1e-6
 
 
 def _as_deepspeed_says() -> float:
@@ -216,6 +270,8 @@ def test_weights_come_out_whole_in_master_precision(two_processes: Pool, tmp_pat
 
 
 def _refusals() -> dict[str, str]:
+    from accelerate.local_sgd import LocalSGD
+
     fresh_state()
     _, ours = _classes()
     accelerator = ours(cpu=True, plan="zero3")
@@ -231,6 +287,7 @@ def _refusals() -> dict[str, str]:
         "flat": lambda: accelerator.clip_grad_norm_(loop.optimizer.param_groups[0]["params"], 1.0),
         "value": lambda: accelerator.clip_grad_value_(parameters, 1.0),
         "join": lambda: accelerator.join_uneven_inputs([model]).__enter__(),
+        "local": lambda: LocalSGD(accelerator, model, 8),
         "compiled": lambda: accelerator.prepare(torch.compile(other)),
         "keyword": lambda: accelerator.save_state("nowhere", exclude_frozen_parameters=True),
     }
@@ -240,6 +297,8 @@ def _refusals() -> dict[str, str]:
             call()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, enabled=False) as local:
+        local.step()
     return found
 
 
@@ -254,6 +313,7 @@ def test_what_cannot_be_honoured_is_refused(two_processes: Pool) -> None:
         "flat": "pass model.parameters() of one prepared model",
         "value": "use accelerator.clip_grad_norm_",
         "join": "join_uneven_inputs cannot work",
+        "local": "every 8 steps; ranks of a sharded model step together",
         "compiled": "dynamo_backend='inductor'",
         "keyword": "exclude_frozen_parameters",
     }

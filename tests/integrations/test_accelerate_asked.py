@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,69 @@ def test_deepspeed_as_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert (str(setup.plan.optim), setup.clip, setup.accumulation) == ("D@cpu", 0.5, 4)
     assert dtypes(setup)[:2] == ("bfloat16", "bfloat16")
     assert setup.autocast is None
+
+
+# without a word DeepSpeed clips at 1.0
+FILES: list[tuple[dict[str, Any], tuple[str, ...], Any]] = [
+    ({"bf16": {"enabled": "auto"}}, (), ("float32", 1.0, 1)),
+    ({"bf16": {"enabled": "auto"}}, ("--mixed_precision", "bf16"), ("bfloat16", 1.0, 1)),
+    ({}, ("--mixed_precision", "bf16"), ("bfloat16", 1.0, 1)),
+    ({"gradient_clipping": "auto"}, ("--gradient_clipping", "0.5"), ("float32", 0.5, 1)),
+    ({"gradient_clipping": 0.5}, ("--gradient_clipping", "0.5"), ("float32", 0.5, 1)),
+    ({}, ("--gradient_accumulation_steps", "4"), ("float32", 1.0, 4)),
+    ({"gradient_clipping": 1.0}, ("--gradient_clipping", "0.5"), "gradient_clipping is 0.5 from the launcher and 1.0"),
+    ({"fp16": {"enabled": True}}, ("--mixed_precision", "bf16"), "fp16.enabled: True"),
+    ({"bf16": {"enabled": False}}, ("--mixed_precision", "bf16"), "bf16.enabled: False"),
+]
+
+
+@pytest.mark.parametrize(("said", "flags", "wanted"), FILES)
+def test_flags_beside_deepspeeds_file(
+    said: dict[str, Any], flags: tuple[str, ...], wanted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Accelerate fills "auto" and what is missing from its own words; where both speak, they must agree."""
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 1, **said}))
+    document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {}}
+    document["deepspeed_config"] = {"deepspeed_config_file": str(file)}
+    for name, value in launched(document, tmp_path, *flags).items():
+        monkeypatch.setenv(name, value)
+    if isinstance(wanted, str):
+        with pytest.raises(BadInput, match=wanted):
+            asked().setup(CPU, 2)
+    else:
+        setup = asked().setup(CPU, 2)
+        assert (dtypes(setup)[1], setup.clip, setup.accumulation) == wanted
+        assert setup.plan.name == "zero1"
+
+
+def test_a_file_of_deepspeeds_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "/nowhere/ds.json")
+    with pytest.raises(BadInput, match=r"deepspeed_config_file.*nowhere"):
+        asked()
+
+
+def test_a_precision_that_the_notebook_launcher_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setenv("MIXED_PRECISION", "bf16")
+    with pytest.raises(BadInput, match="notebook_launcher"):
+        asked()
+    assert asked(mixed_precision="bf16").mixed == "bf16"
+
+
+def test_every_variable_of_the_launcher_is_in_the_guide() -> None:
+    """Those that Accelerate's own launcher sets for ranks, by its source."""
+    import accelerate.utils.launch as launcher
+
+    source = Path(launcher.__file__).read_text()
+    names = set(re.findall(r'current_env\["((?:ACCELERATE|FSDP)_\w+)"\]', source))
+    names |= {f"PARALLELISM_CONFIG_{name}" for name in re.findall(r'current_env\[prefix \+ "(\w+_SIZE)"\]', source)}
+    guide = (Path(__file__).parents[2] / "docs/guides/accelerate.md").read_text()
+    table = guide[guide.index("| variable |") :].split("\n\n")[0]
+    patterns = [pattern.replace("*", r"\w+") for pattern in re.findall(r"`([A-Z_0-9*]+)`", table)]
+    assert len(names) > 40
+    assert {name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)} == set()
 
 
 def test_deepspeeds_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

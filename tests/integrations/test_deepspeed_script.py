@@ -118,3 +118,18 @@ def test_the_runner_refuses_what_a_script_uses_and_the_door_has_not(
     ):
         main([str(script)])
     assert main([]) == 2
+
+
+@pytest.mark.parametrize("words", [("script.py",), ("-m", "script")])
+def test_the_deepspeed_launchers_local_rank_is_the_scripts(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes `python -u -m terrazzo.integrations.deepspeed --local_rank=1 script.py ...`."""
+    (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("meta_path", "path", "argv"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    with mock.patch.dict(sys.modules):
+        assert main(["--local_rank=1", *words, "--deepspeed", "x"]) == 0
+        assert main(["--local_rank=1"]) == 2
+    assert capsys.readouterr().out == "['--local_rank=1', '--deepspeed', 'x']\n"

@@ -14,6 +14,7 @@ from terrazzo.dialects.description import LOADED, Description, Extra, Setting, b
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.engine import LossScaling, Plan
+from terrazzo.engine.offload.topology import ranks_here
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.setup import ActivationCheckpointing, Setup, setup_for
 from tests.helpers.fake import fake_group
@@ -121,10 +122,12 @@ def test_the_mesh_is_over_all_ranks(given: dict[str, Any], sizes: dict[str, int]
         assert dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) == sizes
 
 
-@pytest.mark.parametrize("node", [8, 4])
-def test_nodes_are_replicas_where_torchrun_tells_them(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP1 splits over the devices of a node; a single node is one group."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+@pytest.mark.parametrize(("node", "name"), [(8, "LOCAL_WORLD_SIZE"), (4, "LOCAL_WORLD_SIZE"), (4, "LOCAL_SIZE")])
+def test_nodes_are_replicas_where_a_launcher_tells_them(node: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP1 splits over the devices of a node; a single node is one group. The deepspeed launcher has the last name."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv(name, str(node))
+    assert ranks_here(otherwise=1) == node
     with fake_group(8):
         mesh = made(mesh__dp_replicate=None, **of_row("hybrid_shard")).mesh
         assert mesh is not None

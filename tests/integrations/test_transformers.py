@@ -232,9 +232,13 @@ def _arguments(folder: Path, **given: Any) -> Any:
         ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode"),
     ],
 )
-def test_what_the_engine_cannot_do_is_refused_by_name(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_what_the_engine_cannot_do_is_refused_by_name(
+    tmp_path: Path, given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from terrazzo.integrations.transformers.arguments import check
 
+    for name in ("BACKEND", "MODE"):  # which TrainingArguments sets, for good
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "no")
     with pytest.raises(BadInput, match=message):
         check(_arguments(tmp_path, **given), nn.Linear(2, 2))
 
@@ -255,6 +259,30 @@ def test_ranks_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(BadInput, match="use_cpu=True"):
         check(arguments, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "accelerate launch was told FSDP"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "accelerate launch was told MULTI_GPU"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "asks for inductor"),
+    ],
+)
+def test_what_accelerate_launch_says_of_engines_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, str], message: str
+) -> None:
+    from terrazzo.integrations.transformers.arguments import describe
+
+    arguments = _arguments(tmp_path)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match=message):
+        describe(arguments, torch.float32)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")  # as accelerate launch writes it
+    for name in told:
+        monkeypatch.delenv(name)
+    describe(arguments, torch.float32)
 
 
 def test_a_key_that_training_arguments_pass_over_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ packages:
 
 from terrazzo.engine.axes import data_mesh
 from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.attach import attach
 from terrazzo.engine.model.average import EMA
 from terrazzo.engine.model.engine import Engine, engine_of
@@ -42,7 +43,7 @@ from terrazzo.engine.model.module import ShardedModule
 from terrazzo.engine.model.names import PersistentBuffer, persistent_buffers
 from terrazzo.engine.model.pieces import Piece
 from terrazzo.engine.model.restore import Read
-from terrazzo.engine.model.shard import accumulate, clip_grad_norm_, estimate, gathered, shard
+from terrazzo.engine.model.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.model.state import ModelState, ParameterInfo
 from terrazzo.engine.model.whole import whole_weights
 from terrazzo.engine.offload.settings import Offload

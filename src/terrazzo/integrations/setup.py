@@ -288,7 +288,7 @@ def _nodes(description: Description, world: int) -> tuple[int, int]:
 
     What each rank was told is compared first: else some would make one mesh, and others another, or none.
     """
-    told = gather_json(os.environ.get("LOCAL_WORLD_SIZE", ""))
+    told = gather_json(os.environ.get("LOCAL_WORLD_SIZE", "") or os.environ.get("LOCAL_SIZE", ""))
     sizes = [int(size) if size.isdecimal() else 0 for size in told]
     on_each = sizes[0]
     if not on_each or len(set(sizes)) > 1 or world % on_each:
@@ -302,7 +302,7 @@ def _nodes(description: Description, world: int) -> tuple[int, int]:
         raise BadInput(
             f"{_name(description, 'sharding.weight')} splits over the ranks of one node and copies between nodes, and "
             f"{why}: say the number of replicas, start with torchrun and as many ranks on each node, which tells them "
-            "how many (LOCAL_WORLD_SIZE), or shard over all ranks."
+            "how many (LOCAL_WORLD_SIZE; the deepspeed launcher's LOCAL_SIZE counts, too), or shard over all ranks."
         )
     return world // on_each, on_each
 

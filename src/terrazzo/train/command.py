@@ -45,7 +45,7 @@ def program(name: str = "terrazzo") -> str:
 
 def folded(label: str, command: str, width: int) -> str:
     """`label` and a command, over as many lines of `width` as it takes, which a shell reads as one."""
-    first, *words = command.split(" ")
+    first, *words = map(shlex.quote, shlex.split(command))  # a quoted word with a space stays on one line
     lines = [label + first]
     for word in words:
         if len(f"{lines[-1]} {word} \\") > width:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
 from terrazzo.dialects.accelerate_words import AXES
+from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.nested import load_named
 from terrazzo.errors import BadInput
 
 __all__ = [
     "DYNAMO",
     "SWITCHES",
     "deepspeed_document",
+    "deepspeed_file",
     "dynamo_section",
     "fsdp_section",
     "launched",
@@ -42,6 +46,8 @@ _DEEPSPEED_NAMES = {
     "config_file": "deepspeed_config_file",
     "moe_layer_cls_names": "deepspeed_moe_layer_cls_names",
 }
+_BESIDE = {"gradient_clipping": float, "gradient_accumulation_steps": int}
+"""What the launcher says beside DeepSpeed's configuration, which has the same keys."""
 _WRAPS = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
 
 
@@ -160,11 +166,34 @@ def _wrapping(plugin: Any) -> dict[str, Any]:
     return section
 
 
+def deepspeed_file(document: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    """The deepspeed_config_file of a launcher's document, as `deepspeed_document` takes a plugin; None without one.
+
+    Raises: `BadInput` for a file that cannot be read, or what the launcher says otherwise than the file.
+    """
+    name = document.get("deepspeed_config", {}).get("deepspeed_config_file")
+    if name is None:
+        return None
+    said, fault = load_named(name, Context())
+    if fault:
+        raise BadInput(f"deepspeed_config_file: {fault}. Name the file by its absolute path.")
+    beside = {key: environment.get(f"ACCELERATE_{key.upper()}") for key in _BESIDE}
+    for key, kind in _BESIDE.items():
+        told, own = beside[key], said.get(key, "auto")
+        if told not in (None, "auto") and own != "auto" and kind(told) != own:
+            raise BadInput(f"{key} is {told} from the launcher and {own} in '{name}': leave out one of them.")
+        if told not in (None, "auto"):
+            said.setdefault(key, "auto")
+    return SimpleNamespace(deepspeed_config=said, **beside)
+
+
 def deepspeed_document(plugin: Any, mixed: str) -> dict[str, Any]:
     """The DeepSpeed configuration of a `DeepSpeedPlugin`, with "auto" as Accelerate fills it in.
 
     Args:
         mixed: Accelerate's mixed_precision.
+
+    Raises: `BadInput` where both say a precision, and not the same.
     """
     document: dict[str, Any] = copy.deepcopy(plugin.deepspeed_config)
     for half in ("bf16", "fp16"):
@@ -173,7 +202,14 @@ def deepspeed_document(plugin: Any, mixed: str) -> dict[str, Any]:
             section["enabled"] = mixed == half
         elif section is None and mixed == half:
             document[half] = {"enabled": True}
-    for key, kind in (("gradient_clipping", float), ("gradient_accumulation_steps", int)):
+        elif (
+            isinstance(section, dict) and bool(section.get("enabled")) != (mixed == half) and mixed in ("bf16", "fp16")
+        ):
+            raise BadInput(
+                f"mixed_precision is {mixed}, and DeepSpeed's configuration has {half}.enabled: {section['enabled']}: "
+                f'leave mixed_precision out, or write "auto" there.'
+            )
+    for key, kind in _BESIDE.items():
         value = getattr(plugin, key, None)
         if document.get(key) == "auto" and value not in (None, "auto"):
             document[key] = kind(value)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
 from terrazzo.engine.model.names import persistent_buffers
@@ -38,6 +40,10 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, as the optimizer's `zero_grad` does."""
         self._terrazzo.zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """`tz.accumulate`, under the name that DDP and FSDP have for it; the forward may stand outside."""
+        return accumulate(self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of any module, once no update is under way. Collective while one may be.

@@ -47,7 +47,7 @@ from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse, listed, warn
 
-__all__ = ["accumulate", "clip_grad_norm_", "estimate", "gathered", "shard"]
+__all__ = ["clip_grad_norm_", "estimate", "gathered", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -152,26 +152,6 @@ def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -
     axes = units[0].recipe.axes
     need = need_of([bucket for unit in units for bucket in unit.buckets], templates, offload.cell_numel)
     return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
-
-
-@contextlib.contextmanager
-def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]:
-    """Backward passes inside belong to micro-batches that are not the step's last.
-
-    Args:
-        local: add their gradients on this rank and send nothing (fewer bytes), or reduce each micro-batch to the plan's
-            `grad` place (less memory). By default local where the plan does not split `grad`, else reduced.
-
-    Raises:
-        BadInput: `local=False` under a plan that keeps whole gradients.
-    """
-    engine = engine_of(model)
-    before = engine.schedule.this_pass
-    engine.schedule.set_pass(engine.pass_of(False, local))
-    try:
-        yield
-    finally:
-        engine.schedule.set_pass(before)
 
 
 def clip_grad_norm_(

@@ -36,8 +36,11 @@ __all__ = [
 
 
 def ranks_here(otherwise: int) -> int:
-    """How many ranks share this host, as a launcher tells each of them (LOCAL_WORLD_SIZE); `otherwise` if none has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or otherwise)
+    """How many ranks share this host, as a launcher tells each of them; `otherwise` if none has.
+
+    torchrun's name for it is LOCAL_WORLD_SIZE, that of the deepspeed launcher LOCAL_SIZE.
+    """
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
 
 
 def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tuple[int, frozenset[int]]:

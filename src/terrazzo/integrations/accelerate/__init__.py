@@ -7,5 +7,8 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 """
 
 from terrazzo.integrations.accelerate.accelerator import Accelerator
+from terrazzo.integrations.accelerate.local_sgd import refuse_local_sgd
 
 __all__ = ["Accelerator"]
+
+refuse_local_sgd(Accelerator)

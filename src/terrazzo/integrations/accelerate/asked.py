@@ -15,6 +15,7 @@ from terrazzo.dialects.accelerate.launched import (
     DYNAMO,
     SWITCHES,
     deepspeed_document,
+    deepspeed_file,
     dynamo_section,
     fsdp_section,
     launched,
@@ -68,7 +69,8 @@ class Asked:
         self.words = words
         self.mixed = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
         self.scaling = LossScaling()
-        self.document, self.plugin = launched(os.environ), _one_plugin(given)
+        self.document, plugin = launched(os.environ), _one_plugin(given)
+        self.plugin = deepspeed_file(self.document, os.environ) if plugin is None else plugin
         if (fsdp := given.pop("fsdp_plugin", None)) is not None:
             self.document |= {"distributed_type": "FSDP", "fsdp_config": fsdp_section(fsdp)}
         if (sizes := given.pop("parallelism_config", None)) is not None:
@@ -99,6 +101,12 @@ class Asked:
         for name, why in _REFUSED.items():
             if given.pop(name, None) is not None:
                 raise BadInput(f"{name} cannot be honoured: {why}. Leave it out.")
+        lost = os.environ.get("MIXED_PRECISION", "no").lower() if "NPROC" in os.environ else "no"
+        if lost not in ("no", self.mixed):
+            raise BadInput(
+                f"notebook_launcher(mixed_precision={lost!r}) does not reach the Accelerator, with Accelerate's own "
+                f"class neither: pass Accelerator(mixed_precision={lost!r})."
+            )
         if self.mixed == "fp8":
             raise BadInput("mixed_precision is fp8, in which Terrazzo does not train: use bf16.")
         if alone and (engine or self.compile or words != TerrazzoArguments()):

@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 2 -m terrazzo.integrations.deepspeed script.py --its arguments
     torchrun --nproc-per-node 2 -m terrazzo.integrations.deepspeed -m package.module --its arguments
 
+    deepspeed --module terrazzo.integrations.deepspeed script.py --its arguments
+
 `import deepspeed`, and every import from inside it, then means this package, in this process alone.
 """
 
@@ -27,17 +29,22 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script named first with the rest as its arguments; 2 if there is none."""
+    """Run the script named first with the rest as its arguments; 2 if there is none.
+
+    The deepspeed launcher puts --local_rank=N first, which a script of its own would get.
+    """
+    first = arguments[:1] if arguments and arguments[0].startswith("--local_rank=") else []
+    arguments = arguments[len(first) :]
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
         print(__doc__, file=sys.stderr)
         return 2
     _stand_in()
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
+        sys.argv = [arguments[1], *first, *arguments[2:]]
         sys.path.insert(0, "")
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = arguments
+        sys.argv = [arguments[0], *first, *arguments[1:]]
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
     return 0

@@ -1,17 +1,23 @@
-"""Lightning on Terrazzo's engine: `Trainer(strategy="terrazzo")`, once this module has been imported.
+"""Lightning on Terrazzo's engine: `strategy="terrazzo"`, once this module has been imported.
 
 import terrazzo.integrations.lightning
 
 trainer = Trainer(strategy="terrazzo", devices=8)
 trainer = Trainer(strategy=TerrazzoStrategy(plan="zero2", units=["Block"]), precision="bf16-mixed", devices=8)
+
+fabric = Fabric(strategy="terrazzo", devices=8)
+fabric = Fabric(strategy=terrazzo.integrations.lightning.fabric.TerrazzoStrategy(plan="zero2"), devices=8)
 """
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from terrazzo.integrations.lightning import fabric
 from terrazzo.integrations.lightning.strategy import TerrazzoStrategy
 
-__all__ = ["TerrazzoStrategy"]
+__all__ = ["TerrazzoStrategy", "fabric"]
 
-StrategyRegistry.register(
-    "terrazzo", TerrazzoStrategy, description="Terrazzo's engine: any ZeRO stage or FSDP strategy", override=True
-)
+for _registry, _strategy in ((StrategyRegistry, TerrazzoStrategy), (STRATEGY_REGISTRY, fabric.TerrazzoStrategy)):
+    _registry.register(
+        "terrazzo", _strategy, description="Terrazzo's engine: any ZeRO stage or FSDP strategy", override=True
+    )

@@ -17,7 +17,7 @@ from terrazzo.exchange import on_first, together
 from terrazzo.integrations.lightning.state import from_json, to_json
 from terrazzo.integrations.saving import save_over, settle
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["check_replaceable", "check_there", "load_checkpoint", "save_checkpoint"]
 
 _TENSORS = ("state_dict", "optimizer_states")
 _KEY = "lightning"
@@ -30,11 +30,12 @@ def save_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None, ch
     """
     rest = {key: value for key, value in checkpoint.items() if key not in _TENSORS}
     extra = {"step": int(checkpoint.get("global_step", 0)), _KEY: to_json(rest)}
-    together(lambda: _check_replaceable(path), BadInput)
+    together(lambda: check_replaceable(path), BadInput)
     save_over(path, model, optimizer, extra)
 
 
-def _check_replaceable(path: str) -> None:
+def check_replaceable(path: str) -> None:
+    """Raises: `BadInput` where a folder has the name that a save would take away."""
     if os.path.isdir(path) and own_folder(path) is None:
         raise BadInput(f"'{path}' is a folder that is not a checkpoint of Terrazzo's: it is not replaced.")
 
@@ -46,7 +47,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) ->
         path: of a checkpoint that `save_checkpoint` wrote; or, without an optimizer, of a file of Lightning's.
     """
     settle(path)
-    together(lambda: _check_there(path), BadInput)
+    together(lambda: check_there(path), BadInput)
     if not on_first(lambda: own_folder(path) is not None, BadInput):
         return _load_file(path, model, optimizer)
     source = together(lambda: checkpoints.open_source(path), BadInput)
@@ -57,7 +58,8 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) ->
     return {"state_dict": {}, **found}
 
 
-def _check_there(path: str) -> None:
+def check_there(path: str) -> None:
+    """Raises: `BadInput` where nothing has the name."""
     if not os.path.lexists(path):
         raise BadInput(f"There is no checkpoint '{path}', and every rank must see it.")
 

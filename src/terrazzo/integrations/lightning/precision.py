@@ -6,16 +6,19 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
-from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+import torch
+from lightning.fabric.plugins import precision as fabric
+from lightning.pytorch.plugins import precision as pytorch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from terrazzo.engine import Precision, clip_grad_norm_
 from terrazzo.errors import BadInput
 
-__all__ = ["TerrazzoPrecision", "precision_of"]
+__all__ = ["FabricPrecision", "TerrazzoPrecision", "precision_of"]
 
 _NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16-pure", "16-mixed": "fp16"}
-_PLUGINS = (LightningPrecision, MixedPrecision, HalfPrecision)
+_PLUGINS = {getattr(of, name) for of in (fabric, pytorch) for name in ("Precision", "MixedPrecision", "HalfPrecision")}
 
 
 def precision_of(plugin: Any, asked: Precision | None) -> Precision:
@@ -25,17 +28,29 @@ def precision_of(plugin: Any, asked: Precision | None) -> Precision:
     """
     if type(plugin) not in _PLUGINS or plugin.precision not in _NAMES:
         raise BadInput(
-            f"Trainer: precision {plugin.precision!r} ({type(plugin).__name__}) is not one that Terrazzo trains in. "
+            f"precision {plugin.precision!r} ({type(plugin).__name__}) is not one that Terrazzo trains in. "
             f"Use one of {', '.join(_NAMES)}, or TerrazzoStrategy(precision=tz.Precision(...))."
         )
     if asked is not None and plugin.precision != "32-true":
-        raise BadInput(
-            f"Trainer(precision={plugin.precision!r}) and TerrazzoStrategy(precision=...) are both given: give one."
-        )
+        raise BadInput(f"precision={plugin.precision!r} and TerrazzoStrategy(precision=...) are both given: give one.")
     return asked or Precision.named(_NAMES[plugin.precision])
 
 
-class TerrazzoPrecision(LightningPrecision):
+class FabricPrecision(fabric.Precision):
+    """Gives outputs in torch's default dtype, as Fabric's own do.
+
+    Args:
+        precision: Lightning's word for it.
+    """
+
+    def __init__(self, precision: Any) -> None:
+        self.precision = precision
+
+    def convert_output(self, data: Any) -> Any:
+        return apply_to_collection(data, Tensor, _in_default_dtype)
+
+
+class TerrazzoPrecision(pytorch.Precision):
     """Steps without a closure, and clips over all shards.
 
     Args:
@@ -65,3 +80,7 @@ class TerrazzoPrecision(LightningPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"precision": self.precision}
+
+
+def _in_default_dtype(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor

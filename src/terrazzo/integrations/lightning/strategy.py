@@ -4,133 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine import Offload, Plan, Precision, accumulate, attach, data_mesh, engine_of
-from terrazzo.engine.process import device as devices
+from terrazzo.engine import accumulate, attach, engine_of
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.integrations.lightning.base import Sharding
 from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
 from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of
 from terrazzo.integrations.lightning.root import Root
-from terrazzo.integrations.setup import ActivationCheckpointing, Setup
 
 __all__ = ["TerrazzoStrategy"]
 
-T = TypeVar("T")
 
-
-class TerrazzoStrategy(ParallelStrategy):
-    """A Lightning strategy that shards the LightningModule and its one optimizer.
-
-    Args:
-        plan: as for `tz.shard`, and so are `units`, `prefetch` and `offload`.
-        precision: as for `tz.shard`; None takes the Trainer's: 32-true, bf16-mixed, bf16-true or 16-mixed.
-        dp_replicate: number of groups of ranks that hold the same shards, for hybrid plans.
-        accumulate_locally: as `local` of `tz.accumulate`, for `accumulate_grad_batches`.
-        activation_checkpointing: `none`, `full` or `selective`, of the units.
-        process_group_backend: gloo on the CPU, and with nccl on CUDA, by default.
-        timeout: of the process group.
+class TerrazzoStrategy(Sharding, ParallelStrategy):
+    """A Trainer's strategy that shards the LightningModule and its one optimizer. Its arguments are `Sharding`'s.
 
     Raises:
         BadInput: what the engine cannot do, when the Trainer starts.
     """
 
-    is_distributed = True
-
-    def __init__(  # structure: signature fixed by the options of tz.shard
-        self,
-        plan: Plan | str = "zero3",
-        *,
-        precision: Precision | str | torch.dtype | None = None,
-        units: list[type[nn.Module] | str] | None = None,
-        dp_replicate: int = 1,
-        prefetch: int = 1,
-        offload: Offload | None = None,
-        accumulate_locally: bool | None = None,
-        activation_checkpointing: str = "none",
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        **lightning: Any,
-    ) -> None:
-        self._asked = Precision.named(precision) if isinstance(precision, str | torch.dtype) else precision
-        super().__init__(**lightning)
-        self._plan = Plan.named(plan) if isinstance(plan, str) else plan
-        self._units = tuple(units) if units is not None else None
-        self._prefetch, self._offload, self._dp_replicate = prefetch, offload or Offload(), dp_replicate
-        self._local, self._recompute = accumulate_locally, ActivationCheckpointing(activation_checkpointing)
-        self._backend, self._timeout = process_group_backend, timeout
-        self.num_nodes = 1
-        self._sharded: nn.Module | None = None
-        self._sharded_module: LightningModule | None = None
-        self._fitting = False
-
-    # -- processes ---------------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        device: torch.device = self.parallel_devices[self.local_rank]
-        return device
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    def _configure_launcher(self) -> None:
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+    launches = _SubprocessScriptLauncher
+    _sharded: nn.Module | None = None
+    _sharded_module: LightningModule | None = None
+    _fitting = False
 
     def setup_environment(self) -> None:
         super().setup_environment()
         reset_seed()
-        self.set_world_ranks()
-        on_cuda = devices.is_cuda(self.root_device)
-        backend = self._backend or devices.backend_for(self.root_device.type)
-        device = self.root_device if on_cuda else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
-
-    def set_world_ranks(self) -> None:
-        """Tell Lightning's helpers which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
-    def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if devices.is_cuda(self.root_device) else None)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not _distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
@@ -170,11 +81,7 @@ class TerrazzoStrategy(ParallelStrategy):
             raise BadInput(
                 "Trainer(sync_batchnorm=True): batch norm's statistics stay local to each rank. Leave it out."
             )
-        if type(self.checkpoint_io) is not TorchCheckpointIO:
-            raise BadInput(
-                f"{type(self.checkpoint_io).__name__}: checkpoints are written by tz.checkpoint, which takes no "
-                "CheckpointIO. Leave it out."
-            )
+        self._check_checkpoint_io()
 
     def _one_optimizer(self) -> Optimizer | None:
         if len(self.optimizers) > 1:
@@ -200,23 +107,6 @@ class TerrazzoStrategy(ParallelStrategy):
             engine_of(self._sharded).release_optimizer()  # of an earlier fit
             attach(self._sharded, optimizer)
         self.model = self._sharded
-
-    def _setup(self) -> Setup:
-        return Setup(
-            plan=self._plan,
-            precision=self._asked or Precision(),
-            mesh=self._mesh(),
-            units=self._units,  # type: ignore[arg-type]  # classes do as well
-            prefetch=self._prefetch,
-            offload=self._offload,
-            activation_checkpointing=self._recompute,
-        )
-
-    def _mesh(self) -> DeviceMesh:
-        ranks, replicas = dist.get_world_size(), self._dp_replicate
-        if replicas < 1 or ranks % replicas:
-            raise BadInput(f"dp_replicate is {replicas}, which must divide the {ranks} ranks.")
-        return data_mesh(self.root_device.type, *((ranks,) if replicas == 1 else (replicas, ranks // replicas)))
 
     def model_to_device(self) -> None:
         """Bring what has no parameters, such as metrics, to the device; the engine has brought the rest."""

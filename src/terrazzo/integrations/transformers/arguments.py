@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from terrazzo.dialects.accelerate.launched import SWITCHES, dynamo_section, launched
 from terrazzo.dialects.description import PATHS, Description
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.meaning import agree
@@ -30,6 +31,7 @@ _THEIRS = ("optimizer.", "schedule.", "training.clip")
 
 def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Description:
     """What TrainingArguments ask of Terrazzo. Raises: `BadInput` for what they ask and it cannot do."""
+    _check_launcher(args)
     document = args.to_dict()
     if args.parallelism_config is not None:
         said = vars(args.parallelism_config).items()
@@ -44,6 +46,23 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
     if args.deepspeed:
         _check_deepspeed(document, context)
     return reading.description
+
+
+def _check_launcher(args: transformers.TrainingArguments) -> None:
+    """What the Trainer leaves to Accelerate, which is not asked here. Its mixed_precision is honoured."""
+    asked = launched(os.environ).get("distributed_type")
+    if asked is not None:
+        raise BadInput(
+            f"accelerate launch was told {asked} ({' or '.join(SWITCHES.values())}), and here the plan is said by "
+            "TrainingArguments(fsdp=..., deepspeed=...) or terrazzo=TerrazzoArguments(plan=...): say it there, and "
+            "start the script with torchrun."
+        )
+    compiler = dynamo_section(os.environ)["backend"]
+    if compiler != "no" and not args.torch_compile:
+        raise BadInput(
+            f"ACCELERATE_DYNAMO_BACKEND asks for {compiler}, of accelerate launch or of an earlier Trainer's "
+            "torch_compile: say TrainingArguments(torch_compile=True), or unset it."
+        )
 
 
 def _check_deepspeed(document: Mapping[str, Any], context: Context) -> None:

@@ -1,0 +1,119 @@
+"""What `fabric.save` and `fabric.load` are given: a sharded model, its optimizer, and a script's own values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _Stateful
+from torch import nn
+from torch.optim import Optimizer
+
+from terrazzo import checkpoint as checkpoints
+from terrazzo.checkpoint.read import own_folder
+from terrazzo.engine import ShardedModule, ShardedOptimizer
+from terrazzo.errors import BadInput
+from terrazzo.exchange import on_first, together
+from terrazzo.integrations.lightning.checkpoint import check_replaceable, check_there
+from terrazzo.integrations.lightning.state import from_json, to_json
+from terrazzo.integrations.saving import save_over, settle
+
+__all__ = ["load", "load_weights", "save"]
+
+_KEY = "fabric"
+_STEPS = ("step", "global_step", "iteration")
+"""Names of the value that the manifest notes, if the state has one."""
+
+
+def save(path: str, state: Mapping[str, Any]) -> None:
+    """Write a checkpoint, in place of one of the same name, once it is complete. Collective.
+
+    Args:
+        state: one sharded model, its optimizer if that is to be saved, and values or stateful objects as plain data.
+    """
+    model, optimizer, rest = _sorted(state, "save")
+    plain = {name: value.state_dict() if isinstance(value, _Stateful) else value for name, value in rest.items()}
+    step = next((value for name in _STEPS if type(value := rest.get(name)) is int and value >= 0), 0)
+    extra = {"step": step, _KEY: to_json(plain, "state")}
+    together(lambda: check_replaceable(path), BadInput)
+    save_over(path, model, optimizer, extra)
+
+
+def load(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """Restore the model and the optimizer in `state`, and put its other values in place. Collective.
+
+    Args:
+        path: of any checkpoint of Terrazzo's; or, without an optimizer, of a file that Fabric wrote.
+        strict: refuse values that the checkpoint does not have, and in a file names of weights that do not match.
+
+    Returns:
+        Values of the checkpoint that `state` does not have.
+    """
+    model, optimizer, rest = _sorted(state, "load")
+    if ours := _is_ours(path):
+        source = together(lambda: checkpoints.open_source(path), BadInput)
+        found: dict[str, Any] = from_json(source.extra.get(_KEY, {}))
+    else:
+        found = together(lambda: _in_file(path), BadInput)
+    name_of_model = next(name for name, value in state.items() if value is model)
+    missing = sorted((rest if ours else state).keys() - found.keys())
+    if missing and (strict or name_of_model in missing):
+        raise BadInput(f"fabric.load: '{path}' has no {', '.join(missing)}. Leave it out of the state.")
+    if ours:
+        checkpoints.load(path, model, optimizer)
+    elif optimizer is not None:
+        raise BadInput(
+            f"fabric.load: '{path}' was not written by the terrazzo strategy, whose optimizer takes no state from it: "
+            "leave the optimizer out of the state."
+        )
+    else:
+        model.load_state_dict(found.pop(name_of_model), strict)
+    for name in rest.keys() & found.keys():
+        value = found.pop(name)
+        if isinstance(rest[name], _Stateful):
+            rest[name].load_state_dict(value)
+        else:
+            state[name] = value
+    return found
+
+
+def load_weights(path: str, model: nn.Module, strict: bool) -> None:
+    """Weights alone: of any checkpoint of Terrazzo's, or of a file with a state dict. Collective."""
+    if _is_ours(path):
+        checkpoints.load_weights(model, path)
+    else:
+        model.load_state_dict(together(lambda: _in_file(path), BadInput), strict)
+
+
+def _sorted(state: Mapping[str, Any], call: str) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
+    """The model, its optimizer, and everything else."""
+    models = [value for value in state.values() if isinstance(value, ShardedModule)]
+    optimizers = [value for value in state.values() if isinstance(value, ShardedOptimizer)]
+    if len(models) != 1 or len(optimizers) > 1:
+        raise BadInput(
+            f"fabric.{call}: the state has {len(models)} models and {len(optimizers)} optimizers that fabric.setup has "
+            "returned, and a checkpoint is of one model and its optimizer: give each model a folder of its own."
+        )
+    rest = {name: value for name, value in state.items() if value is not models[0] and value not in optimizers}
+    for name, value in rest.items():
+        if isinstance(value, nn.Module | Optimizer):
+            raise BadInput(
+                f"fabric.{call}: state[{name!r}] is a {type(value).__name__} that fabric.setup was not given: leave it "
+                "out, and save it by itself."
+            )
+    return models[0], optimizers[0] if optimizers else None, rest
+
+
+def _is_ours(path: str) -> bool:
+    settle(path)
+    together(lambda: check_there(path), BadInput)
+    return on_first(lambda: own_folder(path) is not None, BadInput)
+
+
+def _in_file(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):
+        raise BadInput(f"'{path}' is a folder that is not a checkpoint of Terrazzo's: try tz.checkpoint.load_weights.")
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
