@@ -55,6 +55,9 @@ class OffloadedActivations:
         self._shared: weakref.WeakValueDictionary[tuple[Any, ...], Moved] = weakref.WeakValueDictionary()
         self._latest: Callable[[], Call | None] = _no_call
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedActivations:
+        return OffloadedActivations()  # a copy of the model has calls of its own
+
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward`, with what it keeps of its inputs in host memory.
 
