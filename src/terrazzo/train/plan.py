@@ -66,7 +66,7 @@ def build_offload(config: Config) -> Offload:
         block_mib=section.block_mib,
         depth=section.depth,
         digest=section.digest,
-    ).used_under(build_plan(config))
+    ).used_under(build_plan(config), activations=section.activations == "cpu")
 
 
 def build_precision(config: Config) -> Precision:
