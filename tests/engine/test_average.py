@@ -119,6 +119,32 @@ def test_a_checkpoint_has_it(saved: str, loaded: str, tmp_path: Path) -> None:
     on_ranks(4, body)
 
 
+def test_averages_that_have_come_apart_are_refused_on_every_rank() -> None:
+    """By a decay that was set on one rank, also where it is the same again, or an update that one has left out."""
+
+    def decays_apart(ema: tz.EMA, rank: int) -> None:
+        ema.decay = 0.5 + rank / 10
+
+    def decays_once(ema: tz.EMA, rank: int) -> None:
+        ema.decay = 0.5 + rank / 10
+        ema.update()
+        ema.decay = DECAY
+
+    def update_of_one(ema: tz.EMA, rank: int) -> None:
+        if rank:
+            ema.update()
+
+    def body(rank: int) -> None:
+        for apart, word in ((decays_apart, "decay"), (decays_once, "updates"), (update_of_one, "updates")):
+            model, _ = tz.shard(Net(), None, "zero2")
+            ema = tz.EMA(model, DECAY)
+            apart(ema, rank)
+            with pytest.raises(tz.BadInput, match=rf"different things about: {word}.*ema\.update\(\)"):
+                ema.swapped().__enter__()
+
+    on_ranks(2, body)
+
+
 def test_what_cannot_be_averaged_is_refused() -> None:
     def steps_inside(model: Any, optimizer: Any, ema: tz.EMA) -> None:
         with ema.swapped():

@@ -165,6 +165,7 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
         lambda m, rank: tz.shard(m, adamw(list(m.parameters())[: 15 - rank]), "zero3"),
         "parameters",
     ),
+    "decay of an average": (lambda m, rank: tz.EMA(tz.shard(m, None)[0], 0.9 + rank / 100), "decay"),
     "parameters of a later optimizer": (
         lambda m, rank: tz.attach(tz.shard(m, None)[0], adamw(list(m.parameters())[rank:][:3])),
         "parameters",
@@ -198,6 +199,7 @@ def failing(parameters: Any) -> Any:
 ALONE: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
     "model": (lambda m, rank: tz.shard(nn.ReLU() if rank == 1 else m), "no parameters"),
     "plan": (lambda m, rank: tz.shard(m, None, "zero33" if rank == 1 else "zero3"), "zero33"),
+    "decay": (lambda m, rank: tz.EMA(tz.shard(Net(), None)[0], 1.5 if rank == 1 else 0.9), "decay 1.5"),
     "precision": (lambda m, rank: tz.shard(m, None, precision="fp23" if rank == 1 else "fp32"), "fp23"),
     "prefetch": (lambda m, rank: tz.shard(m, None, prefetch=-1 if rank == 1 else 1), "0 or more"),
     "units": (lambda m, rank: tz.shard(m, None, units=["Blick" if rank == 1 else "Block"]), "Blick"),

@@ -17,7 +17,9 @@ from tests.engine.toys import (
     TABLE_1D,
     Net,
     adamw,
+    batch,
     follows_one_process,
+    loss_of,
     mesh_for,
     on_ranks,
     plain_loop,
@@ -67,6 +69,21 @@ def test_checkpointed_units_train_bit_for_bit_as_without(plan: str, options: dic
         return train(model, optimizer, 3, rank)
 
     assert on_ranks(4, body) == plain
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_deep_copy_trains_weights_of_its_own(mode: str) -> None:
+    original, alone = Net(), Net()
+    checkpoint_activations(original, mode)
+    twin = copy.deepcopy(original)
+    twin.load_state_dict(alone.state_dict())
+    with Count(torch.ops.aten.relu) as count:
+        loss_of(twin, batch()).backward()
+    loss_of(alone, batch()).backward()
+    assert count.calls == 2 * len(alone.blocks)  # run again in backward
+    for found, wanted in zip(twin.parameters(), alone.parameters(), strict=True):
+        assert found.grad is not None and wanted.grad is not None and torch.equal(found.grad, wanted.grad)
+    assert all(parameter.grad is None for parameter in original.parameters())
 
 
 class Count(TorchDispatchMode):

@@ -97,6 +97,22 @@ def test_a_compiled_forward_may_read_data() -> None:
         torch.testing.assert_close(model(x), wanted, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_deep_copy_computes_with_its_own_weights(checkpointing: str) -> None:
+    backend = CompileCounterWithBackend("eager")
+    original, alone = Net(), Net()
+    checkpoint_activations(original, checkpointing)
+    compile_units(original, backend=backend, fullgraph=True)
+    loss_of(original, batch()).backward()
+    twin = copy.deepcopy(original)
+    twin.load_state_dict(alone.state_dict())
+    torch.testing.assert_close(loss_of(twin, batch()), loss_of(alone, batch()))
+    assert backend.frame_count == 1
+    with fake_group(1):
+        tz.shard(twin, None, "zero0")
+    assert all(unit.compiled is not unit.is_root for unit in engine_of(twin).units)
+
+
 def test_evaluation_and_training_take_turns() -> None:
     base = Net()
     with fake_group(1):

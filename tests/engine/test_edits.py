@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
+from terrazzo.engine.bucket import Bucket
 from tests.engine.toys import EVERY_PLAN, Net, assert_close, batch, full_parameters, loss_of, mesh_for, on_ranks
 from tests.helpers.cover import places
+from tests.helpers.fake import fake_group
 
 WHOLE = ("zero0", "zero1", "zero2")
 
@@ -185,6 +188,42 @@ def test_edits_of_gathered_weights_need_write(edit: Any) -> None:
         assert all(value.abs().max() <= 0.0501 for value in found.values())
     with pytest.raises(tz.Misuse, match=r"embed\.weight.*"):
         on_ranks(2, lambda rank: body(rank, False))
+
+
+def nothing_is_gathered(model: nn.Module) -> bool:
+    for parameter in model.parameters():
+        with contextlib.suppress(tz.Misuse):
+            parameter.tolist()
+            return False
+    return True
+
+
+def test_a_refused_write_leaves_no_weights_behind() -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), None, "zero3")
+        with pytest.raises(tz.Misuse, match=r"embed\.weight.*written to") as caught, tz.gathered(model):
+            in_place(model)
+        assert nothing_is_gathered(model)
+    notes = "".join(caught.value.__notes__)
+    assert all(f"'blocks.{number}.up.weight'" in notes for number in range(3))
+
+
+def test_a_disk_that_is_full_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is what the user hears of, not of the edits that went with it."""
+    take_written, calls = Bucket.take_written, []
+
+    def full(bucket: Bucket) -> None:
+        calls.append(bucket)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        take_written(bucket)
+
+    with fake_group(2):
+        model, _ = tz.shard(Net(), None, "zero3")
+        monkeypatch.setattr(Bucket, "take_written", full)
+        with pytest.raises(OSError, match="No space left"), tz.gathered(model, write=True):
+            in_place(model)
+        assert nothing_is_gathered(model)
 
 
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])

@@ -156,6 +156,23 @@ def test_a_two_axis_plan_on_one_axis_says_which_mesh_it_needs(name: str) -> None
         Plan.named(name).resolve(ONE)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [Plan.named("hybrid_shard").on(optim="cpu", name="mine"), Plan("S", "-", "S", "S"), Plan("-", "-", "-", "S,R")],
+)
+def test_the_row_decides_which_mesh_a_plan_needs(plan: Plan) -> None:
+    assert plan.groups
+    with pytest.raises(BadInput, match=r"dp_replicate and dp_shard.*splits over D"):
+        plan.resolve(ONE)
+    assert plan.resolve(("dp_replicate", "dp_shard")).places().keys() == plan.places().keys()
+
+
+def test_the_name_does_not_decide_which_mesh_a_plan_needs() -> None:
+    for plan in (Plan("D", "D", "D", "D", name="hybrid_shard"), Plan(*["dp_shard"] * 4, name="hpz")):
+        assert not plan.groups
+        assert plan.resolve(ONE).places() == Plan.named("zero3").resolve(ONE).places()
+
+
 def test_an_absent_axis_is_named() -> None:
     with pytest.raises(BadInput, match="dp_replicate"):
         Plan("R", "R", "R", "R").resolve(ONE)

@@ -96,8 +96,33 @@ def test_a_registered_method_trains_as_forward_does(plan: str) -> None:
             step(model, optimizer, model.encode(data(number)) if number % 2 else loss_of(model, data(number)))
 
     follows_one_process(Odd(unrolled), loop, plan, 4 if plan == "hpz" else 2)
-    with pytest.raises(tz.BadInput, match="no method 'decode'"):
-        tz.register_forward_method(nn.Linear(1, 1), "decode")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("decode", "no method 'decode'"),
+        ("weight", "no method 'weight'"),
+        ("forward", r"model\(\.\.\.\).*Remove this line"),
+    ],
+)
+def test_a_method_that_cannot_be_registered(name: str, words: str) -> None:
+    with pytest.raises(tz.BadInput, match=words):
+        tz.register_forward_method(nn.Linear(1, 1), name)
+
+
+class Encoder(nn.Linear):
+    def encode(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def test_a_deep_copy_registers_a_method_of_its_own() -> None:
+    encoder = Encoder(3, 3)
+    tz.register_forward_method(encoder, "encode")
+    twin = copy.deepcopy(encoder)
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert not twin.encode(torch.ones(3)).any() and encoder.encode(torch.ones(3)).any()
 
 
 def test_a_penalty_outside_of_forward_is_not_lost_in_silence() -> None:

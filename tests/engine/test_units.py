@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from tests.engine.toys import (
     EVERY_PLAN,
     TABLE_1D,
@@ -92,6 +92,70 @@ def test_the_heaviest_repeated_class_is_chosen() -> None:
     assert unit_names(model) == BLOCKS
 
 
+def doubled(model: nn.Module) -> nn.Module:
+    """Of two equal parts, which hold the blocks of the model in turn."""
+    model.blocks = nn.ModuleList(nn.ModuleList([block, Block()]) for block in model.blocks)
+    return model
+
+
+class Attending(nn.Module):
+    """Layers that are containers: nobody calls one, but what is in them."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(17, 13), nn.Linear(13, 17)
+        parts = (Block, lambda: nn.Sequential(nn.Linear(13, 13), nn.ReLU()), lambda: nn.LayerNorm(13))
+        self.layers = nn.ModuleList(layer([make() for make in parts]) for _ in range(2))
+        self.aside = nn.Sequential(nn.Linear(13, 13))  # of a class of theirs, and not in a layer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.aside(self.embed(tokens))
+        for layer in self.layers:
+            for part in layer.children():
+                x = part(x)
+        return self.head(x)
+
+
+def in_a_dict(parts: list[nn.Module]) -> nn.Module:
+    return nn.ModuleDict(dict(zip(("attention", "rest", "norm"), parts, strict=True)))
+
+
+LISTED = ["", *(f"layers.{layer}.{part}" for layer in range(2) for part in (0, 1))]
+NAMED = ["", *(f"layers.{layer}.{part}" for layer in range(2) for part in ("attention", "rest"))]
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: doubled(Net()), ["", *(f"blocks.{i}.{k}" for i in range(3) for k in range(2))]),
+        (lambda: Attending(nn.ModuleList), LISTED),
+        (lambda: Attending(in_a_dict), NAMED),
+        (lambda: Attending(lambda parts: nn.ModuleList([nn.ModuleList(parts[:2]), parts[2]])),
+         ["", *(f"layers.{layer}.0.{part}" for layer in range(2) for part in (0, 1))]),
+    ],
+    ids=["lists of blocks", "layers as lists", "layers as dicts", "deeper"],
+)  # fmt: skip
+def test_blocks_stand_for_the_containers_around_them(make: Any, names: list[str]) -> None:
+    assert unit_names(make()) == names
+
+
+@pytest.mark.parametrize("layer", [nn.ModuleList, in_a_dict])
+def test_layers_that_are_containers_train_as_in_one_process(layer: Any) -> None:
+    """And keep to the bill: no part of a layer stays gathered because nobody saw it end."""
+    base = Attending(layer)
+    alone = copy.deepcopy(base)
+    train_alone(alone, adamw(alone.parameters()), 3, 2)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, "zero3")
+        train(model, optimizer, 3, rank)
+        engine = engine_of(model)
+        assert engine.peak_transient_bytes == engine.bill.transient_bytes
+        return full_parameters(model)
+
+    assert_close(on_ranks(2, body)[0], dict(alone.named_parameters()))
+
+
 def test_without_repetition_large_modules_become_units() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
@@ -119,6 +183,42 @@ def test_the_choice_is_printed() -> None:
 def test_a_unit_that_matches_nothing_is_refused(unit: str, hint: str) -> None:
     with fake_group(2), pytest.raises(tz.BadInput, match=hint):
         tz.shard(Net(), None, "zero3", units=[unit])
+
+
+class Bag(Net):
+    """With a container that holds no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.ParameterList([nn.Parameter(torch.ones(3))])
+
+
+@pytest.mark.parametrize(
+    ("units", "words"),
+    [
+        ("layers", r"'layers', a ModuleList, which has no forward.*'layers\.\*\.\*'.*Units are module classes"),
+        ("layers.*", r"'layers\.\*' means 'layers\.0', a ModuleDict.*'layers\.0\.\*'"),
+        (nn.ModuleDict, r"'ModuleDict' means 'layers\.0'"),
+        (["aside", "ModuleList"], "'ModuleList' means 'layers'"),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, units: tz.shard(model, None, "zero3", units=units),
+        lambda model, units: checkpoint_activations(model, "full", units=units),
+        lambda model, units: compile_units(model, units=units),
+    ],
+    ids=["shard", "checkpoint_activations", "compile_units"],
+)
+def test_a_container_that_is_asked_for_is_refused(use: Any, units: Any, words: str) -> None:
+    with fake_group(2), pytest.raises(tz.BadInput, match=words):
+        use(Attending(in_a_dict), units)
+
+
+def test_a_container_without_modules_is_refused() -> None:
+    with fake_group(2), pytest.raises(tz.BadInput, match=r"'bag', a ParameterList.*Name the module around it"):
+        tz.shard(Bag(), None, "zero3", units="bag")
 
 
 def test_a_class_that_matches_nothing_is_refused() -> None:

@@ -92,6 +92,15 @@ def test_no_more_than_one_unit_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert alive == [0, 0, 0, 0]
 
 
+def test_a_parameter_that_is_unknown_is_named() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero3")
+        with pytest.raises(tz.BadInput, match=r"no parameter 'blocks\.0\.up\.wieght', 'x'.*'blocks\.0\.up\.weight'"):
+            list(whole_weights(model, ["head.bias", "blocks.0.up.wieght", "x"]))
+
+    on_ranks(2, body)
+
+
 def test_the_error_of_state_dict_names_the_calls() -> None:
     def body(rank: int) -> None:
         model, _ = sharded(Net(), "zero3")

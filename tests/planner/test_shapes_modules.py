@@ -110,6 +110,16 @@ def test_every_parameter_in_a_block() -> None:
     assert [(unit.name, unit.count, unit.numel) for unit in shape.units] == [("", 1, 0), ("0", 2, 20)]
 
 
+class TinyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.proj, self.gate = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.attn(x)[..., :8]) + self.experts[int(self.gate(x).sum(0).argmax())](x)
+
+
 class TinyMixture(nn.Module):
     """Tied head, list of experts, positions: names of nobody's, and a config of common names."""
 
@@ -117,15 +127,9 @@ class TinyMixture(nn.Module):
         super().__init__()
         self.config = type("Config", (), {"n_embd": 8, "n_head": 2, "num_experts": 4, "num_experts_per_tok": 1})()
         self.wte, self.wpe = nn.Embedding(50, 8), nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(self.block() for _ in range(2))
+        self.layers = nn.ModuleList(TinyLayer() for _ in range(2))
         self.head = nn.Linear(8, 50, bias=False)
         self.head.weight = self.wte.weight
-
-    def block(self) -> nn.Module:
-        experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        return nn.ModuleDict(
-            {"attn": nn.Linear(8, 24), "proj": nn.Linear(8, 8), "gate": nn.Linear(8, 4), "experts": experts}
-        )
 
 
 def test_roles_are_guessed_from_types() -> None:

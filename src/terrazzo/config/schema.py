@@ -199,7 +199,7 @@ class OffloadConfig(Section):
     threads: int | None = Field(
         None, gt=0, description="of the update on the CPU, per rank; default: its share of cores"
     )
-    pin: bool = Field(True, description="CUDA: page-lock the host memory of states; that of activations always is")
+    pin: bool = Field(True, description="CUDA: page-lock the host memory of states and activations")
     direct: bool = Field(True, description="nvme: go past the page cache (O_DIRECT) where the file system can")
     block_mib: float = Field(4.0, gt=0, description="nvme: size of one read or write")
     depth: int = Field(8, gt=0, description="nvme: reads and writes in flight per rank")

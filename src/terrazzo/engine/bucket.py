@@ -21,7 +21,7 @@ from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import BucketSpec
-from terrazzo.errors import Misuse, listed
+from terrazzo.errors import Misuse, do_all, listed
 
 __all__ = ["Bucket"]
 
@@ -230,8 +230,7 @@ class Bucket(BucketSpec):
 
     def rest(self) -> None:
         """Release everything that is not `weight`'s own place: the weights have changed or the step is over."""
-        self.release()
-        self._drop_held()
+        do_all((self.release, self._drop_held))
 
     def _drop_held(self) -> None:
         if self._held is not None:

@@ -168,7 +168,6 @@ _ELSEWHERE = {
     "hsdp": "hybrid_shard", "mics": "hybrid_shard", "zero++": "hpz",
 }  # fmt: skip
 """Names of strategies in other libraries: too loosely to be taken, and close in letters to something else."""
-_NEED_TWO_AXES = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
 
 ROWS = tuple(_TABLE)
 """Names of the rows of the table."""
@@ -274,14 +273,11 @@ class Plan:
 
     @property
     def groups(self) -> bool:
-        """Whether it tells the ranks of a shard group from replicas."""
-        return any(axis in ("S", "R", "dp_replicate") for place in self.places().values() for axis in place.axes)
+        """Whether it tells the ranks of a shard group from replicas, so that the mesh must have `dp_replicate` too."""
+        return self._names("S", "R", "dp_replicate")
 
-    @property
-    def needs_replicas(self) -> bool:
-        """Whether it only means something on a mesh that has `dp_replicate` too."""
-        axes = {axis for place in self.places().values() for axis in place.axes}
-        return self.base in _NEED_TWO_AXES or bool(axes & {"R", "dp_replicate"})
+    def _names(self, *axes: str) -> bool:
+        return any(axis in axes for place in self.places().values() for axis in place.axes)
 
     def resolve(self, mesh_axes: Sequence[str]) -> Plan:
         """This plan in the data axes of a mesh, checked against the prefix rule.
@@ -290,10 +286,11 @@ class Plan:
             mesh_axes: names of the mesh's data axes.
         """
         known = [axis for axis in DATA_AXES if axis in mesh_axes]
-        if self.base in _NEED_TWO_AXES and not {"dp_shard", "dp_replicate"} <= set(known):
+        if self._names("S", "R") and not {"dp_shard", "dp_replicate"} <= set(known):
             raise BadInput(
                 f"plan {self.name} needs the axes dp_replicate and dp_shard; this mesh has {', '.join(known) or 'none'}"
-                '. Pass mesh=init_device_mesh(device, (nodes, ranks), mesh_dim_names=("dp_replicate", "dp_shard")).'
+                '. Pass mesh=init_device_mesh(device, (nodes, ranks), mesh_dim_names=("dp_replicate", "dp_shard")), or '
+                "take a plan that splits over D, all data axes, such as zero3."
             )
         rows = {state: place.resolve(known, state, self.name) for state, place in self.places().items()}
         resolved = Plan(**rows, name=self.name)

@@ -17,6 +17,7 @@ strays: it takes part in the rest of the program, and then asks; the others hear
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,7 @@ from terrazzo.engine.order import Event, Order, Program, position_from
 from terrazzo.engine.reductions import Reductions
 from terrazzo.engine.runnable import Runnable
 from terrazzo.engine.spec import Pass
+from terrazzo.errors import do_all
 
 __all__ = ["Schedule"]
 
@@ -139,9 +141,8 @@ class Schedule:
         self._finish_forward()
         self._serve(Purpose.END_OF_FORWARD)
         self.in_forward = False
-        for unit in self.units:
-            if not self._training or unit.index not in self._awaited:
-                self._put_down(unit, self._training)
+        ended = [unit for unit in self.units if not self._training or unit.index not in self._awaited]
+        do_all(functools.partial(self._put_down, unit, self._training) for unit in ended)
 
     def abandon_forward(self) -> None:
         """The model's own forward raised."""
@@ -389,8 +390,7 @@ class Schedule:
     def rest(self) -> None:
         """Every unit back to the plan's `weight` place."""
         self._forget_units()
-        for unit in self.units:
-            unit.rest()
+        do_all(unit.rest for unit in self.units)
 
     def gather_all(self) -> None:
         """Full weights of every unit, until `rest`."""

@@ -16,6 +16,7 @@ from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computa
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import Pass
+from terrazzo.errors import do_all
 
 __all__ = ["Unit", "compilation_of"]
 
@@ -194,21 +195,18 @@ class Unit:
     def rest_between(self) -> None:
         """Keep from forward to backward what the plan's `between` names."""
         self._finish_gather()
-        for bucket in self.buckets:
-            bucket.rest_between()
+        do_all(bucket.rest_between for bucket in self.buckets)
 
     def release(self) -> None:
         """Give back the memory of full weights."""
         self._finish_gather()
-        for bucket in self.buckets:
-            bucket.release()
+        do_all(bucket.release for bucket in self.buckets)
 
     def rest(self) -> None:
         """Go back to the plan's `weight` place alone."""
         self.land()
         self._finish_gather()
-        for bucket in self.buckets:
-            bucket.rest()
+        do_all(bucket.rest for bucket in self.buckets)
 
     def _finish_gather(self) -> None:
         if self._gathering:

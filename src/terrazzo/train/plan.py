@@ -21,7 +21,7 @@ def build_plan(config: Config) -> Plan:
     else:
         built = Plan.named(plan.name or "zero3")
     built = _with_tiers(built, config.offload)
-    if built.needs_replicas and plan.mesh.dp_replicate == 1:
+    if built.groups and plan.mesh.dp_replicate == 1:
         raise BadInput(
             f"plan {built.name} splits states inside of groups of ranks, and the groups hold copies of each other, but"
             " this run has one group: set plan.mesh.dp_replicate to the number of groups, such as"
@@ -66,7 +66,7 @@ def build_offload(config: Config) -> Offload:
         block_mib=section.block_mib,
         depth=section.depth,
         digest=section.digest,
-    ).used_under(build_plan(config))
+    ).used_under(build_plan(config), activations=section.activations == "cpu")
 
 
 def build_precision(config: Config) -> Precision:

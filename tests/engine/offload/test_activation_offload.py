@@ -34,12 +34,14 @@ from tests.engine.offload.moving import (
     chain,
     changing_lengths,
     evaluation_between_forward_and_backward,
+    gradients,
     gradients_of_an_input_alone,
     gradients_of_gradients,
     lent_bytes,
     loss,
     offloaded,
     once,
+    same_bits,
     several_forwards_then_one_backward,
     several_micro_batches,
     trains_alike,
@@ -328,6 +330,18 @@ def test_a_tensor_that_changes_after_it_has_left_is_moved_again() -> None:
 
     base = Model(through)
     trains_alike(base, once)
+
+
+def test_a_deep_copy_moves_its_own_inputs() -> None:
+    base, model = Model(), offloaded(Model())
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(base.state_dict())
+    kept = loss(twin)
+    assert lent_bytes(twin) == DEPTH * 4 * ROWS * WIDTH and lent_bytes(model) == 0
+    kept.backward()
+    once(base)
+    assert same_bits(gradients(twin), gradients(base))
+    assert twin.blocks[0].forward.offloading is twin.blocks[1].forward.offloading is twin.offloading
 
 
 def test_offload_without_checkpointing_is_refused() -> None:

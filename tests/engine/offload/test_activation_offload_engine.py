@@ -16,6 +16,7 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from terrazzo.engine.offload import activations
 from terrazzo.engine.offload.activations import Copy, Route
+from terrazzo.engine.offload.host import HostPool
 from terrazzo.engine.process.device import Stream
 from tests.engine.offload.moving import DEPTH, Block, Logged, Model, gradients, loss, once, same_bits, trains_alike
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, mesh_for, on_ranks, sharded, train
@@ -164,6 +165,28 @@ class Queue:
         return f"what {self.name} recorded"
 
 
+@pytest.mark.usefixtures("_everything_moves")
+@pytest.mark.parametrize("pin", [True, False])
+def test_host_memory_is_pinned_as_the_settings_of_offload_say(pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model that has run before, and without being warned that nothing is in host memory."""
+    made: list[torch.device | None] = []
+
+    class Noted(HostPool):
+        def __init__(self, pin_for: torch.device | None) -> None:
+            made.append(pin_for)
+            super().__init__(pin_for)
+
+    monkeypatch.setattr(activations, "HostPool", Noted)
+    model = Net()
+    checkpoint_activations(model, "full", offload=True)
+    loss_of(model, batch()).backward()
+    assert made == [torch.device("cpu")]
+    with fake_group(1):
+        model, _ = tz.shard(model, None, "zero3", offload=tz.Offload(pin=pin))
+        loss_of(model, batch()).backward()
+    assert made == [torch.device("cpu"), *([] if pin else [None])]
+
+
 def test_copies_wait_for_the_computation_and_it_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     current = [Queue("compute", told)]
@@ -176,7 +199,7 @@ def test_copies_wait_for_the_computation_and_it_for_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Queue("copies", told))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.cuda, "stream", use)
-    route = Route(torch.device("cuda", 0))
+    route = Route(torch.device("cuda", 0), pin=True)
     source, target = torch.arange(5.0), torch.empty(5)
     move = route.copy(source, target)
     assert torch.equal(source, target)

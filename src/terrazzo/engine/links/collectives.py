@@ -148,9 +148,14 @@ class NativeCollectives(Collectives):
         return divide(converted(full, dtype), denominator)
 
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_NUMBERS = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+"""Which NCCL and gloo both have. torch gives them complex numbers as pairs of these."""
+
+
 def _carried(values: Tensor) -> Tensor:
     """`values`, or a view of its bytes where NCCL or gloo has no such numbers."""
-    if values.dtype not in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+    if values.dtype in _NUMBERS or values.is_complex():
         return values
     return values.view(-1).view(torch.uint8)  # contiguous, as all that is exchanged
 

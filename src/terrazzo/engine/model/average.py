@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.model.engine import engine_of
+from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["EMA"]
@@ -26,26 +28,23 @@ class EMA:
     Memory: as much as the master weights take on a rank; in host memory where the optimizer's state is not on the
     device. The memory bill does not have it.
 
+    Making one is collective.
+
     Args:
         model: sharded, with one average at most. Frozen weights and buffers are not averaged.
-        decay: from 0 to 1. It may be set to another value between updates.
+        decay: from 0 to 1, the same on every rank. It may be set to another value between updates.
 
     Raises:
-        BadInput: a decay that is none, or 16-bit master weights, whose average would stand still.
+        BadInput: a decay that is none, or 16-bit master weights, whose average would stand still; on every rank where
+            ranks give others.
         Misuse: a model that is not sharded, or has an average.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        if not 0 <= decay <= 1:
-            raise BadInput(f"tz.EMA with decay {decay}: give a number from 0 to 1, such as 0.999.")
         self.decay, self._model, self._engine = decay, model, engine_of(model)
-        if self._engine.averages:
-            raise Misuse(f"This {type(model).__name__} has an average already: keep the tz.EMA that was made first.")
-        if (dtype := self._engine.precision.master).itemsize < torch.float32.itemsize:
-            raise BadInput(
-                f"tz.EMA of master weights in {dtype}, where 1 - decay of a weight is rounded away: shard the model "
-                "with precision='bf16', which has fp32 masters."
-            )
+        self._updates, self._digest = 0, 0  # how many there were, and of their decays
+        together(self._engine.axes, self._check)
+        self._compare_decays()
         self._engine.update_masters()
         self._averages = {bucket: _copy_of_master(bucket) for bucket in self._engine.trainable()}
         self._engine.averages = self._averages
@@ -60,6 +59,7 @@ class EMA:
         """
         self._require_outside("ema.update()")
         self._engine.update_masters()
+        self._updates, self._digest = self._updates + 1, zlib.crc32(repr(self.decay).encode(), self._digest)
         for bucket, average in self._averages.items():
             for cut in bucket.master.cuts(average.range):
                 with bucket.master.opened(cut) as weights:
@@ -71,9 +71,11 @@ class EMA:
         """The model has the averages as its weights inside, and its own after, to the bit. Collective.
 
         Raises:
+            BadInput: on every rank, where the decays of ranks, or how often they have updated, have differed.
             Misuse: inside itself, and after an `optimizer.step()` inside.
         """
         self._require_outside("ema.swapped()")
+        self._compare_decays()
         steps = self._engine.progress.steps
         self._exchange()
         self._inside = True
@@ -84,6 +86,23 @@ class EMA:
             self._exchange()
         if self._engine.progress.steps != steps:
             raise Misuse("optimizer.step() ran inside 'with ema.swapped():' and has changed the average: step outside.")
+
+    def _check(self) -> None:
+        if not 0 <= self.decay <= 1:
+            raise BadInput(f"tz.EMA with decay {self.decay!r}: give a number from 0 to 1, such as 0.999.")
+        if self._engine.averages:
+            kind = type(self._model).__name__
+            raise Misuse(f"This {kind} has an average already: keep the tz.EMA that was made first.")
+        if (dtype := self._engine.precision.master).itemsize < torch.float32.itemsize:
+            raise BadInput(
+                f"tz.EMA of master weights in {dtype}, where 1 - decay of a weight is rounded away: shard the model "
+                "with precision='bf16', which has fp32 masters."
+            )
+
+    def _compare_decays(self) -> None:
+        fix = "Give tz.EMA the same decay on every rank, and call ema.update() on all of them."
+        updates = f"{self._updates}, the digest of their decays {self._digest:08x}"
+        check_agreement(self._engine.axes, {"decay": self.decay, "updates": updates}, fix)
 
     def _require_outside(self, what: str) -> None:
         if self._inside:

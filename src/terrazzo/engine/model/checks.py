@@ -254,10 +254,10 @@ def check_offload(tiers: Collection[str], precision: Precision, offload: Offload
         )
 
 
-def warn_of_unused(plan: Plan, offload: Offload) -> None:
-    """Warn of settings of offload that have been given and change nothing under `plan`."""
+def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
+    """Warn of settings of offload that have been given and change nothing; arguments as of `Offload.unused_under`."""
     usual = Offload()
-    for (why, tier), names in Offload.unused_under(plan).items():
+    for (why, tier), names in Offload.unused_under(plan, activations).items():
         given = [name for name in names if getattr(offload, name) != getattr(usual, name)]
         if given and dist.get_rank() == 0:
             warn(

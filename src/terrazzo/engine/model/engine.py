@@ -297,14 +297,13 @@ class Engine:
         members = [member for bucket in self.buckets() for member in bucket.members]
         try:
             yield {name: member.parameter for member in members for name in member.names}
+            with torch.no_grad():
+                for bucket in self.buckets() if write else ():
+                    bucket.take_written()
         except BaseException:
             for bucket in self.buckets():
                 bucket.forget_edits()
             raise
-        else:
-            with torch.no_grad():
-                for bucket in self.buckets() if write else ():
-                    bucket.take_written()
         finally:
             self.schedule.rest()
         if write:

@@ -6,6 +6,7 @@ its backward, and compiled graphs never see the engine.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from terrazzo.engine.partition import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["checkpoint_activations", "compile_units"]
+
+Forward = Callable[..., Any]
 
 MODES = ("none", "full", "selective")
 SAVED_OPS = (
@@ -75,9 +78,9 @@ def checkpoint_activations(
     context = _selective_context(SAVED_OPS if ops is None else ops) if mode == "selective" else None
     offloading = OffloadedActivations() if offload else None
     for module in _unit_modules(model, units)[::every]:
-        module.forward = _checkpointed(module.forward, context, keeps_keywords=offload)
+        module.forward = Wrapped(functools.partial(_checkpointed, context, offload), module.forward)
         if offloading is not None:
-            module.forward = offloading.wrap(module.forward)
+            module.forward = Wrapped(offloading.wrap, module.forward)
 
 
 def compile_units(model: nn.Module, *, units: Units | None = None, **options: Any) -> None:
@@ -87,13 +90,46 @@ def compile_units(model: nn.Module, *, units: Units | None = None, **options: An
         units: as for `tz.shard`.
         options: for `torch.compile`.
     """
+
+    def compiled(forward: Forward) -> Forward:
+        return torch.compile(forward, **options)
+
     for module in _unit_modules(model, units):
         forward: Any = module.forward
         offloading: OffloadedActivations | None = getattr(forward, "offloading", None)
         if offloading is None:
-            module.forward = torch.compile(forward, **options)
+            module.forward = Wrapped(compiled, forward)
         else:  # copies stay out of compiled graphs
-            module.forward = offloading.wrap(torch.compile(forward.__wrapped__, **options))
+            module.forward = Wrapped(offloading.wrap, Wrapped(compiled, forward.inner))
+
+
+class Wrapped:
+    """A module's forward with something around it, which a deep copy of the module has around its own forward.
+
+    A function in its place would be shared by both, and the copy would compute with the weights of the original. What
+    the function has of attributes, this object has too: they tell that it is compiled.
+
+    Args:
+        wrap: makes a function of a forward.
+        inner: a bound method, or one that is wrapped already.
+
+    Attributes:
+        run: the function that `wrap` has made.
+    """
+
+    run: Forward
+
+    def __init__(self, wrap: Callable[[Forward], Forward], inner: Forward) -> None:
+        # Of functions, so that the compiler sees the same code for all units.
+        run = wrap(inner.run if isinstance(inner, Wrapped) else inner)
+        functools.update_wrapper(self, run)
+        self._wrap, self.inner, self.run = wrap, inner, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapped:
+        return Wrapped(copy.deepcopy(self._wrap, memo), copy.deepcopy(self.inner, memo))
 
 
 def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
@@ -101,9 +137,7 @@ def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
     return [model.get_submodule(name) for name in names]
 
 
-def _checkpointed(
-    forward: Callable[..., Any], context: Callable[[], Any] | None, keeps_keywords: bool
-) -> Callable[..., Any]:
+def _checkpointed(context: Callable[[], Any] | None, keeps_keywords: bool, forward: Forward) -> Forward:
     """`forward`, run again in backward.
 
     Args:
@@ -127,7 +161,7 @@ def _checkpointed(
     return wrapped
 
 
-def _run(forward: Callable[..., Any], count: int, names: Sequence[str], /, *values: Any, **others: Any) -> Any:
+def _run(forward: Forward, count: int, names: Sequence[str], /, *values: Any, **others: Any) -> Any:
     """`forward` of `count` positional values, and of further ones by `names`."""
     return forward(*values[:count], **dict(zip(names, values[count:], strict=True)), **others)
 

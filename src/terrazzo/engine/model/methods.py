@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,20 +23,35 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         module: a sharded model, or a module inside that is a unit of its own.
 
     Raises:
-        BadInput: where there is no such method.
+        BadInput: where there is no such method, and for `forward` itself.
     """
-    if not hasattr(module, name):
-        raise BadInput(f"{type(module).__name__} has no method {name!r}: name one of its own.")
-    method = getattr(module, name)
+    kind = type(module).__name__
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise BadInput(f"{kind} has no method {name!r}: name one of its own.")
+    if name in ("forward", "__call__"):
+        raise BadInput(
+            f"register_forward_method: {name!r} is what weights are gathered around in any case, if {kind} is called "
+            "as model(...) and not as model.forward(...). Remove this line, or name another method."
+        )
+    module.__dict__[name] = _AsForward(module, method)
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+
+class _AsForward:
+    """A method that runs in place of its module's forward. A deep copy of the module has one of its own."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self._module, self._method = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Have `forward`, with the hooks around it, run the method in its place, once."""
+        module = self._module
         own = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
             restore()
-            return method(*args, **kwargs)
+            return self._method(*args, **kwargs)
 
         def restore() -> None:
             module.__dict__.pop("forward", None)
@@ -46,5 +62,3 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             return module(*args, **kwargs)
         finally:
             restore()
-
-    module.__dict__[name] = call

@@ -34,6 +34,7 @@ from terrazzo.engine.model.checks import (
 )
 from terrazzo.engine.model.materialize import check_initializable
 from terrazzo.engine.model.together import check_agreement, together
+from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, state_of
@@ -73,6 +74,7 @@ class _Asked:
     specs: list[UnitSpec]
     why: str
     optimizers: list[Optimizer]
+    offloads_activations: bool
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options:
     names, why = find_units(model, options.units)
     specs = partition(model, names)
     check_initializable(model)
-    return _Asked(plan, precision, specs, why, _build_optimizers(model, optimizer, specs))
+    built = _build_optimizers(model, optimizer, specs)
+    return _Asked(plan, precision, specs, why, built, bool(offloading_of(model)))
 
 
 def _plan(asked: _Asked, options: Options, recipe: Recipe, tally: Tally) -> Prepared:
@@ -133,7 +136,7 @@ def _plan(asked: _Asked, options: Options, recipe: Recipe, tally: Tally) -> Prep
     planned = _plan_units(asked.specs, recipe, tally.ledger, owners)
     check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
-    warn_of_unused(asked.plan, options.offload)
+    warn_of_unused(asked.plan, options.offload, asked.offloads_activations)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
     templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
     return Prepared(asked.plan, recipe, tally, planned, asked.why, built, templates)

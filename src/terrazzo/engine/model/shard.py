@@ -30,6 +30,7 @@ from terrazzo.engine.model.prepare import OptimizerLike, Options, prepare
 from terrazzo.engine.model.stand_in import show_gradients
 from terrazzo.engine.model.together import together
 from terrazzo.engine.model.wrappers import watch_wrapping
+from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
@@ -91,6 +92,8 @@ def shard(  # structure: signature fixed by the design
     prepared = prepare(model, optimizer, plan, options)
     recipe, planned, axes = prepared.recipe, prepared.units, prepared.recipe.axes
     _warn_of_orphans(planned, prepared.optimizers)
+    for activations in offloading_of(model):
+        activations.pin = options.offload.pin
     store = _open_store(planned, prepared.templates, options.offload)
     if store.drive is not None:
         give_back_freed()  # before anything large is built

@@ -11,6 +11,7 @@ from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.unit import Unit
+from terrazzo.errors import BadInput, did_you_mean, listed
 
 __all__ = ["gathered_state", "whole_weights"]
 
@@ -30,15 +31,24 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     Args:
         names: of parameters, in the same order on every rank; by default each under its own name, bucket by bucket.
 
+    Raises:
+        BadInput: names that no parameter has, before anything is gathered.
+
     Yields:
         Name and full tensor, in the dtype that it is kept in: on the device, until the next one is asked for.
     """
     engine = engine_of(model)
-    engine.settle()
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
     places = {name: place for place in slots for name in place[2].names}
+    wanted = [slot.name for _, _, slot in slots] if names is None else list(names)
+    if unknown := [name for name in wanted if name not in places]:
+        raise BadInput(
+            f"whole_weights: {type(model).__name__} has no parameter {listed([*map(repr, unknown)], 5)}."
+            f"{did_you_mean(unknown[0], places)} Give names of model.named_parameters(); buffers are whole in any case."
+        )
+    engine.settle()
     here, data = None, None
-    for name in [slot.name for _, _, slot in slots] if names is None else names:
+    for name in wanted:
         unit, bucket, slot = places[name]
         if here is not bucket:
             data = None  # before room is made for the next

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -35,7 +35,7 @@ from terrazzo.engine.offload.host import HostPool
 from terrazzo.engine.process.device import KINDS, Stream
 from terrazzo.errors import Misuse
 
-__all__ = ["SMALLEST_BYTES", "OffloadedActivations"]
+__all__ = ["SMALLEST_BYTES", "OffloadedActivations", "offloading_of"]
 
 SMALLEST_BYTES = 16 << 10
 """What is smaller stays: starting the copies would take longer than its memory is worth."""
@@ -48,12 +48,19 @@ class OffloadedActivations:
     """Wraps the forwards of one model's units, so that what they keep of their inputs is kept in host memory.
 
     Units may be called any number of times, in any number of forwards, before a backward.
+
+    Attributes:
+        pin: page-lock the host memory where CUDA is there; `tz.shard` sets it to that of its `Offload`.
     """
 
-    def __init__(self) -> None:
-        self.routes: dict[torch.device, Route] = {}
+    def __init__(self, pin: bool = True) -> None:
+        self.pin = pin
+        self.routes: dict[tuple[torch.device, bool], Route] = {}
         self._shared: weakref.WeakValueDictionary[tuple[Any, ...], Moved] = weakref.WeakValueDictionary()
         self._latest: Callable[[], Call | None] = _no_call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedActivations:
+        return OffloadedActivations(self.pin)  # a copy of the model has calls of its own
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward`, with what it keeps of its inputs in host memory.
@@ -101,18 +108,25 @@ class OffloadedActivations:
         key = (*where, tensor.dtype, tensor._version)
         moved = self._shared.get(key)
         if moved is None:
-            if tensor.device not in self.routes:
-                self.routes[tensor.device] = Route(tensor.device)
-            moved = self._shared[key] = Moved(tensor, self.routes[tensor.device])
+            way = tensor.device, self.pin
+            if way not in self.routes:
+                self.routes[way] = Route(*way)
+            moved = self._shared[key] = Moved(tensor, self.routes[way])
         return moved
+
+
+def offloading_of(model: nn.Module) -> set[OffloadedActivations]:
+    """What takes inputs of the model's units to the host: one for each `checkpoint_activations` with an offload."""
+    found = (getattr(module.forward, "offloading", None) for module in model.modules())
+    return {each for each in found if each is not None}
 
 
 class Route:
     """Between one device and host memory: a pool there, and a stream for copies both ways."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pin: bool) -> None:
         self.device = device
-        self.stream, self.pool = Stream.beside(device), HostPool(device)
+        self.stream, self.pool = Stream.beside(device), HostPool(device if pin else None)
 
     def copy(self, source: Tensor, target: Tensor) -> Copy:
         """Start copying what this thread's stream has written by then."""

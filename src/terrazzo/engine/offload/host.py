@@ -162,7 +162,7 @@ def _register(memory: Tensor) -> None:
         raise BadInput(
             f"CUDA cannot pin {_gib(memory.nbytes)} of host memory (cudaHostRegister returned error {code}; "
             f"RLIMIT_MEMLOCK is {_lock_limit()}): raise the limit with 'ulimit -l unlimited' or in the container's "
-            "settings, offload less, or, where it is for states, set offload.pin to false, which makes copies slower."
+            "settings, offload less, or set offload.pin to false, which makes copies slower."
         )
 
 

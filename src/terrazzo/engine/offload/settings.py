@@ -41,7 +41,8 @@ class Offload:
             `optimizer.step()`. All three give the same bits.
         threads: CPU threads of the update; by default from the machine's cores and the ranks on it. Threads started
             after it take the same number from torch unless they set their own.
-        pin: page-lock the host memory of states where CUDA is there, so that copies run beside computation.
+        pin: page-lock the host memory of states, and of activations, where CUDA is there, so that copies run beside
+            computation.
         direct: read and write swap files past the page cache (O_DIRECT), where the file system allows it.
         block_mib: size of one read or write, in MiB; states on drives are updated in pieces of so much.
         depth: blocks in flight on this rank.
@@ -82,22 +83,26 @@ class Offload:
         if self.path is not None:
             _check_path(self.path)
 
-    def used_under(self, plan: Plan) -> Offload:
-        """The same with what changes nothing under `plan` at its default."""
-        unused = {name for names in self.unused_under(plan).values() for name in names}
+    def used_under(self, plan: Plan, activations: bool = False) -> Offload:
+        """The same with what changes nothing under `plan` at its default; arguments as of `unused_under`."""
+        unused = {name for names in self.unused_under(plan, activations).values() for name in names}
         used: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in unused}
         return Offload(**used)
 
     @staticmethod
-    def unused_under(plan: Plan) -> dict[Unused, Sequence[str]]:
-        """Names of the settings that change nothing under `plan`."""
+    def unused_under(plan: Plan, activations: bool = False) -> dict[Unused, Sequence[str]]:
+        """Names of the settings that change nothing under `plan`.
+
+        Args:
+            activations: whether activations are in host memory.
+        """
         tiers = {tier for place in plan.places().values() for tier in place.shares}
         unused: dict[Unused, Sequence[str]] = {}
         if "nvme" not in tiers:
             unused[Unused("no state is on nvme", "nvme")] = ("path", "direct", "block_mib", "depth", "digest")
         if not plan.optim.offloaded:
             unused[Unused("the optimizer's state is on the device", "cpu")] = ("step", "threads")
-        if not tiers - {"device"}:
+        if not tiers - {"device"} and not activations:
             unused[Unused("no state is in host memory", "cpu")] = ("pin",)
         return unused
 

@@ -35,7 +35,8 @@ def idle_notes(config: Config, world_size: int) -> list[str]:
         given = [key for key in rule.keys.split() if now[key] != usual[key]]
         if given and rule.applies(config):
             notes.append(_note(given, rule.why, rule.edit))
-    for (why, tier), names in Offload.unused_under(build_plan(config)).items():
+    unused = Offload.unused_under(build_plan(config), activations=config.offload.activations == "cpu")
+    for (why, tier), names in unused.items():
         if given := [key for name in names if now[key := f"offload.{name}"] != usual[key]]:
             notes.append(_note(given, why, f"set offload.optim={tier}"))
     if config.launch.ranks not in (None, world_size):
