@@ -1,8 +1,9 @@
 """From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's share.
 
-Read `load` first, which goes through the others in this order: `sources` (with `source_file`, `records` and
-`datasets_folder`), `tokenizer`, `chat` (with `rendering`), `cache`, `sequences` (with `packing`), `loader`. Nothing
-here talks to other ranks: what they must agree on goes through the function `together` that `load_data` is given.
+Read `load` first, which goes through the others in this order: `sources` (with `source_file`, `records`, `pair_records`
+and `datasets_folder`), `tokenizer`, `chat` (with `rendering`), `cache`, `sequences` (with `packing` and `pairs`),
+`loader`. Nothing here talks to other ranks: what they must agree on goes through the function `together` that
+`load_data` is given.
 
 Example:
     config = load_config("examples/quickstart.yaml")
@@ -19,8 +20,10 @@ from terrazzo.train.data.loader import (
     Loader,
     evaluated,
     evaluation_batches,
+    rounds,
 )
-from terrazzo.train.data.sequences import IGNORED, Batch, SequenceDataset
+from terrazzo.train.data.pairs import PairDataset
+from terrazzo.train.data.sequences import IGNORED, Batch, Indices, SequenceDataset
 from terrazzo.train.data.sources import PYTHON_STDLIB
 from terrazzo.train.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -32,11 +35,14 @@ __all__ = [
     "Cursor",
     "GlobalBatch",
     "GlobalOrder",
+    "Indices",
     "Loader",
+    "PairDataset",
     "SequenceDataset",
     "TokenData",
     "evaluated",
     "evaluation_batches",
     "load_data",
     "load_tokenizer",
+    "rounds",
 ]

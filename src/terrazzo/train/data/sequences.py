@@ -17,7 +17,16 @@ from terrazzo.train.data.cache import TokenCache
 from terrazzo.train.data.packing import Rows
 from terrazzo.train.data.tokenizer import TokenArray
 
-__all__ = ["IGNORED", "NO_SEQUENCE", "Batch", "SequenceDataset", "held_out_whole", "split_documents", "split_of"]
+__all__ = [
+    "IGNORED",
+    "NO_SEQUENCE",
+    "Batch",
+    "Indices",
+    "SequenceDataset",
+    "held_out_whole",
+    "split_documents",
+    "split_of",
+]
 
 IGNORED = -100
 """The target that torch's `cross_entropy` leaves out."""
@@ -30,12 +39,16 @@ Indices = npt.NDArray[np.integer[Any]]
 class Batch:
     """One micro-batch of one rank. `inputs` and `targets` are int64 `[B, T]` on the CPU, targets one token ahead.
 
-    `valid_tokens` counts the targets that are not `IGNORED`; it may be 0.
+    `valid_tokens` counts the targets that are not `IGNORED`; it may be 0. `samples` counts what a loss is the mean of:
+    these tokens, or preference pairs, of which each is two rows. `reference`, fp32 `[B / 2, 2]`, are log-probabilities
+    of the pairs' completions under the initial model.
     """
 
     inputs: Tensor
     targets: Tensor
     valid_tokens: int
+    samples: int
+    reference: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,11 @@ class SequenceDataset:
         self.learnt = self.learnt_spans()
 
     def __len__(self) -> int:
+        """Number of samples, which are sequences here."""
+        return self.rows_numel
+
+    @property
+    def rows_numel(self) -> int:
         """Number of sequences."""
         if self.row_bounds is not None:
             return len(self.row_bounds) - 1
@@ -209,6 +227,10 @@ class SequenceDataset:
             return int((stops - starts - 1).sum())
         return self.learnt.between(starts + 1, stops)
 
+    def samples(self, indices: Indices) -> int:
+        """What the mean loss of all these sequences is a mean of: their targets."""
+        return self.valid_tokens(indices)
+
     def bounds(self, indices: Indices) -> tuple[Indices, Indices]:
         """Where in the stream these sequences begin and end; the first token of each is no target."""
         if self.row_bounds is not None:
@@ -230,7 +252,8 @@ class SequenceDataset:
             for row in real:
                 start, stop = bounds[row]
                 targets[row, : stop - start - 1][~self.learnt.mask(start + 1, stop)] = IGNORED
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), self.valid_tokens(indices))
+        valid_tokens = int((targets != IGNORED).sum())
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
 
     def read(self, start: int, numel: int) -> TokenArray:
         """Up to `numel` tokens of the stream from `start`: fewer only at its end."""

@@ -208,6 +208,12 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Next-token logits `[B, T, vocab_size]` of int64 `tokens` `[B, T]`, T ≤ `max_sequence_length`."""
+        x = self.hidden(tokens)
+        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return logits
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the head is given, `[B, T, dim]`."""
         if tokens.shape[1] > self.config.max_sequence_length:
             raise BadInput(
                 f"The model was given sequences of {tokens.shape[1]} tokens, but batch.sequence_length, for which it "
@@ -217,9 +223,8 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
-        x = self.norm(x)
-        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
-        return logits
+        hidden: Tensor = self.norm(x)
+        return hidden
 
     def num_flops_per_token(self, sequence_length: int) -> int:
         """Floating-point operations of forward and backward for one token: `6 N + 12 × layers × dim × T`.

@@ -20,7 +20,7 @@ from terrazzo.planner.model.loading import MAX_CONFIG_BYTES
 from terrazzo.planner.model.meta import bounded, refused
 from terrazzo.planner.model.transformers import harmless
 
-__all__ = ["build_causal_lm", "num_flops_per_token", "read_config", "weight_files"]
+__all__ = ["build_body", "build_causal_lm", "num_flops_per_token", "read_config", "scored_class", "weight_files"]
 
 CONFIG_FILE = "config.json"
 
@@ -28,11 +28,44 @@ CONFIG_FILE = "config.json"
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
     """See `terrazzo.train.model.causal_lm.build_model`, which is the public way in."""
     transformers = _import_transformers()
-    values = dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec))
-    config = _causal_lm_config(transformers, values)
+    return _built(transformers.AutoModelForCausalLM, _config_of(transformers, spec), device)
+
+
+def build_body(spec: str | Path, device: torch.device) -> Any:
+    """As `build_causal_lm`, without the head; raises `BadInput` too where no such model with a score is known."""
+    transformers = _import_transformers()
+    config = _config_of(transformers, spec)
+    _scored_class_of(transformers, config)
+    return _built(transformers.AutoModel, config, device)
+
+
+def scored_class(spec: str | Path) -> str:
+    """The name of the class in `transformers` that has the tensors of `build_body` and a score."""
+    transformers = _import_transformers()
+    return _scored_class_of(transformers, _config_of(transformers, spec))
+
+
+def _scored_class_of(transformers: Any, config: Any) -> str:
+    known = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if type(config) not in known:
+        raise BadInput(
+            f"objective 'reward' needs a model that transformers {transformers.__version__} has with a score, and of"
+            f" model_type {config.model_type!r} it has no model for sequence classification. Give a decoder such as"
+            " 'llama', 'qwen3' or 'gpt2' as model.path."
+        )
+    found: type = known[type(config)]
+    return found.__name__
+
+
+def _config_of(transformers: Any, spec: Mapping[str, Any] | str | Path) -> Any:
+    return _causal_lm_config(transformers, dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec)))
+
+
+def _built(auto: Any, config: Any, device: torch.device) -> nn.Module:
+    """The model of a class of `transformers` that chooses by the config."""
     try:
         with device, bounded("The model's config"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: nn.Module = auto.from_config(config, dtype=torch.float32)
     except (BadInput, MemoryError):
         raise
     except Exception as error:

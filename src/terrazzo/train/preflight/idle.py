@@ -72,6 +72,18 @@ _RULES = (
         "give records as data.source",
     ),
     _Rule(
+        "data.text_field",
+        lambda config: config.objective.of_pairs,
+        "preference pairs have the fields 'prompt', 'chosen' and 'rejected'",
+        "rename them in the data",
+    ),
+    _Rule(
+        "train.sample_tokens train.sample_every train.sample_prompt",
+        lambda config: config.objective.name == "reward",
+        "objective 'reward' trains a model that writes no text",
+        "set objective=dpo",
+    ),
+    _Rule(
         "data.end_of_document",
         lambda config: config.data.tokenizer == BYTES,
         f"data.tokenizer is '{BYTES}', which ends a document with a token of its own",
