@@ -187,7 +187,7 @@ def test_a_reward_model_on_two_ranks_is_that_of_transformers_on_one(folder: Path
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["dpo", "reward"])
 def test_the_losses_are_those_of_trl(folder: Path, tmp_path: Path, name: str) -> None:
     trl = pytest.importorskip("trl")

@@ -85,6 +85,11 @@ class DataConfig(Section):
         description="documents in sequences; default: stream for text, single for conversations. `stream` cuts them "
         "where a sequence ends, `whole` puts as many as fit into one, `single` one",
     )
+    attention: Literal["sequence", "document"] = Field(
+        "sequence",
+        description="how far a token sees: all of its `sequence` before it, or of its own `document`, where positions"
+        " begin anew",
+    )
     too_long: Literal["truncate", "drop"] = Field(
         "truncate", description="whole, single: documents longer than a sequence: `truncate` them or `drop` them"
     )

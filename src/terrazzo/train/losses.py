@@ -52,7 +52,11 @@ def _cross_entropy(model: nn.Module, batch: Batch, device: torch.device, reducti
     """Over all targets in one row, fp32; an ignored one counts as 0."""
     inputs = batch.inputs.to(device, non_blocking=True)
     targets = batch.targets.to(device, non_blocking=True)
-    logits = logits_of(model(inputs))
+    if batch.positions is None:
+        output = model(inputs)
+    else:
+        output = model(inputs, position_ids=batch.positions.to(device, non_blocking=True))
+    logits = logits_of(output)
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 

@@ -53,8 +53,8 @@ class CacheHeader:
     """What a cache says of itself. The largest token id first occurs in the document `max_token_document`.
 
     `conversations` of the documents are, those of pairs among them; `unlearnt` more, the first of them
-    `first_unlearnt`, had no token of the assistant and were left out. Of `pairs`, each is two documents in a row, the chosen one first; left out were those
-    of two equal texts, or with an empty one.
+    `first_unlearnt`, had no token of the assistant and were left out. Of `pairs`, each is two documents in a row, the
+    chosen one first; left out were those of two equal texts, or with an empty one.
     """
 
     version: int
@@ -213,8 +213,8 @@ class _CacheWriter:
         if self.unlearnt and not self.ends:
             if self.has_pairs:
                 raise BadInput(
-                    f"Of {self.unlearnt:,} preference pairs, from {self.first_unlearnt} on, each has two equal texts or "
-                    "an empty completion. Correct them: there is nothing to prefer."
+                    f"Of {self.unlearnt:,} preference pairs, from {self.first_unlearnt} on, each has two equal texts "
+                    "or an empty completion. Correct them: there is nothing to prefer."
                 )
             whose = f"Of {self.unlearnt:,} conversations, from {self.first_unlearnt} on,"
             if ASSISTANT in self.roles:

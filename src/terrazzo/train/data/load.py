@@ -20,7 +20,14 @@ from terrazzo.train.data.packing import Packing, arrange
 from terrazzo.train.data.pair_records import PairRecords
 from terrazzo.train.data.pairs import PairDataset, arrange_pairs, held_out_pairs
 from terrazzo.train.data.records import RecordForm, TextRecords
-from terrazzo.train.data.sequences import SequenceDataset, held_out_whole, split_documents, split_of
+from terrazzo.train.data.sequences import (
+    SequenceDataset,
+    Split,
+    cut_at_documents,
+    held_out_whole,
+    split_documents,
+    split_of,
+)
 from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
@@ -177,6 +184,8 @@ def _assemble(config: Config, tokenizer: Tokenizer, caches: list[TokenCache]) ->
     if len(caches) == 2:
         held, _ = _datasets(config, caches[1], packing[1], 0.0, end)
         notes += _notes_of(caches[1].header, {"validation": held})
+    if data.attention == "document" and "single" in packing:
+        notes += ("data.attention 'document' does nothing where each sequence has one document: remove it",)
     skipped = Skipped([name for cache in caches for name in cache.header.skipped])
     _check_learns(config, "training", train)
     if held is not None and (len(caches) == 2 or held.rows is not None):
@@ -224,14 +233,23 @@ def _datasets(
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """The sequences of a cache, and those of `fraction` of its tokens that are held out."""
     if packing == "stream":
-        length, splits = config.batch.sequence_length, split_documents(cache, fraction)
-        train, held = (None if split is None else SequenceDataset(cache, split, length, end) for split in splits)
+        train, held = (
+            None if split is None else _in_a_stream(config, cache, split, end)
+            for split in split_documents(cache, fraction)
+        )
     else:
         chosen = held_out_pairs(cache, fraction) if cache.header.pairs else held_out_whole(cache, fraction)
         train = _in_rows(config, cache, packing, ~chosen, end)
         held = _in_rows(config, cache, packing, chosen, end) if chosen.any() else None
     assert train is not None
     return train, held
+
+
+def _in_a_stream(config: Config, cache: TokenCache, split: Split, end: int) -> SequenceDataset:
+    """The documents one after the other."""
+    apart = config.data.attention == "document"
+    split = cut_at_documents(cache, split) if apart else split
+    return SequenceDataset(cache, split, config.batch.sequence_length, end, apart=apart)
 
 
 def _in_rows(
@@ -244,7 +262,8 @@ def _in_rows(
         rows = arrange_pairs(cache, chosen, room, too_long)
         return PairDataset(cache, split_of(cache, chosen), length, end, rows)
     rows = arrange(cache, chosen, length + 1, packing, too_long)
-    return SequenceDataset(cache, split_of(cache, chosen), length, end, rows)
+    apart = config.data.attention == "document" and packing == "whole"
+    return SequenceDataset(cache, split_of(cache, chosen), length, end, rows, apart)
 
 
 def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:

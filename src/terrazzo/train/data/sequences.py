@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "Batch",
     "Indices",
     "SequenceDataset",
+    "cut_at_documents",
     "held_out_whole",
     "split_documents",
     "split_of",
@@ -41,7 +42,8 @@ class Batch:
 
     `valid_tokens` counts the targets that are not `IGNORED`; it may be 0. `samples` counts what a loss is the mean of:
     these tokens, or preference pairs, of which each is two rows. `reference`, fp32 `[B / 2, 2]`, are log-probabilities
-    of the pairs' completions under the initial model.
+    of the pairs' completions under the initial model. `positions`, int64 `[B, T]`, count from 0 in each document; None
+    where attention is not cut between documents.
     """
 
     inputs: Tensor
@@ -49,6 +51,7 @@ class Batch:
     valid_tokens: int
     samples: int
     reference: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,14 @@ def _split_tail(cache: TokenCache, position: int) -> tuple[Split, Split]:
     return ahead, Split(np.array([position]), np.array([total]), total_bytes - ahead_bytes)
 
 
+def cut_at_documents(cache: TokenCache, split: Split) -> Split:
+    """The same tokens, in a range for each document."""
+    before = np.searchsorted(split.starts, cache.ends) - 1  # the range that begins ahead of each end
+    cuts = cache.ends[(before >= 0) & (cache.ends < split.stops[np.maximum(before, 0)])]
+    starts, stops = (np.sort(np.concatenate((edges, cuts))) for edges in (split.starts, split.stops))
+    return Split(starts, stops, split.text_bytes)
+
+
 class _Spans:
     """Ranges `[starts[i], stops[i])` of a stream, in order and apart from each other."""
 
@@ -149,19 +160,27 @@ class SequenceDataset:
 
     The documents, each closed by an end-of-document token, form one stream. Sequence `i` has the inputs
     `[i T, (i + 1) T)` and the targets one further, so every token but the very first is a target exactly
-    once; what the last sequence lacks is `IGNORED`. Sequences run over document borders, and attention is not
-    cut there.
+    once; what the last sequence lacks is `IGNORED`. Sequences run over document borders.
 
     With `rows` the stream is that of its documents, and sequence `i` is row `i`, of up to T + 1 tokens; the rest is
     `IGNORED`. The first token of a document in a row is no target.
 
     Where the cache has spans, only tokens in them are targets.
+
+    With `apart` no document is seen from another: batches have positions, and the first token of a document is no
+    target. The split, if there are no rows, then has a range for each document (see `cut_at_documents`).
     """
 
     def __init__(
-        self, cache: TokenCache, split: Split, sequence_length: int, end_of_document: int, rows: Rows | None = None
+        self,
+        cache: TokenCache,
+        split: Split,
+        sequence_length: int,
+        end_of_document: int,
+        rows: Rows | None = None,
+        apart: bool = False,
     ) -> None:
-        self.cache, self.split, self.rows = cache, split, rows
+        self.cache, self.split, self.rows, self.apart = cache, split, rows, apart
         self.sequence_length, self.end_of_document = sequence_length, end_of_document
         self.starts, self.stops = (split.starts, split.stops) if rows is None else (rows.starts, rows.stops)
         self.offsets = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
@@ -182,9 +201,10 @@ class SequenceDataset:
 
     def learnt_spans(self) -> _Spans | None:
         """What is learnt, as ranges of the stream; None for all of it."""
-        first = 0 if self.rows is None else 1  # the beginning of a document in a row does not follow from another's end
+        # The beginning of a document in a row, or apart from others, does not follow from another's end.
+        first = 1 if self.apart or self.rows is not None else 0
         if self.cache.spans is None:
-            return None if self.rows is None else _Spans(self.offsets[:-1] + first, self.offsets[1:])
+            return None if not first else _Spans(self.offsets[:-1] + first, self.offsets[1:])
         begins, ends = self.cache.spans.T
         order = np.argsort(self.starts, kind="stable")
         place = np.searchsorted(self.stops[order], begins, side="right")
@@ -217,6 +237,8 @@ class SequenceDataset:
         described = [self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length]
         if self.rows is not None:
             described.append(zlib.crc32(self.rows.bounds.astype("<i8").tobytes()))
+        if self.apart:
+            described.append("apart")
         return f"{zlib.crc32(json.dumps(described).encode()):08x}{self.cache.crc:08x}"
 
     def valid_tokens(self, indices: Indices) -> int:
@@ -241,7 +263,8 @@ class SequenceDataset:
     def batch(self, indices: Indices) -> Batch:
         """The sequences `indices` as one batch; `NO_SEQUENCE` gives a row whose targets are all ignored."""
         rows = np.full((len(indices), self.sequence_length + 1), IGNORED, dtype=np.int64)
-        bounds = np.stack(self.bounds(np.maximum(indices, 0)), axis=1).tolist()
+        bounds = np.stack(self.bounds(np.maximum(indices, 0)), axis=1)
+        bounds[indices == NO_SEQUENCE] = 0
         real = [row for row, index in enumerate(indices.tolist()) if index != NO_SEQUENCE]
         for row in real:
             start, stop = bounds[row]
@@ -253,7 +276,19 @@ class SequenceDataset:
                 start, stop = bounds[row]
                 targets[row, : stop - start - 1][~self.learnt.mask(start + 1, stop)] = IGNORED
         valid_tokens = int((targets != IGNORED).sum())
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
+        positions = torch.from_numpy(self.positions(bounds)) if self.apart else None
+        found = Batch(torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
+        return replace(found, positions=positions)
+
+    def positions(self, bounds: Indices) -> Indices:
+        """Of each place of the sequences at `bounds` `[B, 2]` in its document, or in what fills it up: `[B, T]`."""
+        found = np.tile(np.arange(self.sequence_length), (len(bounds), 1))
+        for row, (start, stop) in enumerate(bounds):
+            places = np.arange(start, min(stop, start + self.sequence_length))
+            document = np.searchsorted(self.offsets, places, side="right") - 1
+            found[row, : len(places)] = places - np.maximum(self.offsets[document], start)
+            found[row, len(places) :] -= len(places)
+        return found
 
     def read(self, start: int, numel: int) -> TokenArray:
         """Up to `numel` tokens of the stream from `start`: fewer only at its end."""

@@ -20,9 +20,23 @@ from terrazzo.planner.model.loading import MAX_CONFIG_BYTES
 from terrazzo.planner.model.meta import bounded, refused
 from terrazzo.planner.model.transformers import harmless
 
-__all__ = ["build_body", "build_causal_lm", "num_flops_per_token", "read_config", "scored_class", "weight_files"]
+__all__ = [
+    "build_body",
+    "build_causal_lm",
+    "check_cuts_attention",
+    "num_flops_per_token",
+    "read_config",
+    "scored_class",
+    "weight_files",
+]
 
 CONFIG_FILE = "config.json"
+CUT_ATTENTION = frozenset({
+    *("cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"),
+    *("olmo", "olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+})  # fmt: skip
+"""Types of models that cut attention where position ids begin anew. Others may take these and still look further back,
+as OPT and GPT-OSS do: a test computes it of each."""
 
 
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
@@ -127,6 +141,16 @@ def _causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
         )
     config.use_cache = False
     return config
+
+
+def check_cuts_attention(values: Mapping[str, Any]) -> None:
+    """Raise `BadInput` where the model of a config.json is not known to keep documents in one sequence apart."""
+    if values.get("model_type") not in CUT_ATTENTION:
+        raise BadInput(
+            f"data.attention is 'document', and a model of model_type {values.get('model_type')!r} is not known to cut"
+            f" attention between documents in one sequence; these do: {', '.join(sorted(CUT_ATTENTION))}. Leave"
+            " data.attention out, or set data.packing to 'single'."
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
