@@ -184,7 +184,7 @@ def test_a_model_that_may_look_further_back_is_refused(tmp_path: Path) -> None:
         "log": {"folder": str(tmp_path / "run")},
     }
     with pytest.raises(
-        BadInput, match="model_type 'opt' is not known to cut attention.*llama.*Leave data.attention out"
+        BadInput, match=r"model_type 'opt' is not known to cut attention.*llama.*Leave data.attention out"
     ):
         check(config_from_dict(values), 1)
 

@@ -187,9 +187,20 @@ class TrainConfig(Section):
     )
     sample_tokens: int = Field(128, ge=0, description="length of a text sample; 0: none at all")
     sample_prompt: str = Field("\n", description="what a text sample begins with")
+    sample_chat: str | None = Field(
+        None, description="a user's message; a sample is then its answer by the chat template, the likeliest tokens"
+    )
     activation_checkpointing: str = Field("none", description="none, full, selective, or every_N such as every_2")
     activation_checkpointing_ops: list[str] | None = Field(None, description="selective: operators kept, not redone")
     compile: bool = Field(False, description="torch.compile for each unit")
+
+    @model_validator(mode="after")
+    def _one_sample(self) -> TrainConfig:
+        if self.sample_chat is not None and self.sample_prompt != type(self).model_fields["sample_prompt"].default:
+            raise ValueError(
+                "sample_prompt and sample_chat: give one of them, what a text begins with or what is asked"
+            )
+        return self
 
     @field_validator("activation_checkpointing")
     @classmethod

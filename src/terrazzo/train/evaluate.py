@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from terrazzo.train.data import evaluation_batches
+from terrazzo.train.data import Asked, evaluation_batches
 from terrazzo.train.losses import pair_losses, pair_margins, summed_loss
 from terrazzo.train.model.causal_lm import generate
 from terrazzo.train.session import Session, evaluation_limit
@@ -72,8 +73,13 @@ def evaluate(session: Session) -> Validation | None:
 
 
 def sample_text(session: Session) -> str:
-    """Text that the model writes after `train.sample_prompt`; the same on every rank. Collective."""
+    """What the model writes after `train.sample_prompt`, or answers to `train.sample_chat`; the same on every rank.
+
+    Collective.
+    """
     train = session.config.train
+    if session.asked is not None:
+        return f"{train.sample_chat} → {_answer(session, session.asked)}"
     prompt = session.data.tokenizer.encode([train.sample_prompt])[0].tolist() or [
         session.data.tokenizer.end_of_document
     ]
@@ -81,3 +87,11 @@ def sample_text(session: Session) -> str:
     generator = torch.Generator().manual_seed(train.seed + session.step)
     written = generate(session.model, tokens, train.sample_tokens, temperature=TEMPERATURE, generator=generator)
     return session.data.tokenizer.decode(written[0].tolist())
+
+
+def _answer(session: Session, asked: Asked) -> str:
+    """The likeliest tokens, up to where the answer ends."""
+    tokens = torch.tensor([asked.tokens], device=session.ranks.device)
+    written = generate(session.model, tokens, session.config.train.sample_tokens, temperature=0.0)[0].tolist()
+    answer = itertools.takewhile(lambda token: token not in asked.ends, written[len(asked.tokens) :])
+    return session.data.tokenizer.decode(answer)

@@ -21,7 +21,7 @@ from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
-from terrazzo.train.data import Loader, TokenData, evaluated, load_data
+from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.model.causal_lm import num_flops_per_token
@@ -49,6 +49,7 @@ class Session:
     `newest` and `best` are the newest and the lowest validation `loss`, each with its `step`.
     `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
     what was resident before the model took memory, `notes` what was said of it before the start.
+    `asked` is what samples answer, where they do.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class Session:
     newest: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
+    asked: Asked | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -185,6 +187,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     say = Console().say if ranks.is_first else None
     data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=say)
     _check_validation(config, data, ranks.world_size)
+    asked = on_first(lambda: _asked(config, data), BadInput)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_swap_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
@@ -215,6 +218,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         session = Session(
             config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
         )
+        session.asked = None if asked is None else Asked(*asked)
         if newest:
             session.resume()
         else:  # last, so that nothing is lost to a run that cannot start
@@ -246,6 +250,14 @@ def _load_pretrained(config: Config, model: nn.Module) -> None:
         elif config.objective.name == "reward":
             load = load_body
         load(model, config.model.path)
+
+
+def _asked(config: Config, data: TokenData) -> Asked | None:
+    """The message that samples answer, as the chat template has it."""
+    settings, question = config.data, config.train.sample_chat
+    if question is None:
+        return None
+    return load_chat(data.tokenizer, settings.tokenizer, settings.chat_template, settings.loss_on).ask(question)
 
 
 def _saved_reference(path: str) -> dict[str, Any]:

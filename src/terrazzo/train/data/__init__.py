@@ -12,6 +12,7 @@ Example:
     step = loader.next_step()          # step.micro_batches: this rank's; step.valid_tokens: of all ranks
 """
 
+from terrazzo.train.data.chat import Asked, load_chat
 from terrazzo.train.data.load import TokenData, load_data
 from terrazzo.train.data.loader import (
     Cursor,
@@ -30,6 +31,7 @@ from terrazzo.train.data.tokenizer import ByteTokenizer, load_tokenizer
 __all__ = [
     "IGNORED",
     "PYTHON_STDLIB",
+    "Asked",
     "Batch",
     "ByteTokenizer",
     "Cursor",
@@ -42,6 +44,7 @@ __all__ = [
     "TokenData",
     "evaluated",
     "evaluation_batches",
+    "load_chat",
     "load_data",
     "load_tokenizer",
     "rounds",

@@ -19,17 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from terrazzo.errors import BadInput
 from terrazzo.files import read_plain
-from terrazzo.train.data.records import ASSISTANT, Document
+from terrazzo.train.data.records import ASSISTANT, Document, Message
 from terrazzo.train.data.rendering import Failed, render
 from terrazzo.train.data.tokenizer import BYTES, MAX_BYTES, TokenArray, Tokenizer, check_files, missing_extra
 
-__all__ = ["Chat", "Rendered", "chat_fingerprint", "load_chat", "text_completion"]
+__all__ = ["Asked", "Chat", "Rendered", "chat_fingerprint", "load_chat", "text_completion"]
 
 LossOn = Literal["assistant", "all"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -57,8 +57,18 @@ class Rendered:
     span_bytes: int
 
 
+class Asked(NamedTuple):
+    """A user's message in tokens, up to where the assistant begins to write, and the tokens that end what it writes."""
+
+    tokens: list[int]
+    ends: list[int]
+
+
 class Chat(Protocol):
     """Renders conversations one by one."""
+
+    def ask(self, question: str) -> Asked:
+        """Raises: `BadInput` where the template does not take a user's message."""
 
     def render(self, document: Document) -> Rendered:
         """Raises: `BadInput` that names the document, for one that the template cannot or does not fully render."""
@@ -74,7 +84,7 @@ def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss
         return _PlainChat(tokenizer, loss_on)
     given = None if template is None else _read_template(Path(template))
     origin = f"the chat template of data.tokenizer '{name}'" if template is None else f"data.chat_template '{template}'"
-    return _TemplateChat(_load_backend(Path(name).expanduser()), given, loss_on, origin)
+    return _TemplateChat(_load_backend(Path(name).expanduser()), given, loss_on, origin, tokenizer.end_of_document)
 
 
 def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) -> str:
@@ -149,6 +159,12 @@ class _PlainChat:
     def __init__(self, tokenizer: Tokenizer, loss_on: LossOn) -> None:
         self.tokenizer, self.loss_on = tokenizer, loss_on
 
+    def ask(self, question: str) -> Asked:
+        end, asked = self.tokenizer.end_of_document, _asked_by_user(question)
+        prompt = self.render(Document("train.sample_chat", messages=asked)).tokens.tolist()
+        (head,) = self.tokenizer.encode([f"<|{ASSISTANT}|>\n"])
+        return Asked([*prompt, *head.tolist()], [end])
+
     def render(self, document: Document) -> Rendered:
         messages = document.messages or []
         calls = next((message for message in messages if message.get("tool_calls")), None)
@@ -185,6 +201,18 @@ class _TemplateChat:
     given: str | None
     loss_on: LossOn
     origin: str
+    end_of_document: int
+
+    def ask(self, question: str) -> Asked:
+        """An answer ends with the end of a document, or with the special token that follows it in a conversation."""
+        answer = "An answer."
+        messages = [*_asked_by_user(question), {"role": ASSISTANT, "content": answer}]
+        document = Document("train.sample_chat", messages=messages)
+        turn = _Conversation(self, document, self.template_for(document))
+        following = turn.tokens_of(turn.text.rpartition(answer)[2])
+        added = self.tokenizer.added_tokens_decoder
+        ends = [token for token in following[:1] if token in added and added[token].special]
+        return Asked(turn.tokens_of(turn.rendered(messages[:1], prompt=True)), [*ends, self.end_of_document])
 
     def render(self, document: Document) -> Rendered:
         turn = _Conversation(self, document, self.template_for(document))
@@ -335,6 +363,10 @@ class _Conversation:
             "{% generation %} and {% endgeneration %} around what the assistant writes, in a copy of the template that "
             "data.chat_template names; or set data.loss_on=all; or correct the record."
         )
+
+
+def _asked_by_user(question: str) -> list[Message]:
+    return [{"role": "user", "content": question}]
 
 
 def _spans_of(mask: Sequence[int]) -> list[tuple[int, int]]:

@@ -34,6 +34,7 @@ IGNORED = -100
 NO_SEQUENCE = -1
 
 Indices = npt.NDArray[np.integer[Any]]
+"""Numbers of samples, or places in a stream."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ _RULES = (
         "rename them in the data",
     ),
     _Rule(
-        "train.sample_tokens train.sample_every train.sample_prompt",
+        "train.sample_tokens train.sample_every train.sample_prompt train.sample_chat",
         lambda config: config.objective.name == "reward",
         "objective 'reward' trains a model that writes no text",
         "set objective=dpo",
@@ -126,7 +126,7 @@ _RULES = (
         "set data.validation_fraction or data.validation_source",
     ),
     _Rule(
-        "train.sample_every train.sample_prompt",
+        "train.sample_every train.sample_prompt train.sample_chat",
         lambda config: not config.train.sample_tokens,
         "train.sample_tokens is 0",
         "set train.sample_tokens",
