@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
+from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import IGNORED, load_data
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import Trainer
@@ -28,6 +30,7 @@ from tests.helpers.threads import run_in_threads
 from tests.train.test_session import StopAfter
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 ROOT = Path(__file__).parents[2]
 LR, BETA, STEPS = 3e-3, 0.3, 3
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "bos_token_id": 0}
@@ -187,7 +190,6 @@ def test_a_reward_model_on_two_ranks_is_that_of_transformers_on_one(folder: Path
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["dpo", "reward"])
 def test_the_losses_are_those_of_trl(folder: Path, tmp_path: Path, name: str) -> None:
     trl = pytest.importorskip("trl")
@@ -218,6 +220,15 @@ def test_the_losses_are_those_of_trl(folder: Path, tmp_path: Path, name: str) ->
     assert losses(tmp_path / "ours") == pytest.approx(theirs, rel=1e-5)
 
 
+def test_adapters_are_compared_with_their_base(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    train(values_of(folder, tmp_path, {"name": "dpo"}, lora={"rank": 2, "target_modules": ["q_proj"]}))
+    found = losses(tmp_path)
+    assert found[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert found[-1] < found[0]
+    assert_the_bill_is_kept(tmp_path)
+
+
 def assert_the_bill_is_kept(out: Path) -> None:
     (summary,) = lines(out, "summary")
     for what in ("state_bytes", "transient_bytes", "host_bytes", "traffic_bytes"):
@@ -246,14 +257,25 @@ def test_a_resumed_run_has_the_reference_that_it_began_with(folder: Path, tmp_pa
     whole = values_of(folder, tmp_path / "whole", {"name": "dpo"}, **sizes, **validation)
     train(whole)
     parts = whole | {"log": whole["log"] | {"folder": str(tmp_path / "parts")}}
+    elsewhere = parts | {"log": whole["log"] | {"folder": str(tmp_path / "smaller")}}
+    train(elsewhere | {"batch": sizes["batch"] | {"global_batch": 6}, "train": parts["train"] | {"steps": 1}})
+    train(elsewhere)  # its last steps read pairs that so few samples in a step would never have come to
     train(parts | {"train": parts["train"] | {"steps": 1}})
     train(parts, stop_after=1)
     train(parts)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == STEPS
     measured = [lines(tmp_path / name, "validation")[-1] for name in ("whole", "parts")]
-    assert measured[0]["loss"] == measured[1]["loss"] != pytest.approx(torch.log(torch.tensor(2.0)).item())
+    assert measured[0]["loss"] == measured[1]["loss"] != pytest.approx(math.log(2))
     assert 0.0 < measured[0]["accuracy"] <= 1.0
+
+
+def test_a_resumed_run_tells_of_another_objective_and_of_nothing_that_a_checkpoint_could_not_know() -> None:
+    (note,) = resume_notes(
+        config_from_dict({"objective": {"name": "dpo", "beta": 0.2}}), {"objective": {"name": "dpo"}}
+    )
+    assert note == "resume: objective.beta is 0.2 in the configuration, which is used, and 0.1 in the checkpoint"
+    assert resume_notes(config_from_dict({}), {}) == []
 
 
 def test_pairs_of_text_keep_prompt_and_completion_apart(tmp_path: Path) -> None:

@@ -31,17 +31,18 @@ class Due(NamedTuple):
 
 
 def reference_due(config: Config, data: TokenData, evaluation_limit: int, saved: Mapping[str, Any]) -> list[Due]:
-    """Give the datasets what is `saved` of them (see `reference_state`), and return what the run needs beyond it."""
+    """Give the datasets what is `saved` of them, and return what the run needs beyond it.
+
+    Args:
+        saved: the extra values of the checkpoint that the run continues from, with what `reference_state` gave; empty
+            for a new run.
+    """
     if config.objective.name != "dpo":
         return []
     found = []
     for name, dataset in _datasets(data).items():
-        table = _decoded(saved.get(name, {}), dataset)
-        if name == "train":
-            count = min(len(dataset), config.train.steps * config.batch.global_batch)
-            wanted, _ = GlobalOrder(len(dataset), config.train.seed).take(Cursor(), count)
-        else:
-            wanted = evaluated(dataset, evaluation_limit)
+        table = _decoded(saved.get("reference", {}).get(name, {}), dataset)
+        wanted = _read(config, dataset, saved) if name == "train" else evaluated(dataset, evaluation_limit)
         dataset.reference = table
         if len(pairs := wanted[table[torch.from_numpy(wanted)].isnan().any(dim=1).numpy()]):
             found.append(Due(dataset, pairs))
@@ -72,6 +73,18 @@ def reference_state(data: TokenData) -> dict[str, Any]:
         for name, dataset in _datasets(data).items()
         if dataset.reference is not None
     }
+
+
+def _read(config: Config, dataset: PairDataset, saved: Mapping[str, Any]) -> Indices:
+    """The pairs that the steps to come read."""
+    count = (config.train.steps - saved.get("step", 0)) * config.batch.global_batch
+    if count <= 0 or count >= len(dataset):
+        return np.arange(len(dataset) if count > 0 else 0)
+    cursor = saved.get("data", {"epoch": 0, "samples": 0})
+    epochs, samples = divmod(int(cursor["samples"]), len(dataset))
+    order = GlobalOrder(len(dataset), config.train.seed)
+    wanted, _ = order.take(Cursor(int(cursor["epoch"]) + epochs, samples), count)
+    return np.unique(wanted)
 
 
 def _datasets(data: TokenData) -> dict[str, PairDataset]:

@@ -205,7 +205,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         offload=build_offload(config),
     )
     try:
-        saved = gather_json(_saved_reference(newest) if newest and ranks.is_first else {})[0]
+        saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
         due = reference_due(config, data, evaluation_limit(config, ranks.world_size), saved)
         if due or not newest:
             _load_pretrained(config, model)
@@ -260,13 +260,13 @@ def _asked(config: Config, data: TokenData) -> Asked | None:
     return load_chat(data.tokenizer, settings.tokenizer, settings.chat_template, settings.loss_on).ask(question)
 
 
-def _saved_reference(path: str) -> dict[str, Any]:
-    """What a checkpoint has of the reference; nothing where it cannot be read, which `resume` tells of."""
+def _saved_with_reference(path: str) -> dict[str, Any]:
+    """A checkpoint's extra values; nothing where it has no reference, or cannot be read, which `resume` tells of."""
     try:
-        found: dict[str, Any] = checkpoint.open_source(path).extra.get("reference", {})
-        return found
+        found = checkpoint.open_source(path).extra
     except TerrazzoError:
         return {}
+    return found if found.get("reference") else {}
 
 
 def _seed(seed: int, step: int, rank: int) -> int:
