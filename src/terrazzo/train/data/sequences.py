@@ -235,7 +235,7 @@ class SequenceDataset:
     def fingerprint(self) -> str:
         """Identifies the sequences: equal exactly where every sequence has the same tokens and targets."""
         ranges = zlib.crc32(np.stack((self.starts, self.stops)).astype("<i8").tobytes())
-        described = [self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length]
+        described: list[int | str] = [self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length]
         if self.rows is not None:
             described.append(zlib.crc32(self.rows.bounds.astype("<i8").tobytes()))
         if self.apart:
