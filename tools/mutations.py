@@ -269,6 +269,27 @@ MUTATIONS = [
         "train/test_sft.py",
     ),
     Mutation(
+        "DPO forgets its reference",
+        "train/losses.py",
+        "(completion_log_probs(model, batch, device) - reference)",
+        "completion_log_probs(model, batch, device)",
+        "train/test_preferences.py",
+    ),
+    Mutation(
+        "a score is read at the last token but one",
+        "train/losses.py",
+        "torch.arange(1, batch.targets.shape[1] + 1)",
+        "torch.arange(batch.targets.shape[1])",
+        "train/test_preferences.py",
+    ),
+    Mutation(
+        "positions run on over the documents in a sequence",
+        "train/data/sequences.py",
+        "places - np.maximum(self.offsets[document], start)",
+        "places - start",
+        "train/test_documents_apart.py",
+    ),
+    Mutation(
         "ranks share out a step's samples by micro-batch first",
         "train/data/loader.py",
         "indices.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]",

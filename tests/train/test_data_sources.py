@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from terrazzo.errors import BadInput
-from terrazzo.train.data.records import Document
+from terrazzo.train.data.records import Document, TextRecords
 from terrazzo.train.data.sources import PYTHON_STDLIB, Skipped, find_files, read_documents
 from terrazzo.train.data.tokenizer import ByteTokenizer, load_tokenizer
 from terrazzo.train.model.prepare import decoder_config
@@ -18,7 +18,7 @@ from tests.helpers.data import data_config
 
 
 def documents(source: str | list[str], text_field: str = "text", max_bytes: int | None = None) -> list[Document]:
-    return list(read_documents(find_files(source), text_field, max_bytes, Skipped()))
+    return list(read_documents(find_files(source), TextRecords(text_field), max_bytes, Skipped()))
 
 
 def pairs(source: str | list[str]) -> list[tuple[str, str]]:
@@ -52,7 +52,7 @@ def test_binary_files_are_skipped_in_a_folder_and_refused_by_name(tmp_path: Path
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     (tmp_path / "c.txt").write_text("fine")
     skipped = Skipped()
-    assert [d.text for d in read_documents(find_files(str(tmp_path)), "text", None, skipped)] == ["fine"]
+    assert [d.text for d in read_documents(find_files(str(tmp_path)), TextRecords(), None, skipped)] == ["fine"]
     assert skipped.names == ["a.png", "b.txt"]
     assert str(skipped).startswith("2 binary or non-UTF-8 files skipped")
     with pytest.raises(BadInput, match=r"a\.png.*binary"):

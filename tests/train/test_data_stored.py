@@ -20,7 +20,7 @@ from terrazzo.errors import BadInput
 from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import load as load_module
 from terrazzo.train.data import load_data
-from terrazzo.train.data.records import Document
+from terrazzo.train.data.records import Document, TextRecords
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.preflight import check
 from tests.helpers.data import data_config
@@ -29,7 +29,7 @@ LINES = b'{"text": "a"}\n{"text": "b"}\n'
 
 
 def documents(source: Path | str, text_field: str = "text") -> list[Document]:
-    return list(read_documents(find_files(str(source)), text_field, None, Skipped()))
+    return list(read_documents(find_files(str(source)), TextRecords(text_field), None, Skipped()))
 
 
 def pairs(source: Path | str) -> list[tuple[str, str]]:
@@ -153,7 +153,7 @@ def test_a_store_that_fails_on_the_way(bucket: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(type(bucket), "_open", fail)
     with pytest.raises(BadInput, match=r"memory://.*a\.txt' cannot be read \(RuntimeError: connection reset\)"):
-        list(read_documents(files, "text", None, Skipped()))
+        list(read_documents(files, TextRecords(), None, Skipped()))
 
 
 def test_tokens_of_a_url_are_cached_until_an_object_changes(

@@ -10,18 +10,17 @@ from terrazzo.config.reading import config_from_dict, flatten, load_config
 from terrazzo.config.schema import (
     BatchConfig,
     Config,
-    DataConfig,
     LaunchConfig,
-    LoraConfig,
     MeshConfig,
     OffloadConfig,
     OptimizerConfig,
     PlanConfig,
     ScheduleConfig,
-    Section,
     tier_text,
 )
 from terrazzo.config.secrets import without_passwords
+from terrazzo.config.section import Section
+from terrazzo.config.task import DataConfig, LoraConfig, ObjectiveConfig
 
 __all__ = [
     "KEYS",
@@ -31,6 +30,7 @@ __all__ = [
     "LaunchConfig",
     "LoraConfig",
     "MeshConfig",
+    "ObjectiveConfig",
     "OffloadConfig",
     "OptimizerConfig",
     "PlanConfig",

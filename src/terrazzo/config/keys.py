@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from terrazzo.config.schema import Config, Section
+from terrazzo.config.schema import Config
+from terrazzo.config.section import Section
 
 __all__ = ["KEYS"]
 

@@ -14,8 +14,9 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from terrazzo.config.files import parse_value, read_text
-from terrazzo.config.schema import Config, Named
+from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
+from terrazzo.config.section import Named
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["config_from_dict", "flatten", "load_config"]

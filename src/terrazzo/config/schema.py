@@ -11,127 +11,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from terrazzo.config.section import Named, Section
+from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from terrazzo.engine import DTYPE_FIELDS, TIERS, Place, dtype_named, preset_named
 from terrazzo.errors import did_you_mean
 
 __all__ = [
     "BatchConfig",
     "Config",
-    "DataConfig",
     "LaunchConfig",
-    "LoraConfig",
     "MeshConfig",
-    "Named",
     "OffloadConfig",
     "OptimizerConfig",
     "PlanConfig",
     "ScheduleConfig",
-    "Section",
     "tier_text",
 ]
 
 DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, no unknown keys, no NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, validate_default=True)
-
-
-class Named(Section):
-    """A section that may be given as just its name."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str | int) else value
-
-
-class ModelConfig(Section):
-    """Which model is trained: the built-in decoder by its sizes, or a Hugging Face causal LM by folder."""
-
-    kind: Literal["decoder", "huggingface"] = Field(
-        "decoder", description="`decoder`: the built-in one. `huggingface`: a causal LM of `transformers`"
-    )
-    path: Path | None = Field(None, description="huggingface: local folder with config.json (and safetensors)")
-    weights: Literal["random", "pretrained"] = Field(
-        "random", description="`random`, or for huggingface `pretrained`: the folder's safetensors"
-    )
-    vocab_size: int | None = Field(None, gt=0, description="decoder: default: the tokenizer's")
-    dim: int = Field(256, gt=0, description="decoder: width of the residual stream")
-    layers: int = Field(6, gt=0, description="decoder: number of blocks")
-    heads: int = Field(4, gt=0, description="decoder: query heads per block")
-    kv_heads: int | None = Field(None, gt=0, description="decoder: key and value heads; default: as many as heads")
-    ffn_dim: int | None = Field(None, gt=0, description="decoder: width of the MLP; default: 8/3 dim, in steps of 64")
-    tie_embeddings: bool = Field(True, description="decoder: the head is the embedding matrix")
-    rope_theta: float = Field(10_000.0, gt=0, description="decoder: base of the rotary position embedding")
-    dropout: float = Field(0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training")
-
-    @model_validator(mode="after")
-    def _agrees(self) -> ModelConfig:
-        if self.kind == "huggingface" and self.path is None:
-            raise ValueError("kind 'huggingface' needs model.path, a local folder holding config.json")
-        if self.kind == "decoder" and (self.path is not None or self.weights == "pretrained"):
-            raise ValueError("path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random")
-        return self
-
-
-class LoraConfig(Section):
-    """Low-rank adapters on a frozen Hugging Face model; off without a rank."""
-
-    rank: int | None = Field(None, gt=0, description="width of the adapters; null: none, all weights are trained")
-    alpha: float = Field(16.0, gt=0, description="adapters count alpha / rank times")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's inputs dropped in training")
-    target_modules: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="names of linear layers such as q_proj; all-linear: all but the head"
-    )
-    bias: Literal["none", "all", "lora_only"] = Field(
-        "none", description="biases trained too: `none`, `all`, or the targets': `lora_only`"
-    )
-
-    @field_validator("target_modules", mode="before")
-    @classmethod
-    def _one_name(cls, value: Any) -> Any:
-        if isinstance(value, str) and value != "all-linear":
-            raise ValueError(f"'{value}' is a single word: give a list of names, [{value}], or 'all-linear'")
-        return value
-
-    @model_validator(mode="after")
-    def _agrees(self) -> LoraConfig:
-        given = sorted(self.model_fields_set - {"rank"})
-        if self.rank is None and given and self != LoraConfig():
-            raise ValueError(f"{', '.join(given)} without lora.rank: set lora.rank, such as 8, or remove the section")
-        if not self.target_modules:
-            raise ValueError("target_modules is empty: name layers, or leave it out for 'all-linear'")
-        return self
-
-
-class DataConfig(Section):
-    """Where the text comes from and how it becomes tokens."""
-
-    source: str | list[str] = Field("python-stdlib", description="'python-stdlib', or files, folders, globs, URLs")
-    text_field: str = Field("text", description="field of JSONL and parquet rows that holds the text")
-    chat_template: Path | None = Field(None, description="file with a chat template; default: the tokenizer's own")
-    loss_on: Literal["assistant", "all"] = Field(
-        "assistant", description="conversations: which tokens are learnt: the `assistant`'s, or `all`"
-    )
-    packing: Literal["stream", "whole", "single"] | None = Field(
-        None,
-        description="documents in sequences; default: stream for text, single for conversations. `stream` cuts them "
-        "where a sequence ends, `whole` puts as many as fit into one, `single` one",
-    )
-    too_long: Literal["truncate", "drop"] = Field(
-        "truncate", description="whole, single: documents longer than a sequence: `truncate` them or `drop` them"
-    )
-    tokenizer: str = Field("bytes", description="'bytes', or the local path of a Hugging Face tokenizer")
-    end_of_document: str | None = Field(None, description="the token that ends a document; default: the tokenizer's")
-    max_bytes: int | None = Field(None, gt=0, description="read at most this many bytes of text from each source")
-    validation_source: str | list[str] | None = Field(None, description="default: a part of source is held out")
-    validation_fraction: float = Field(0.05, ge=0, lt=0.5, description="share of the tokens held out; 0: none")
-    cache: Path | None = Field(None, description="folder of the token cache; default: the user's cache folder")
 
 
 class MeshConfig(Section):
@@ -288,9 +187,20 @@ class TrainConfig(Section):
     )
     sample_tokens: int = Field(128, ge=0, description="length of a text sample; 0: none at all")
     sample_prompt: str = Field("\n", description="what a text sample begins with")
+    sample_chat: str | None = Field(
+        None, description="a user's message; a sample is then its answer by the chat template, the likeliest tokens"
+    )
     activation_checkpointing: str = Field("none", description="none, full, selective, or every_N such as every_2")
     activation_checkpointing_ops: list[str] | None = Field(None, description="selective: operators kept, not redone")
     compile: bool = Field(False, description="torch.compile for each unit")
+
+    @model_validator(mode="after")
+    def _one_sample(self) -> TrainConfig:
+        if self.sample_chat is not None and self.sample_prompt != type(self).model_fields["sample_prompt"].default:
+            raise ValueError(
+                "sample_prompt and sample_chat: give one of them, what a text begins with or what is asked"
+            )
+        return self
 
     @field_validator("activation_checkpointing")
     @classmethod
@@ -360,6 +270,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     plan: PlanConfig = PlanConfig(name="zero3")
     offload: OffloadConfig = OffloadConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -370,6 +281,11 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """A preference pair is two sequences."""
+        return 2 if self.objective.of_pairs else 1
 
     @property
     def checkpoint_folder(self) -> str:
@@ -392,5 +308,32 @@ class Config(Section):
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"
                 f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_agree(self) -> Config:
+        objective, data = self.objective.name, self.data
+        if not self.objective.of_pairs:
+            return self
+        if data.packing not in (None, "single"):
+            raise ValueError(
+                f"objective '{objective}' compares two sequences of one text each, and data.packing is"
+                f" '{data.packing}': leave it out"
+            )
+        if data.loss_on != "assistant":
+            raise ValueError(
+                f"objective '{objective}' is of completions, all of them, and data.loss_on is '{data.loss_on}': leave"
+                " it out"
+            )
+        if objective == "reward" and self.lora.rank is not None:
+            raise ValueError(
+                "objective 'reward' trains a new head, which lora.rank would freeze: leave lora out, or set objective"
+                " to 'dpo'"
+            )
+        if objective == "reward" and self.checkpoint.save_format == "hf" and self.model.kind == "decoder":
+            raise ValueError(
+                "checkpoint.save_format 'hf' of objective 'reward' needs a model that transformers has with a score:"
+                " set model.kind to 'huggingface', or save_format to 'terrazzo'"
             )
         return self

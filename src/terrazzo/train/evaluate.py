@@ -1,20 +1,20 @@
-"""Loss of a micro-batch, validation loss, and text samples: everything that runs the model forward."""
+"""Validation and text samples."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from terrazzo.train.data import IGNORED, Batch, evaluation_batches
-from terrazzo.train.model.causal_lm import generate, logits_of
+from terrazzo.train.data import Asked, evaluation_batches
+from terrazzo.train.losses import pair_losses, pair_margins, summed_loss
+from terrazzo.train.model.causal_lm import generate
 from terrazzo.train.session import Session, evaluation_limit
 
-__all__ = ["Validation", "evaluate", "sample_text", "summed_loss"]
+__all__ = ["Validation", "evaluate", "sample_text"]
 
 TEMPERATURE = 0.8
 """Of samples: below 1, the likelier tokens are drawn more often than the model would."""
@@ -22,18 +22,28 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class Validation:
-    """Mean cross-entropy per token in nats, and the same in bits per byte of text, which no tokenizer can flatter."""
+    """The mean loss in nats, per token or per preference pair.
+
+    Of tokens also the same in bits per byte of text, which no tokenizer can flatter; of pairs the share of those that
+    are put in their order.
+    """
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None = None
+    accuracy: float | None = None
 
+    @property
+    def unit(self) -> str:
+        """What the number beside the loss is."""
+        return "bits per byte" if self.accuracy is None else "of pairs in order"
 
-def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """Cross-entropy in nats, fp32 scalar, summed over the batch's targets that are not ignored."""
-    inputs = batch.inputs.to(device, non_blocking=True)
-    targets = batch.targets.to(device, non_blocking=True)
-    logits = logits_of(model(inputs))
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    def number(self, digits: int) -> str:
+        """The number beside the loss, with so many digits behind the point if it is no share."""
+        return f"{self.bits_per_byte:.{digits}f}" if self.accuracy is None else f"{self.accuracy:.1%}"
+
+    def as_dict(self) -> dict[str, float]:
+        """What is known."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @torch.no_grad()
@@ -42,22 +52,34 @@ def evaluate(session: Session) -> Validation | None:
     dataset, batch, ranks = session.data.validation, session.config.batch, session.ranks
     if dataset is None:
         return None
-    limit = evaluation_limit(session.config, ranks.world_size)
-    total = torch.zeros(2, dtype=torch.float64)
+    limit, objective = evaluation_limit(session.config, ranks.world_size), session.config.objective
+    total = torch.zeros(3, dtype=torch.float64)
     session.model.eval()
     for part in evaluation_batches(dataset, batch.micro_batch, ranks.rank, ranks.world_size, limit):
-        loss = summed_loss(session.model, part, ranks.device)
-        total += torch.tensor([float(loss), part.valid_tokens], dtype=torch.float64)
+        ordered = 0
+        if objective.of_pairs:
+            margins = pair_margins(objective, session.model, part, ranks.device)[: part.samples]
+            loss, ordered = pair_losses(objective, margins).sum(), int((margins > 0).sum())
+        else:
+            loss = summed_loss(objective, session.model, part, ranks.device)
+        total += torch.tensor([float(loss), part.samples, ordered], dtype=torch.float64)
     session.model.train()
     dist.all_reduce(total)
-    loss_sum, tokens = total.tolist()
-    loss_mean = loss_sum / tokens  # more than 0: `open_session` has seen to it
+    loss_sum, samples, ordered_sum = total.tolist()
+    loss_mean = loss_sum / samples  # more than 0: `open_session` has seen to it
+    if objective.of_pairs:
+        return Validation(loss_mean, accuracy=ordered_sum / samples)
     return Validation(loss_mean, loss_mean / math.log(2) / dataset.bytes_per_token)
 
 
 def sample_text(session: Session) -> str:
-    """Text that the model writes after `train.sample_prompt`; the same on every rank. Collective."""
+    """What the model writes after `train.sample_prompt`, or answers to `train.sample_chat`; the same on every rank.
+
+    Collective.
+    """
     train = session.config.train
+    if session.asked is not None:
+        return f"{train.sample_chat} → {_answer(session, session.asked)}"
     prompt = session.data.tokenizer.encode([train.sample_prompt])[0].tolist() or [
         session.data.tokenizer.end_of_document
     ]
@@ -65,3 +87,11 @@ def sample_text(session: Session) -> str:
     generator = torch.Generator().manual_seed(train.seed + session.step)
     written = generate(session.model, tokens, train.sample_tokens, temperature=TEMPERATURE, generator=generator)
     return session.data.tokenizer.decode(written[0].tolist())
+
+
+def _answer(session: Session, asked: Asked) -> str:
+    """The likeliest tokens, up to where the answer ends."""
+    tokens = torch.tensor([asked.tokens], device=session.ranks.device)
+    written = generate(session.model, tokens, session.config.train.sample_tokens, temperature=0.0)[0].tolist()
+    answer = itertools.takewhile(lambda token: token not in asked.ends, written[len(asked.tokens) :])
+    return session.data.tokenizer.decode(answer)

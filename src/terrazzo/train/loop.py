@@ -18,10 +18,11 @@ from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.command import Command
 from terrazzo.train.data import GlobalBatch
-from terrazzo.train.evaluate import evaluate, sample_text, summed_loss
+from terrazzo.train.evaluate import evaluate, sample_text
 from terrazzo.train.folders import swap_folders
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
+from terrazzo.train.losses import summed_loss
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 
@@ -87,7 +88,7 @@ class Trainer:
         session.schedule.step()
         session.step += 1
         session.tokens += batch.valid_tokens
-        self.losses.append(total / max(1, batch.valid_tokens))
+        self.losses.append(total / max(1, batch.samples))
         self.norms.append(norm)
         self.wait_s += self.engine.traffic.wait_s
         self.report.step_done(self.engine.traffic)
@@ -157,7 +158,7 @@ class Trainer:
             check_replicas(session.model)
         if finished or _due(session.step, train.eval_every):
             self.validate()
-        if train.sample_tokens and (finished or _due(session.step, train.sample_every)):
+        if session.writes_text and (finished or _due(session.step, train.sample_every)):
             self.report.sample(sample_text(session))
         if last or _due(session.step, session.config.checkpoint.every):
             if self.losses:
@@ -168,15 +169,15 @@ class Trainer:
 def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
     """Forward and backward of every micro-batch, clipping, and the optimizer's step.
 
-    Returns this rank's sum of the losses of all tokens, and the gradients' global norm before clipping.
+    Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
     engine_of(session.model).traffic.reset()
-    session.model.set_gradient_denominator(max(1, batch.valid_tokens))  # type: ignore[operator]
+    session.model.set_gradient_denominator(max(1, batch.samples))  # type: ignore[operator]
     total = torch.zeros((), device=session.ranks.device)
     for index, micro_batch in enumerate(batch.micro_batches):
         is_last = index == len(batch.micro_batches) - 1
         with nullcontext() if is_last else tz.accumulate(session.model):
-            loss = summed_loss(session.model, micro_batch, session.ranks.device)
+            loss = summed_loss(session.config.objective, session.model, micro_batch, session.ranks.device)
             loss.backward()
         total += loss.detach()
     norm = tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,8 @@ class Report:
             return
         self._first_validation = self._first_validation or found
         self._last_validation = found
-        self._log("validation", asdict(found))
-        self._remark(f"held out, {found.bits_per_byte:.4f} bits per byte", f"{found.loss:.4f}")
+        self._log("validation", found.as_dict())
+        self._remark(f"held out, {found.number(4)} {found.unit}", f"{found.loss:.4f}")
 
     def sample(self, text: str) -> None:
         """A text sample; the last one is in the summary."""
@@ -204,7 +204,7 @@ class Report:
         first, last = self._first_validation, self._last_validation
         if first is None or last is None or first is last:
             return ""
-        return f"; {first.bits_per_byte:.2f} → {last.bits_per_byte:.2f} bits per byte"
+        return f"; {first.number(2)} → {last.number(2)} {first.unit}"
 
     def failed(self) -> None:
         """The run ends with an error, which others say: what there is to go on from, and the end of all files."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -15,18 +16,19 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import data_mesh, engine_of
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
-from terrazzo.train.data import Loader, TokenData, evaluated, load_data
+from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.lora import load_base
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.model.reward import load_body
 from terrazzo.train.optimizer import build_optimizer, build_schedule, resume_schedule
 from terrazzo.train.plan import (
     build_offload,
@@ -35,6 +37,7 @@ from terrazzo.train.plan import (
     mesh_shape,
     micro_batches_per_rank,
 )
+from terrazzo.train.reference import compute_reference, reference_due, reference_state
 
 __all__ = ["Session", "evaluation_limit", "open_session"]
 
@@ -46,6 +49,7 @@ class Session:
     `newest` and `best` are the newest and the lowest validation `loss`, each with its `step`.
     `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
     what was resident before the model took memory, `notes` what was said of it before the start.
+    `asked` is what samples answer, where they do.
     """
 
     config: Config
@@ -64,6 +68,7 @@ class Session:
     newest: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
+    asked: Asked | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -73,7 +78,12 @@ class Session:
     @property
     def places_per_step(self) -> int:
         """Tokens that go through the model in a step over all ranks, learnt or not."""
-        return self.config.batch.global_batch * self.config.batch.sequence_length
+        return self.config.batch.global_batch * self.config.sequences_per_sample * self.config.batch.sequence_length
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether there are text samples: a score is no text."""
+        return self.config.train.sample_tokens > 0 and self.config.objective.name != "reward"
 
     def flops_per_s(self, steps: int, seconds: float) -> float:
         """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
@@ -119,6 +129,7 @@ class Session:
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
             "evaluation": self._evaluation,
+            "reference": reference_state(self.data),
             "tokenizer": self.data.tokenizer.fingerprint,
             "config": without_passwords(self.config.model_dump(mode="json")),
         }
@@ -176,6 +187,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     say = Console().say if ranks.is_first else None
     data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=say)
     _check_validation(config, data, ranks.world_size)
+    asked = on_first(lambda: _asked(config, data), BadInput)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_swap_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
@@ -193,13 +205,20 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         offload=build_offload(config),
     )
     try:
-        if not newest:
+        saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
+        due = reference_due(config, data, evaluation_limit(config, ranks.world_size), saved)
+        if due or not newest:
             _load_pretrained(config, model)
+        if due:
+            if say is not None:
+                say(f"computing the reference of {sum(len(part.pairs) for part in due):,} pairs ...")
+            compute_reference(due, model, config, ranks)
         torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
         schedule = build_schedule(config.schedule, config.train.steps, sharded)
         session = Session(
             config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
         )
+        session.asked = None if asked is None else Asked(*asked)
         if newest:
             session.resume()
         else:  # last, so that nothing is lost to a run that cannot start
@@ -222,11 +241,32 @@ def _check_validation(config: Config, data: TokenData, world_size: int) -> None:
 
 
 def _load_pretrained(config: Config, model: nn.Module) -> None:
-    """The weights that a new run begins with, where they are given. Collective."""
+    """The weights that a run begins with, where they are given. Collective."""
     if config.model.weights == "pretrained" and config.model.path is not None:
         weight_files(config.model.path)
-        load = checkpoint.load_weights if config.lora.rank is None else load_base
+        load: Callable[[nn.Module, Path], None] = checkpoint.load_weights
+        if config.lora.rank is not None:
+            load = load_base
+        elif config.objective.name == "reward":
+            load = load_body
         load(model, config.model.path)
+
+
+def _asked(config: Config, data: TokenData) -> Asked | None:
+    """The message that samples answer, as the chat template has it."""
+    settings, question = config.data, config.train.sample_chat
+    if question is None:
+        return None
+    return load_chat(data.tokenizer, settings.tokenizer, settings.chat_template, settings.loss_on).ask(question)
+
+
+def _saved_with_reference(path: str) -> dict[str, Any]:
+    """A checkpoint's extra values; nothing where it has no reference, or cannot be read, which `resume` tells of."""
+    try:
+        found = checkpoint.open_source(path).extra
+    except TerrazzoError:
+        return {}
+    return found if found.get("reference") else {}
 
 
 def _seed(seed: int, step: int, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""The keys of Terrazzo's own YAML: those of its schema, and the two sections that may be one word."""
+"""The keys of Terrazzo's own YAML: those of its schema, and the sections that may be one word."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = ["KEYS"]
 KEYS = {
     "plan": Key(ANY, None, ""),
     "precision": Key(ANY, None, ""),
+    "objective": Key(ANY, None, ""),
     **{name: Key(ANY, key.default, key.meaning) for name, key in SCHEMA.items()},
     "optimizer.options.*": Key(ANY, None, ""),
 }

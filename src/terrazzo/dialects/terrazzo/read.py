@@ -26,6 +26,7 @@ _HARMLESS = (
 _ELSEWHERE = {
     "model": "the model comes from your code there",
     "data": "the data come from your code there",
+    "objective": "the loss is computed by your code there",
     "lora": "adapters come from your code there, by peft",
     "optimizer.no_decay": "which parameters decay is decided in your code there",
 }

@@ -212,7 +212,7 @@ def _inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
     """The numbers behind a part of the peak."""
     mesh, tokens = setup.mesh, setup.tokens / setup.mesh.cp
     if name == "logits":
-        return {"tokens": tokens, "vocabulary": float(setup.model.vocab), "tp": float(mesh.tp)}
+        return {"tokens": tokens, "vocabulary": float(setup.model.logits), "tp": float(mesh.tp)}
     if name in ("activations", "working"):
         return {"tokens": tokens, "tp": float(mesh.tp), **_block_inputs(setup, stage, name)}
     return {

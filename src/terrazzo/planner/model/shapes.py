@@ -117,6 +117,7 @@ class ModelShape:
     Attributes:
         vocab: size of the vocabulary; 0 for a bare number of parameters, of which only states can be said.
         tied: the head is the embedding matrix, which then is one tensor of role `embedding`.
+        outputs: of the head for each token, where these are not the vocabulary's logits.
         positions: longest sequence, None where nothing limits it.
         bare: a number of parameters alone: nothing is padded, and nothing but states can be said.
     """
@@ -127,6 +128,12 @@ class ModelShape:
     tied: bool = False
     positions: int | None = None
     bare: bool = False
+    outputs: int | None = None
+
+    @property
+    def logits(self) -> int:
+        """Outputs of the head for each token."""
+        return self.vocab if self.outputs is None else self.outputs
 
     @property
     def root(self) -> UnitShape:

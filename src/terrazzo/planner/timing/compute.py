@@ -133,7 +133,7 @@ def step_flops(setup: Setup) -> float:
     """Of one rank in one step, recomputation included: what the device really executes, attention counted in full."""
     repeated = 0.0
     if setup.checkpointing != "none":
-        forward = flops_per_token(setup) / 3 - 2 * setup.model.vocab * setup.model.hidden
+        forward = flops_per_token(setup) / 3 - 2 * setup.model.logits * setup.model.hidden
         repeated = forward / setup.every * (1.0 if setup.checkpointing == "full" else 0.5)
     tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
     return (flops_per_token(setup) + repeated) * tokens
@@ -344,7 +344,7 @@ def head_seconds(setup: Setup) -> Seconds:
     model, device = setup.model, setup.cluster.device
     rate = sustained_rate(device, sixteen_bits(setup.matmul))
     assert rate is not None
-    logits = setup.tokens / setup.mesh.cp * model.vocab / setup.mesh.tp
+    logits = setup.tokens / setup.mesh.cp * model.logits / setup.mesh.tp
     each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile else 1)
     matmul, memory = 6 * logits * model.hidden / rate, logits * each / memory_rate(device)
     return Seconds(matmul=matmul, memory=memory, launch=_gaps(launch_seconds(setup), matmul + memory))

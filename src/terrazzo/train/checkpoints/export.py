@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
+from terrazzo.train.model.huggingface import scored_class
 from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.session import Session
 
@@ -90,10 +91,29 @@ def describe_model(config: Config) -> ModelDescription:
         )
     if config.model.kind == "huggingface":
         assert config.model.path is not None
-        return describe_folder(config.model.path)
+        described = describe_folder(config.model.path)
+        return _with_score(config, described) if config.objective.name == "reward" else described
+    if config.objective.name == "reward":
+        raise BadInput(
+            "The checkpoint is of a reward model on the built-in decoder, which transformers has only without a score:"
+            " set model.kind to 'huggingface' in a run whose model is to be exported."
+        )
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     values = asdict(decoder_config(config, tokenizer))
     return decoder_as_llama(values, _tokenizer(config), tokenizer.end_of_document)
+
+
+def _with_score(config: Config, described: ModelDescription) -> ModelDescription:
+    """A model for sequence classification. It reads its score at the last token that is not `pad_token_id`.
+
+    So that may not be a token that a text ends with; without one, `transformers` takes texts one by one.
+    """
+    assert config.model.path is not None
+    values = dict(described.config) | {"architectures": [scored_class(config.model.path)], "id2label": {"0": "score"}}
+    values["label2id"] = {"score": 0}
+    if values.get("pad_token_id") == load_tokenizer(config.data.tokenizer, config.data.end_of_document).end_of_document:
+        values["pad_token_id"] = None
+    return replace(described, config=values)
 
 
 def _tokenizer(config: Config) -> Mapping[str, bytes]:

@@ -10,7 +10,7 @@ from terrazzo.errors import BadInput
 
 __all__ = ["clear_checkpoints", "resume_from", "resume_notes"]
 
-COMPARED = ("optimizer", "schedule", "precision", "model", "lora", "data", "batch")
+COMPARED = ("optimizer", "schedule", "precision", "model", "lora", "data", "objective", "batch")
 PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and how they were before the first step
 
 
@@ -43,7 +43,7 @@ def clear_checkpoints(config: Config) -> None:
 def resume_notes(config: Config, saved: dict[str, Any]) -> list[str]:
     """One line for each setting of training that differs from `saved`, the checkpoint's, saying which one is used."""
     now = flatten(without_passwords(config.model_dump(mode="json")))  # as it was saved
-    before = flatten(saved)
+    before = flatten(Config()) | flatten(saved)  # a key that was not there yet had its default's meaning
     keys = [key for key in sorted(now.keys() | before.keys()) if key.split(".")[0] in COMPARED and key not in PLACES]
     return [_note(key, now.get(key), before.get(key)) for key in keys if now.get(key) != before.get(key)]
 

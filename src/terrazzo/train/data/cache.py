@@ -4,7 +4,7 @@
     documents) | starts and stops of what is learnt (8 bytes × 2 × spans) | header (JSON) | trailer (24 bytes:
     length and CRC-32 of the header, CRC-32 of all before it, magic)
 
-Where there is no conversation among the documents, every token is learnt and there are no spans.
+Where there is no conversation and no pair among the documents, every token is learnt and there are no spans.
 The header comes last, so that tokens can be written as they are made. A file counts only when its magic,
 sizes, checksums and key are right: it is written under a temporary name, synced, and renamed, so a crash
 leaves no half.
@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from terrazzo.errors import BadInput
 from terrazzo.files import sync_folder
-from terrazzo.train.data.chat import Chat
+from terrazzo.train.data.chat import Chat, Rendered, text_completion
 from terrazzo.train.data.records import ASSISTANT, Document
 from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.data.sources import Skipped
@@ -52,8 +52,9 @@ T = TypeVar("T")
 class CacheHeader:
     """What a cache says of itself. The largest token id first occurs in the document `max_token_document`.
 
-    `conversations` of the documents are; `unlearnt` more, the first of them `first_unlearnt`, had no token of the
-    assistant and were left out.
+    `conversations` of the documents are, those of pairs among them; `unlearnt` more, the first of them
+    `first_unlearnt`, had no token of the assistant and were left out. Of `pairs`, each is two documents in a row, the
+    chosen one first; left out were those of two equal texts, or with an empty one.
     """
 
     version: int
@@ -68,6 +69,7 @@ class CacheHeader:
     unlearnt: int = 0
     first_unlearnt: str = ""
     spans: int = 0
+    pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,17 @@ class _CacheWriter:
         self.tokens_numel, self.crc = 0, 0
         self.max_token, self.max_token_document = -1, ""
         self.spans = array("q")
-        self.conversations, self.unlearnt, self.first_unlearnt = 0, 0, ""
+        self.conversations, self.pairs, self.unlearnt, self.first_unlearnt = 0, 0, 0, ""
         self.roles: Counter[str] = Counter()
+        self.has_pairs = False
 
     def add(self, documents: Sequence[Document]) -> None:
-        texts = [document.text for document in documents if document.messages is None]
+        texts = [document.text for document in documents if not document.is_whole]
         encoded = iter(self.tokenizer.encode(texts) if texts else [])
         for document in documents:
-            if document.messages is None:
+            if document.rejected is not None:
+                self.add_pair(document, document.rejected)
+            elif document.messages is None:
                 ids = np.append(next(encoded).astype(np.int64), self.tokenizer.end_of_document)
                 self.put(document, ids, [(0, len(ids))], len(document.text.encode()))
             else:
@@ -156,17 +161,34 @@ class _CacheWriter:
 
     def add_conversation(self, document: Document) -> None:
         """One of which nothing would be learnt is counted and left out."""
-        if self.chat is None:
-            assert self.make_chat is not None, "conversations need a chat template"
-            self.chat = self.make_chat()
-        rendered = self.chat.render(document)
+        rendered = self.rendered(document)
         if rendered.spans:
             self.conversations += 1
             self.put(document, rendered.tokens, rendered.spans, rendered.span_bytes)
         else:
-            self.unlearnt += 1
-            self.first_unlearnt = self.first_unlearnt or document.name
+            self.leave_out(document)
             self.roles.update({message["role"] for message in document.messages or ()})
+
+    def add_pair(self, *documents: Document) -> None:
+        """Both of a pair; one of which nothing can be learnt is counted and left out."""
+        self.has_pairs, of_text = True, documents[0].messages is None
+        both = [text_completion(one, self.tokenizer) if of_text else self.rendered(one) for one in documents]
+        if all(one.spans for one in both) and not np.array_equal(both[0].tokens, both[1].tokens):
+            self.pairs, self.conversations = self.pairs + 1, self.conversations + (0 if of_text else 2)
+            for document, one in zip(documents, both, strict=True):
+                self.put(document, one.tokens, one.spans, one.span_bytes)
+        else:
+            self.leave_out(documents[0])
+
+    def rendered(self, document: Document) -> Rendered:
+        if self.chat is None:
+            assert self.make_chat is not None, "conversations need a chat template"
+            self.chat = self.make_chat()
+        return self.chat.render(document)
+
+    def leave_out(self, document: Document) -> None:
+        self.unlearnt += 1
+        self.first_unlearnt = self.first_unlearnt or document.name
 
     def put(self, document: Document, ids: TokenArray, spans: list[tuple[int, int]], text_bytes: int) -> None:
         largest = int(ids.max())
@@ -187,8 +209,13 @@ class _CacheWriter:
             self.max_token, self.max_token_document = largest, document.name
 
     def check(self) -> None:
-        """Raises `BadInput` when there are conversations, but nothing to learn."""
+        """Raises `BadInput` when there are conversations or pairs, but nothing to learn."""
         if self.unlearnt and not self.ends:
+            if self.has_pairs:
+                raise BadInput(
+                    f"Of {self.unlearnt:,} preference pairs, from {self.first_unlearnt} on, each has two equal texts "
+                    "or an empty completion. Correct them: there is nothing to prefer."
+                )
             whose = f"Of {self.unlearnt:,} conversations, from {self.first_unlearnt} on,"
             if ASSISTANT in self.roles:
                 raise BadInput(
@@ -204,7 +231,7 @@ class _CacheWriter:
         self.write(bytes(_padding_bytes(self.tokens_numel * self.dtype.itemsize)))
         for numbers in (self.ends, self.name_hashes, self.text_bytes):
             self.write(np.asarray(numbers).astype("<u8").tobytes())
-        spans = np.asarray(self.spans if self.conversations else [])
+        spans = np.asarray(self.spans if self.conversations or self.pairs else [])
         self.write(spans.astype("<u8").tobytes())
         header = CacheHeader(
             version=FORMAT_VERSION,
@@ -219,6 +246,7 @@ class _CacheWriter:
             unlearnt=self.unlearnt,
             first_unlearnt=self.first_unlearnt,
             spans=len(spans) // 2,
+            pairs=self.pairs,
         )
         content = json.dumps(asdict(header)).encode()
         self.file.write(content)

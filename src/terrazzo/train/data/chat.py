@@ -7,7 +7,8 @@ in a process of its own (`rendering`).
 
 With `loss_on="assistant"` only what the assistant wrote is learnt. A template with `{% generation %}` says itself what
 that is. Of any other, it is what the template adds from the generation prompt to the end of the turn, and every such
-place is checked: the text up to it has to be the beginning of the whole text, and its tokens of the whole tokens.
+place is checked: the text up to it has to be the beginning of the whole text, and its tokens of the whole tokens. Of a
+preference pair's conversations all that follows the prompt is learnt, and its place is checked likewise.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from terrazzo.errors import BadInput
 from terrazzo.files import read_plain
-from terrazzo.train.data.records import ASSISTANT, Document
+from terrazzo.train.data.records import ASSISTANT, Document, Message
 from terrazzo.train.data.rendering import Failed, render
 from terrazzo.train.data.tokenizer import BYTES, MAX_BYTES, TokenArray, Tokenizer, check_files, missing_extra
 
-__all__ = ["Chat", "Rendered", "chat_fingerprint", "load_chat"]
+__all__ = ["Asked", "Chat", "Rendered", "chat_fingerprint", "load_chat", "text_completion"]
 
 LossOn = Literal["assistant", "all"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -56,8 +57,18 @@ class Rendered:
     span_bytes: int
 
 
+class Asked(NamedTuple):
+    """A user's message in tokens, up to where the assistant begins to write, and the tokens that end what it writes."""
+
+    tokens: list[int]
+    ends: list[int]
+
+
 class Chat(Protocol):
     """Renders conversations one by one."""
+
+    def ask(self, question: str) -> Asked:
+        """Raises: `BadInput` where the template does not take a user's message."""
 
     def render(self, document: Document) -> Rendered:
         """Raises: `BadInput` that names the document, for one that the template cannot or does not fully render."""
@@ -73,7 +84,7 @@ def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss
         return _PlainChat(tokenizer, loss_on)
     given = None if template is None else _read_template(Path(template))
     origin = f"the chat template of data.tokenizer '{name}'" if template is None else f"data.chat_template '{template}'"
-    return _TemplateChat(_load_backend(Path(name).expanduser()), given, loss_on, origin)
+    return _TemplateChat(_load_backend(Path(name).expanduser()), given, loss_on, origin, tokenizer.end_of_document)
 
 
 def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) -> str:
@@ -134,11 +145,25 @@ def _load_backend(path: Path) -> Any:
     return found
 
 
+def text_completion(document: Document, tokenizer: Tokenizer) -> Rendered:
+    """A prompt and its completion, both text, each in tokens of its own; only the completion is learnt."""
+    prompt, completion = tokenizer.encode([document.text[: document.given], document.text[document.given :]])
+    tokens = np.concatenate((prompt, completion, [tokenizer.end_of_document])).astype(np.int64)
+    span_bytes = len(document.text[document.given :].encode())
+    return Rendered(tokens, [(max(1, len(prompt)), len(tokens))] if len(completion) else [], span_bytes)
+
+
 class _PlainChat:
     """The built-in template: the text of a message cannot end it, since no text has the end-of-document token."""
 
     def __init__(self, tokenizer: Tokenizer, loss_on: LossOn) -> None:
         self.tokenizer, self.loss_on = tokenizer, loss_on
+
+    def ask(self, question: str) -> Asked:
+        end, asked = self.tokenizer.end_of_document, _asked_by_user(question)
+        prompt = self.render(Document("train.sample_chat", messages=asked)).tokens.tolist()
+        (head,) = self.tokenizer.encode([f"<|{ASSISTANT}|>\n"])
+        return Asked([*prompt, *head.tolist()], [end])
 
     def render(self, document: Document) -> Rendered:
         messages = document.messages or []
@@ -150,16 +175,20 @@ class _PlainChat:
             )
         tokens: list[TokenArray] = []
         spans: list[tuple[int, int]] = []
-        length = 0
+        length = completion = 0
         end = np.array([self.tokenizer.end_of_document])
-        for message in messages:
+        for index, message in enumerate(messages):
             head, content = self.tokenizer.encode([f"<|{message['role']}|>\n", message["content"]])
             start, length = length, length + len(head) + len(content) + 1
-            if self.loss_on == "all" or message["role"] == ASSISTANT:
+            if document.given is None and (self.loss_on == "all" or message["role"] == ASSISTANT):
                 learnt = (start + len(head), length) if self.loss_on == ASSISTANT else (max(start, 1), length)
                 spans.append(learnt)
+            if index == document.given:
+                completion = start + len(head)
             tokens += [head.astype(np.int64), content.astype(np.int64), end]
         joined = np.concatenate(tokens or [np.zeros(0, np.int64)])
+        if document.given is not None:
+            spans = [(completion, length)]
         texts = [self.tokenizer.decode(joined[slice(*span)].tolist()) for span in spans]
         return Rendered(joined, spans, sum(len(text.encode()) for text in texts))
 
@@ -172,6 +201,18 @@ class _TemplateChat:
     given: str | None
     loss_on: LossOn
     origin: str
+    end_of_document: int
+
+    def ask(self, question: str) -> Asked:
+        """An answer ends with the end of a document, or with the special token that follows it in a conversation."""
+        answer = "An answer."
+        messages = [*_asked_by_user(question), {"role": ASSISTANT, "content": answer}]
+        document = Document("train.sample_chat", messages=messages)
+        turn = _Conversation(self, document, self.template_for(document))
+        following = turn.tokens_of(turn.text.rpartition(answer)[2])
+        added = self.tokenizer.added_tokens_decoder
+        ends = [token for token in following[:1] if token in added and added[token].special]
+        return Asked(turn.tokens_of(turn.rendered(messages[:1], prompt=True)), [*ends, self.end_of_document])
 
     def render(self, document: Document) -> Rendered:
         turn = _Conversation(self, document, self.template_for(document))
@@ -261,6 +302,9 @@ class _Conversation:
 
     def learnt(self, loss_on: LossOn) -> tuple[list[int], list[tuple[int, int]]]:
         """All tokens, and the ranges of those to learn."""
+        if self.document.given is not None:
+            tokens = self.tokens_of(self.text)
+            return tokens, [self.completion(tokens, self.document.given)]
         if loss_on == ASSISTANT and GENERATION.search(self.template):
             return self.marked(*self.apply(self.messages, mask=True))
         tokens = self.tokens_of(self.text)
@@ -294,6 +338,10 @@ class _Conversation:
                 spans.append((self.place(before, tokens, index), self.place(through, tokens, index)))
         return spans
 
+    def completion(self, tokens: list[int], given: int) -> tuple[int, int]:
+        """What follows the prompt, which ends where the assistant begins to write."""
+        return self.place(self.rendered(self.messages[:given], prompt=True), tokens, given), len(tokens)
+
     def place(self, beginning: str, tokens: list[int], index: int) -> int:
         """How many of `tokens` the text `beginning` is."""
         if not self.text.startswith(beginning):
@@ -304,11 +352,21 @@ class _Conversation:
         return len(found)
 
     def ambiguous(self, index: int, why: str) -> None:
+        if self.document.given is not None:
+            raise BadInput(
+                f"{self.document.name}: where the completion begins is not certain, in message {index + 1}: {why}. Set "
+                "data.chat_template to a file with a template that writes the prompt alike with and without an answer, "
+                "or correct the record."
+            )
         raise BadInput(
             f"{self.document.name}: which tokens are the assistant's is not certain in message {index + 1}: {why}. Put "
             "{% generation %} and {% endgeneration %} around what the assistant writes, in a copy of the template that "
             "data.chat_template names; or set data.loss_on=all; or correct the record."
         )
+
+
+def _asked_by_user(question: str) -> list[Message]:
+    return [{"role": "user", "content": question}]
 
 
 def _spans_of(mask: Sequence[int]) -> list[tuple[int, int]]:

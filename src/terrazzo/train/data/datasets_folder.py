@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.errors import BadInput, did_you_mean, install
-from terrazzo.train.data.records import ROWS_PER_READ, Document, columns_to_read, document_of, record_of
+from terrazzo.train.data.records import ROWS_PER_READ, Document, RecordForm, record_of
 from terrazzo.train.data.source_file import SourceFile, folder_files
 
 __all__ = ["dataset_of", "folder_of_source", "read_dataset"]
@@ -53,20 +53,20 @@ def dataset_of(source: str) -> SourceFile | None:
     return SourceFile(str(folder), folder.resolve().name, True, size_bytes, stamp, split=split or "")
 
 
-def read_dataset(file: SourceFile, text_field: str) -> Iterator[Document]:
+def read_dataset(file: SourceFile, form: RecordForm) -> Iterator[Document]:
     """One document per row, only the needed columns.
 
     Raises:
-        BadInput: the folder cannot be read, there is no such split, or it has neither column.
+        BadInput: the folder cannot be read, there is no such split, or it lacks the columns.
     """
     found = _chosen(_opened(file), file)
-    needed = columns_to_read(found.column_names or list(next(iter(found), {})), text_field, file.where)
+    needed = form.columns(found.column_names or list(next(iter(found), {})), file.where)
     number = 0
     for batch in found.with_format(None).select_columns(needed).iter(batch_size=ROWS_PER_READ):
         for values in zip(*(batch[column] for column in needed), strict=True):
             number += 1
             record = record_of(dict(zip(needed, values, strict=True)))
-            yield document_of(record, text_field, f"{file.name}:{number}", f"{file.where}:{number}")
+            yield form.document(record, f"{file.name}:{number}", f"{file.where}:{number}")
 
 
 def _is_saved(folder: Path) -> bool:

@@ -17,7 +17,17 @@ from terrazzo.errors import BadInput
 from terrazzo.train.data.cache import CacheHeader, TokenCache, cache_key, open_cache, write_cache
 from terrazzo.train.data.chat import chat_fingerprint, load_chat
 from terrazzo.train.data.packing import Packing, arrange
-from terrazzo.train.data.sequences import SequenceDataset, held_out_whole, split_documents, split_of
+from terrazzo.train.data.pair_records import PairRecords
+from terrazzo.train.data.pairs import PairDataset, arrange_pairs, held_out_pairs
+from terrazzo.train.data.records import RecordForm, TextRecords
+from terrazzo.train.data.sequences import (
+    SequenceDataset,
+    Split,
+    cut_at_documents,
+    held_out_whole,
+    split_documents,
+    split_of,
+)
 from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
@@ -81,10 +91,10 @@ def load_data(
 
     def made() -> tuple[Tokenizer, list[_WantedCache]]:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
-        wanted = [_wanted_cache(config.data, source, tokenizer) for source in _sources_of(config.data)]
+        wanted = [_wanted_cache(config, source, tokenizer) for source in _sources_of(config.data)]
         if builds:
             for one in wanted:
-                _build_if_needed(config.data, one, tokenizer, say)
+                _build_if_needed(config, one, tokenizer, say)
         return tokenizer, wanted
 
     tokenizer, wanted = together(made)
@@ -104,10 +114,11 @@ class _WantedCache(NamedTuple):
     path: Path
 
 
-def _wanted_cache(data: DataConfig, source: str | Sequence[str], tokenizer: Tokenizer) -> _WantedCache:
+def _wanted_cache(config: Config, source: str | Sequence[str], tokenizer: Tokenizer) -> _WantedCache:
     """The cache that a source has as it is now."""
+    data, of_pairs = config.data, ["pairs"] if config.objective.of_pairs else []
     chat, files = chat_fingerprint(data.tokenizer, data.chat_template, data.loss_on), find_files(source)
-    key = cache_key(files, tokenizer.fingerprint, data.text_field, data.max_bytes, chat)
+    key = cache_key(files, tokenizer.fingerprint, data.text_field, data.max_bytes, chat, *of_pairs)
     folder = Path(data.cache).expanduser() if data.cache is not None else _default_cache_dir()
     return _WantedCache(source, files, folder / f"{key}.tokens")
 
@@ -118,17 +129,19 @@ def _default_cache_dir() -> Path:
 
 
 def _build_if_needed(
-    data: DataConfig, wanted: _WantedCache, tokenizer: Tokenizer, say: Callable[[str], None] | None
+    config: Config, wanted: _WantedCache, tokenizer: Tokenizer, say: Callable[[str], None] | None
 ) -> None:
     """Writes the cache, unless a whole and undamaged one is there."""
     source, files, path = wanted
+    data = config.data
+    form: RecordForm = PairRecords() if config.objective.of_pairs else TextRecords(data.text_field)
     if open_cache(path, path.stem, verify=True) is not None:
         return
     if say is not None:
         named = source if isinstance(source, str) else ", ".join(source)
         say(f"tokenising {without_passwords(named)} ...")
     skipped = Skipped()
-    documents = read_documents(files, data.text_field, data.max_bytes, skipped)
+    documents = read_documents(files, form, data.max_bytes, skipped)
     try:
         chat = partial(load_chat, tokenizer, data.tokenizer, data.chat_template, data.loss_on)
         written = write_cache(path, path.stem, documents, tokenizer, skipped, chat)
@@ -165,12 +178,14 @@ def _assemble(config: Config, tokenizer: Tokenizer, caches: list[TokenCache]) ->
             f"data.chat_template is '{data.chat_template}', but no record of data.source has 'messages', so nothing "
             "would be rendered with it. Remove it, or give conversations."
         )
-    packing = [_packing_of(data, cache) for cache in caches]
+    packing: list[Packing] = ["single" if cache.header.pairs else _packing_of(data, cache) for cache in caches]
     train, held = _datasets(config, caches[0], packing[0], 0.0 if len(caches) == 2 else data.validation_fraction, end)
     notes = _notes_of(caches[0].header, {"training": train, "validation": held})
     if len(caches) == 2:
         held, _ = _datasets(config, caches[1], packing[1], 0.0, end)
         notes += _notes_of(caches[1].header, {"validation": held})
+    if data.attention == "document" and "single" in packing:
+        notes += ("data.attention 'document' does nothing where each sequence has one document: remove it",)
     skipped = Skipped([name for cache in caches for name in cache.header.skipped])
     _check_learns(config, "training", train)
     if held is not None and (len(caches) == 2 or held.rows is not None):
@@ -218,40 +233,57 @@ def _datasets(
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """The sequences of a cache, and those of `fraction` of its tokens that are held out."""
     if packing == "stream":
-        length, splits = config.batch.sequence_length, split_documents(cache, fraction)
-        train, held = (None if split is None else SequenceDataset(cache, split, length, end) for split in splits)
+        train, held = (
+            None if split is None else _in_a_stream(config, cache, split, end)
+            for split in split_documents(cache, fraction)
+        )
     else:
-        chosen = held_out_whole(cache, fraction)
+        chosen = held_out_pairs(cache, fraction) if cache.header.pairs else held_out_whole(cache, fraction)
         train = _in_rows(config, cache, packing, ~chosen, end)
         held = _in_rows(config, cache, packing, chosen, end) if chosen.any() else None
     assert train is not None
     return train, held
 
 
+def _in_a_stream(config: Config, cache: TokenCache, split: Split, end: int) -> SequenceDataset:
+    """The documents one after the other."""
+    apart = config.data.attention == "document"
+    split = cut_at_documents(cache, split) if apart else split
+    return SequenceDataset(cache, split, config.batch.sequence_length, end, apart=apart)
+
+
 def _in_rows(
     config: Config, cache: TokenCache, packing: Packing, chosen: npt.NDArray[np.bool_], end: int
 ) -> SequenceDataset:
     """The chosen documents, each in one sequence."""
-    rows = arrange(cache, chosen, config.batch.sequence_length + 1, packing, config.data.too_long)
-    return SequenceDataset(cache, split_of(cache, chosen), config.batch.sequence_length, end, rows)
+    length, too_long = config.batch.sequence_length, config.data.too_long
+    if cache.header.pairs:
+        room = length + (config.objective.name != "reward")  # a score is read where the last token goes in
+        rows = arrange_pairs(cache, chosen, room, too_long)
+        return PairDataset(cache, split_of(cache, chosen), length, end, rows)
+    rows = arrange(cache, chosen, length + 1, packing, too_long)
+    apart = config.data.attention == "document" and packing == "whole"
+    return SequenceDataset(cache, split_of(cache, chosen), length, end, rows, apart)
 
 
 def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:
     """What became of the conversations of one cache, and how much of the datasets made from it is learnt."""
-    if not header.conversations:
+    if not header.conversations and not header.pairs:
         return ()
     used = {name: dataset for name, dataset in datasets.items() if dataset is not None}
     rows = [dataset.rows for dataset in used.values() if dataset.rows is not None]
+    why = "of two equal texts or with an empty one" if header.pairs else "without an assistant turn"
     counts = {
-        f"without an assistant turn left out (first: {header.first_unlearnt})": header.unlearnt,
-        "cut to a sequence": sum(row.cut for row in rows),
+        f"{why} left out (first: {header.first_unlearnt})": header.unlearnt,
+        f"{'texts ' if header.pairs else ''}cut to a sequence": sum(row.cut for row in rows),
         "left out because nothing to learn fits into a sequence": sum(row.cut_unlearnt for row in rows),
         "left out as longer than a sequence": sum(row.dropped for row in rows),
     }
-    said = [f"{header.conversations + header.unlearnt:,} conversations"]
+    kind = "preference pairs" if header.pairs else "conversations"
+    said = [f"{(header.pairs or header.conversations) + header.unlearnt:,} {kind}"]
     said += [f"{count:,} {what}" for what, count in counts.items() if count]
     for name, dataset in used.items():
-        places = len(dataset) * dataset.sequence_length
-        share = f"{dataset.targets_numel:,} tokens learnt in {len(dataset):,} sequences"
+        places = dataset.rows_numel * dataset.sequence_length
+        share = f"{dataset.targets_numel:,} tokens learnt in {dataset.rows_numel:,} sequences"
         said.append(f"{name}: {share} ({dataset.targets_numel / max(1, places):.0%} of their length)")
     return ("; ".join(said),)

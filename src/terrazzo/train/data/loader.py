@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, SequenceDataset
+from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, Indices, SequenceDataset
 
-__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluated", "evaluation_batches"]
+__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluated", "evaluation_batches", "rounds"]
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,11 @@ class GlobalOrder:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One step's data: this rank's micro-batches, and the targets over all ranks, the denominator of a mean loss."""
+    """One step's data: this rank's micro-batches, and over all ranks the targets, and the samples of the mean loss."""
 
     micro_batches: tuple[Batch, ...]
     valid_tokens: int
+    samples: int
 
 
 class Loader:
@@ -108,7 +109,8 @@ class Loader:
         indices, following = self.order.take(cursor, self.batch.global_batch)
         share = indices.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]
         micro_batches = tuple(self.dataset.batch(one) for one in share)
-        return GlobalBatch(micro_batches, self.dataset.valid_tokens(indices)), following
+        totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
+        return GlobalBatch(micro_batches, *totals), following
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor as plain numbers, with what it is only valid for; the same on every rank."""
@@ -172,9 +174,13 @@ def evaluation_batches(
     collectives; what is left over is filled with rows in which every target is ignored. Summed over ranks,
     each sequence comes once.
     """
-    chosen = evaluated(dataset, max_sequences)
+    for indices in rounds(evaluated(dataset, max_sequences), micro_batch, rank, world_size):
+        yield dataset.batch(indices)
+
+
+def rounds(chosen: Indices, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator[Indices]:
+    """This rank's share of the `chosen` sequences, as many micro-batches on every rank; `NO_SEQUENCE` fills them."""
     per_round = micro_batch * world_size
     padded = np.full(-(-len(chosen) // per_round) * per_round, NO_SEQUENCE, dtype=np.int64)
     padded[: len(chosen)] = chosen
-    for indices in padded.reshape(-1, world_size, micro_batch)[:, rank]:
-        yield dataset.batch(indices)
+    yield from padded.reshape(-1, world_size, micro_batch)[:, rank]

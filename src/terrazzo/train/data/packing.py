@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from terrazzo.train.data.cache import TokenCache
 
-__all__ = ["Packing", "Rows", "arrange"]
+__all__ = ["Packing", "Rows", "TooLong", "arrange", "learns_within"]
 
 Packing = Literal["stream", "whole", "single"]
 TooLong = Literal["truncate", "drop"]
@@ -52,6 +52,13 @@ def arrange(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, packing
         return replace(rows, bounds=np.arange(len(rows.starts) + 1))
     order, bounds = best_fit(rows.stops - rows.starts, room)
     return replace(rows, starts=rows.starts[order], stops=rows.stops[order], bounds=bounds)
+
+
+def learns_within(cache: TokenCache, room: int, too_long: TooLong) -> npt.NDArray[np.bool_]:
+    """Which documents have something to learn in a row of `room` tokens, whole or as much of them as is kept."""
+    starts = np.concatenate(([0], cache.ends[:-1]))
+    within: npt.NDArray[np.bool_] = cache.ends - starts <= room
+    return within if too_long == "drop" else _first_learnt(cache, starts) < np.minimum(cache.ends, starts + room)
 
 
 def _first_learnt(cache: TokenCache, starts: Integers) -> Integers:

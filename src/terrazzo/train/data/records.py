@@ -1,7 +1,7 @@
 """Files that hold many documents: JSONL (one per line) and parquet (one per row).
 
 A record is a document when it has a `text` field, or `messages`: a list of `{"role": ..., "content": ...}`, perhaps
-with `tools` beside it. `chat` turns a conversation into tokens.
+with `tools` beside it. `chat` turns a conversation into tokens. `pair_records` has the form of preference pairs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol
 
 from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.train.data.source_file import COMPRESSIONS, SourceFile
@@ -18,14 +18,19 @@ from terrazzo.train.data.source_file import COMPRESSIONS, SourceFile
 __all__ = [
     "ASSISTANT",
     "ROWS_PER_READ",
+    "TOOLS_FIELD",
     "Document",
-    "columns_to_read",
-    "document_of",
+    "Message",
+    "RecordForm",
+    "TextRecords",
+    "encodable",
     "is_jsonl",
     "is_parquet",
+    "messages_of",
     "read_jsonl",
     "read_parquet",
     "record_of",
+    "tools_of",
 ]
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
@@ -41,19 +46,106 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or one conversation. `name` says where it is from: `file`, `file:line` or `file:row`."""
+    """One text, or one conversation. `name` says where it is from: `file`, `file:line` or `file:row`.
+
+    A preference pair is the chosen one, which has the `rejected` one. Of each the first `given` characters, or
+    messages, are the prompt.
+    """
 
     name: str
     text: str = ""
     messages: list[Message] | None = None
     tools: list[Any] | None = None
+    given: int | None = None
+    rejected: Document | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it may not be cut: only plain text may."""
+        return self.messages is not None or self.rejected is not None
 
     @property
     def size_bytes(self) -> int:
-        """UTF-8 bytes of the text, or of all messages' contents."""
-        if self.messages is None:
-            return len(self.text.encode())
-        return sum(len(message.get("content", "").encode()) for message in self.messages)
+        """UTF-8 bytes of the text, or of all messages' contents; of a pair, of both."""
+        contents = [message.get("content", "") for message in self.messages] if self.messages else [self.text]
+        return sum(len(content.encode()) for content in contents) + (self.rejected.size_bytes if self.rejected else 0)
+
+
+class RecordForm(Protocol):
+    """What a record has to hold to be a document."""
+
+    @property
+    def described(self) -> str:
+        """The fields that are needed, for an error."""
+
+    def check_text(self, where: str) -> None:
+        """Raises `BadInput` where a whole file of text is no document."""
+
+    def columns(self, columns: list[str], where: str) -> list[str]:
+        """Those of a table's columns that are needed; raises `BadInput` where some are missing."""
+
+    def document(self, record: dict[str, Any], name: str, where: str) -> Document:
+        """The document `name` that one record holds; the record is at `where`."""
+
+
+@dataclass(frozen=True)
+class TextRecords:
+    """Records of the field `text_field`, or of `messages`."""
+
+    text_field: str = "text"
+
+    @property
+    def described(self) -> str:
+        return f"a {self.text_field!r} or {MESSAGES_FIELD!r} field"
+
+    def check_text(self, where: str) -> None:
+        """Any text is a document."""
+
+    def columns(self, columns: list[str], where: str) -> list[str]:
+        """That of the text, or of the messages and, if there is one, of the tools; `BadInput` for neither or both."""
+        self._check_one(columns, where)
+        column = next((known for known in (self.text_field, MESSAGES_FIELD) if known in columns), None)
+        if column is None:
+            raise BadInput(
+                f"{where!r} has no column {self.text_field!r} or {MESSAGES_FIELD!r}; it has {columns}."
+                f"{did_you_mean(self.text_field, columns)} Set data.text_field to the column that holds the text"
+                f"{_if_pairs(columns)}."
+            )
+        return [column, *({TOOLS_FIELD} & set(columns) if column == MESSAGES_FIELD else ())]
+
+    def document(self, record: dict[str, Any], name: str, where: str) -> Document:
+        """The text or the conversation."""
+        self._check_one(record, where)
+        if self.text_field in record:
+            text = record[self.text_field]
+            if not isinstance(text, str):
+                raise BadInput(
+                    f"{where}: field {self.text_field!r} is {type(text).__name__} ({str(text)[:40]!r}), but must be a "
+                    f"string. Correct the record, or set data.text_field to the field that holds the text."
+                )
+            return Document(name, encodable(text, where))
+        if MESSAGES_FIELD in record:
+            messages = messages_of(record[MESSAGES_FIELD], MESSAGES_FIELD, where)
+            return Document(name, messages=messages, tools=tools_of(record.get(TOOLS_FIELD), where))
+        raise BadInput(
+            f"{where}: the record has neither a {self.text_field!r} nor a {MESSAGES_FIELD!r} field; it has "
+            f"{sorted(record)}.{did_you_mean(self.text_field, record)} Rename the field, or set data.text_field to "
+            f"its name{_if_pairs(record)}."
+        )
+
+    def _check_one(self, fields: Collection[str], where: str) -> None:
+        """Raises `BadInput` for text and a conversation in one record, of which only one could be learnt."""
+        if self.text_field != MESSAGES_FIELD and self.text_field in fields and MESSAGES_FIELD in fields:
+            raise BadInput(
+                f"{where} has both {self.text_field!r} and {MESSAGES_FIELD!r}. To learn the conversations, set "
+                f"data.text_field to a name that is not there, such as 'no-text'; to learn the text, remove "
+                f"{MESSAGES_FIELD!r}."
+            )
+
+
+def _if_pairs(fields: Collection[str]) -> str:
+    """The edit for preference pairs."""
+    return "; for preference pairs, set objective=dpo" if {"chosen", "rejected"} <= set(fields) else ""
 
 
 def is_jsonl(name: str) -> bool:
@@ -67,11 +159,11 @@ def is_parquet(name: str) -> bool:
     return name.lower().endswith(PARQUET_SUFFIX)
 
 
-def read_jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
+def read_jsonl(file: SourceFile, form: RecordForm) -> Iterator[Document]:
     """One document per line; blank lines are passed over.
 
     Raises:
-        BadInput: with file and line, when a line is not UTF-8, not a JSON object, or has neither field.
+        BadInput: with file and line, when a line is not UTF-8, not a JSON object, or lacks the fields.
     """
     try:
         lines = file.open(file.compression)
@@ -92,16 +184,16 @@ def read_jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
             if not isinstance(record, dict):
                 raise BadInput(
                     f"{where} is a JSON {type(record).__name__}, but each line must be an object "
-                    f"with a {text_field!r} or {MESSAGES_FIELD!r} field. Correct or delete the line."
+                    f"with {form.described}. Correct or delete the line."
                 )
-            yield document_of(record, text_field, f"{file.name}:{number}", where)
+            yield form.document(record, f"{file.name}:{number}", where)
 
 
-def read_parquet(file: SourceFile, text_field: str) -> Iterator[Document]:
+def read_parquet(file: SourceFile, form: RecordForm) -> Iterator[Document]:
     """One document per row, read a few rows at a time; only the needed columns are read.
 
     Raises:
-        BadInput: pyarrow is not installed, the file is not parquet, or it has neither column.
+        BadInput: pyarrow is not installed, the file is not parquet, or it lacks the columns.
     """
     try:
         from pyarrow import ArrowInvalid, parquet
@@ -112,13 +204,13 @@ def read_parquet(file: SourceFile, text_field: str) -> Iterator[Document]:
     except ArrowInvalid as error:
         raise BadInput(f"{file.where!r} is not a readable parquet file ({error}). Copy or write it again.") from error
     with table:
-        needed = columns_to_read(list(table.schema_arrow.names), text_field, file.where)
+        needed = form.columns(list(table.schema_arrow.names), file.where)
         number = 0
         for batch in table.iter_batches(batch_size=ROWS_PER_READ, columns=needed):
             for row in batch.to_pylist():
                 number += 1
                 where = f"{file.where}:{number}"
-                yield document_of(record_of(row), text_field, f"{file.name}:{number}", where)
+                yield form.document(record_of(row), f"{file.name}:{number}", where)
 
 
 def _needs_pyarrow(file: SourceFile, what: str) -> BadInput:
@@ -126,22 +218,6 @@ def _needs_pyarrow(file: SourceFile, what: str) -> BadInput:
         f"{file.where!r} is {what}, and reading it needs the package 'pyarrow'. {install('data')}, or convert the file "
         "to JSONL."
     )
-
-
-def columns_to_read(columns: list[str], text_field: str, where: str) -> list[str]:
-    """Of a table's columns: that of the text, or of the messages and, if there is one, of the tools.
-
-    Raises:
-        BadInput: it has neither or both.
-    """
-    _check_one_field(columns, text_field, where)
-    column = next((known for known in (text_field, MESSAGES_FIELD) if known in columns), None)
-    if column is None:
-        raise BadInput(
-            f"{where!r} has no column {text_field!r} or {MESSAGES_FIELD!r}; it has {columns}."
-            f"{did_you_mean(text_field, columns)} Set data.text_field to the column that holds the text."
-        )
-    return [column, *({TOOLS_FIELD} & set(columns) if column == MESSAGES_FIELD else ())]
 
 
 def record_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -155,45 +231,15 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def document_of(record: dict[str, Any], text_field: str, name: str, where: str) -> Document:
-    """The document `name` that one record holds; the record is at `where`."""
-    _check_one_field(record, text_field, where)
-    if text_field in record:
-        text = record[text_field]
-        if not isinstance(text, str):
-            raise BadInput(
-                f"{where}: field {text_field!r} is {type(text).__name__} ({str(text)[:40]!r}), but must be a "
-                f"string. Correct the record, or set data.text_field to the field that holds the text."
-            )
-        return Document(name, _encodable(text, where))
-    if MESSAGES_FIELD in record:
-        messages = _messages_of(record[MESSAGES_FIELD], where)
-        return Document(name, messages=messages, tools=_tools_of(record.get(TOOLS_FIELD), where))
-    raise BadInput(
-        f"{where}: the record has neither a {text_field!r} nor a {MESSAGES_FIELD!r} field; it has "
-        f"{sorted(record)}.{did_you_mean(text_field, record)} Rename the field, or set data.text_field to "
-        "its name."
-    )
-
-
-def _check_one_field(fields: Collection[str], text_field: str, where: str) -> None:
-    """Raises `BadInput` for text and a conversation in one record, of which only one could be learnt."""
-    if text_field != MESSAGES_FIELD and text_field in fields and MESSAGES_FIELD in fields:
-        raise BadInput(
-            f"{where} has both {text_field!r} and {MESSAGES_FIELD!r}. To learn the conversations, set data.text_field "
-            f"to a name that is not there, such as 'no-text'; to learn the text, remove {MESSAGES_FIELD!r}."
-        )
-
-
-def _messages_of(messages: Any, where: str) -> list[Message]:
-    """The messages of a conversation, their contents as strings."""
+def messages_of(messages: Any, field: str, where: str) -> list[Message]:
+    """The messages of a conversation, the value of a field, their contents as strings."""
     if not isinstance(messages, list):
         raise BadInput(
-            f"{where}: field {MESSAGES_FIELD!r} is {type(messages).__name__}, but must be a list of objects "
+            f"{where}: field {field!r} is {type(messages).__name__}, but must be a list of objects "
             f"with a 'role' and a 'content'. Correct the record."
         )
     checked = [_message_of(message, where) for message in messages]
-    _encodable(json.dumps(checked, ensure_ascii=False, default=str), where)
+    encodable(json.dumps(checked, ensure_ascii=False, default=str), where)
     return checked
 
 
@@ -221,7 +267,7 @@ def _check_role(role: str, where: str) -> None:
         raise BadInput(f"{where}: a message has the role {role!r}.{meant} Correct it: other roles are not learnt.")
 
 
-def _tools_of(tools: Any, where: str) -> list[Any] | None:
+def tools_of(tools: Any, where: str) -> list[Any] | None:
     """The tools that the assistant may call; None for none."""
     if isinstance(tools, str):  # datasets often keep schemas, which differ in form, as JSON text
         try:
@@ -233,7 +279,7 @@ def _tools_of(tools: Any, where: str) -> list[Any] | None:
     return tools or None
 
 
-def _encodable(text: str, where: str) -> str:
+def encodable(text: str, where: str) -> str:
     """The text itself; JSON can spell half a surrogate pair, which is no character."""
     try:
         text.encode()

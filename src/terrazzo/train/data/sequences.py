@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,25 +17,42 @@ from terrazzo.train.data.cache import TokenCache
 from terrazzo.train.data.packing import Rows
 from terrazzo.train.data.tokenizer import TokenArray
 
-__all__ = ["IGNORED", "NO_SEQUENCE", "Batch", "SequenceDataset", "held_out_whole", "split_documents", "split_of"]
+__all__ = [
+    "IGNORED",
+    "NO_SEQUENCE",
+    "Batch",
+    "Indices",
+    "SequenceDataset",
+    "cut_at_documents",
+    "held_out_whole",
+    "split_documents",
+    "split_of",
+]
 
 IGNORED = -100
 """The target that torch's `cross_entropy` leaves out."""
 NO_SEQUENCE = -1
 
 Indices = npt.NDArray[np.integer[Any]]
+"""Numbers of samples, or places in a stream."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch of one rank. `inputs` and `targets` are int64 `[B, T]` on the CPU, targets one token ahead.
 
-    `valid_tokens` counts the targets that are not `IGNORED`; it may be 0.
+    `valid_tokens` counts the targets that are not `IGNORED`; it may be 0. `samples` counts what a loss is the mean of:
+    these tokens, or preference pairs, of which each is two rows. `reference`, fp32 `[B / 2, 2]`, are log-probabilities
+    of the pairs' completions under the initial model. `positions`, int64 `[B, T]`, count from 0 in each document; None
+    where attention is not cut between documents.
     """
 
     inputs: Tensor
     targets: Tensor
     valid_tokens: int
+    samples: int
+    reference: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,14 @@ def _split_tail(cache: TokenCache, position: int) -> tuple[Split, Split]:
     return ahead, Split(np.array([position]), np.array([total]), total_bytes - ahead_bytes)
 
 
+def cut_at_documents(cache: TokenCache, split: Split) -> Split:
+    """The same tokens, in a range for each document."""
+    before = np.searchsorted(split.starts, cache.ends) - 1  # the range that begins ahead of each end
+    cuts = cache.ends[(before >= 0) & (cache.ends < split.stops[np.maximum(before, 0)])]
+    starts, stops = (np.sort(np.concatenate((edges, cuts))) for edges in (split.starts, split.stops))
+    return Split(starts, stops, split.text_bytes)
+
+
 class _Spans:
     """Ranges `[starts[i], stops[i])` of a stream, in order and apart from each other."""
 
@@ -136,19 +161,27 @@ class SequenceDataset:
 
     The documents, each closed by an end-of-document token, form one stream. Sequence `i` has the inputs
     `[i T, (i + 1) T)` and the targets one further, so every token but the very first is a target exactly
-    once; what the last sequence lacks is `IGNORED`. Sequences run over document borders, and attention is not
-    cut there.
+    once; what the last sequence lacks is `IGNORED`. Sequences run over document borders.
 
     With `rows` the stream is that of its documents, and sequence `i` is row `i`, of up to T + 1 tokens; the rest is
     `IGNORED`. The first token of a document in a row is no target.
 
     Where the cache has spans, only tokens in them are targets.
+
+    With `apart` no document is seen from another: batches have positions, and the first token of a document is no
+    target. The split, if there are no rows, then has a range for each document (see `cut_at_documents`).
     """
 
     def __init__(
-        self, cache: TokenCache, split: Split, sequence_length: int, end_of_document: int, rows: Rows | None = None
+        self,
+        cache: TokenCache,
+        split: Split,
+        sequence_length: int,
+        end_of_document: int,
+        rows: Rows | None = None,
+        apart: bool = False,
     ) -> None:
-        self.cache, self.split, self.rows = cache, split, rows
+        self.cache, self.split, self.rows, self.apart = cache, split, rows, apart
         self.sequence_length, self.end_of_document = sequence_length, end_of_document
         self.starts, self.stops = (split.starts, split.stops) if rows is None else (rows.starts, rows.stops)
         self.offsets = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
@@ -157,6 +190,11 @@ class SequenceDataset:
         self.learnt = self.learnt_spans()
 
     def __len__(self) -> int:
+        """Number of samples, which are sequences here."""
+        return self.rows_numel
+
+    @property
+    def rows_numel(self) -> int:
         """Number of sequences."""
         if self.row_bounds is not None:
             return len(self.row_bounds) - 1
@@ -164,9 +202,10 @@ class SequenceDataset:
 
     def learnt_spans(self) -> _Spans | None:
         """What is learnt, as ranges of the stream; None for all of it."""
-        first = 0 if self.rows is None else 1  # the beginning of a document in a row does not follow from another's end
+        # The beginning of a document in a row, or apart from others, does not follow from another's end.
+        first = 1 if self.apart or self.rows is not None else 0
         if self.cache.spans is None:
-            return None if self.rows is None else _Spans(self.offsets[:-1] + first, self.offsets[1:])
+            return None if not first else _Spans(self.offsets[:-1] + first, self.offsets[1:])
         begins, ends = self.cache.spans.T
         order = np.argsort(self.starts, kind="stable")
         place = np.searchsorted(self.stops[order], begins, side="right")
@@ -196,9 +235,11 @@ class SequenceDataset:
     def fingerprint(self) -> str:
         """Identifies the sequences: equal exactly where every sequence has the same tokens and targets."""
         ranges = zlib.crc32(np.stack((self.starts, self.stops)).astype("<i8").tobytes())
-        described = [self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length]
+        described: list[int | str] = [self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length]
         if self.rows is not None:
             described.append(zlib.crc32(self.rows.bounds.astype("<i8").tobytes()))
+        if self.apart:
+            described.append("apart")
         return f"{zlib.crc32(json.dumps(described).encode()):08x}{self.cache.crc:08x}"
 
     def valid_tokens(self, indices: Indices) -> int:
@@ -208,6 +249,10 @@ class SequenceDataset:
         if self.learnt is None:
             return int((stops - starts - 1).sum())
         return self.learnt.between(starts + 1, stops)
+
+    def samples(self, indices: Indices) -> int:
+        """What the mean loss of all these sequences is a mean of: their targets."""
+        return self.valid_tokens(indices)
 
     def bounds(self, indices: Indices) -> tuple[Indices, Indices]:
         """Where in the stream these sequences begin and end; the first token of each is no target."""
@@ -219,7 +264,8 @@ class SequenceDataset:
     def batch(self, indices: Indices) -> Batch:
         """The sequences `indices` as one batch; `NO_SEQUENCE` gives a row whose targets are all ignored."""
         rows = np.full((len(indices), self.sequence_length + 1), IGNORED, dtype=np.int64)
-        bounds = np.stack(self.bounds(np.maximum(indices, 0)), axis=1).tolist()
+        bounds = np.stack(self.bounds(np.maximum(indices, 0)), axis=1)
+        bounds[indices == NO_SEQUENCE] = 0
         real = [row for row, index in enumerate(indices.tolist()) if index != NO_SEQUENCE]
         for row in real:
             start, stop = bounds[row]
@@ -230,7 +276,20 @@ class SequenceDataset:
             for row in real:
                 start, stop = bounds[row]
                 targets[row, : stop - start - 1][~self.learnt.mask(start + 1, stop)] = IGNORED
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), self.valid_tokens(indices))
+        valid_tokens = int((targets != IGNORED).sum())
+        positions = torch.from_numpy(self.positions(bounds)) if self.apart else None
+        found = Batch(torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
+        return replace(found, positions=positions)
+
+    def positions(self, bounds: Indices) -> Indices:
+        """Of each place of the sequences at `bounds` `[B, 2]` in its document, or in what fills it up: `[B, T]`."""
+        found = np.tile(np.arange(self.sequence_length), (len(bounds), 1))
+        for row, (start, stop) in enumerate(bounds):
+            places = np.arange(start, min(stop, start + self.sequence_length))
+            document = np.searchsorted(self.offsets, places, side="right") - 1
+            found[row, : len(places)] = places - np.maximum(self.offsets[document], start)
+            found[row, len(places) :] -= len(places)
+        return found
 
     def read(self, start: int, numel: int) -> TokenArray:
         """Up to `numel` tokens of the stream from `start`: fewer only at its end."""

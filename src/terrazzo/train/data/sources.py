@@ -24,7 +24,7 @@ from pathlib import Path
 from terrazzo.config import DataConfig
 from terrazzo.errors import BadInput, listed
 from terrazzo.train.data.datasets_folder import dataset_of, read_dataset
-from terrazzo.train.data.records import Document, is_jsonl, is_parquet, read_jsonl, read_parquet
+from terrazzo.train.data.records import Document, RecordForm, is_jsonl, is_parquet, read_jsonl, read_parquet
 from terrazzo.train.data.source_file import SourceFile, folder_files, is_url, plain_part, reading, stored_files
 
 __all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "named_sources", "read_documents"]
@@ -131,21 +131,21 @@ def _stdlib_files() -> list[SourceFile]:
 
 
 def read_documents(
-    files: Sequence[SourceFile], text_field: str, max_bytes: int | None, skipped: Skipped
+    files: Sequence[SourceFile], form: RecordForm, max_bytes: int | None, skipped: Skipped
 ) -> Iterator[Document]:
     """The non-empty documents of `files`, in order, cut off after `max_bytes` of UTF-8 in total.
 
-    A conversation is not cut: the first one that goes beyond is left out with all that follow.
+    A conversation or a pair is not cut: the first one that goes beyond is left out with all that follow.
 
     The names of files that are not text are added to `skipped` on the way.
     """
     left_bytes = max_bytes
     for file in files:
-        for document in _documents_of(file, text_field, skipped):
+        for document in _documents_of(file, form, skipped):
             if left_bytes is None:
                 yield document
                 continue
-            if document.messages is not None:
+            if document.is_whole:
                 left_bytes -= document.size_bytes
                 if left_bytes < 0:
                     return
@@ -159,18 +159,19 @@ def read_documents(
                 return
 
 
-def _documents_of(file: SourceFile, text_field: str, skipped: Skipped) -> Iterator[Document]:
+def _documents_of(file: SourceFile, form: RecordForm, skipped: Skipped) -> Iterator[Document]:
     """The non-empty documents of one file."""
     if file.split is not None:
-        found = read_dataset(file, text_field)
+        found = read_dataset(file, form)
     elif is_jsonl(file.name):
-        found = read_jsonl(file, text_field)
+        found = read_jsonl(file, form)
     elif is_parquet(file.name):
-        found = read_parquet(file, text_field)
+        found = read_parquet(file, form)
     else:
+        form.check_text(file.where)
         found = _read_text(file, skipped)
     with nullcontext() if file.is_plain else reading(f"'{file.where}'"):
-        yield from (document for document in found if document.text or document.messages is not None)
+        yield from (document for document in found if document.text or document.is_whole)
 
 
 def _read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:

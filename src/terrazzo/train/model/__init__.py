@@ -3,6 +3,7 @@
 prepare      from the configuration to what is ready to be sharded
 causal_lm    any of them, built; its operations, logits, and text that it writes
 decoder      the built-in model
+reward       a body of either with one output, a score
 huggingface  models of transformers, from a folder or its config.json
 lora         adapters on a frozen base
 as_llama     the built-in model and tokenizer as transformers has them

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from terrazzo.train.model import huggingface
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
+from terrazzo.train.model.reward import RewardModel
 
 __all__ = ["build_model", "generate", "logits_of", "num_flops_per_token"]
 
@@ -37,7 +38,7 @@ def build_model(
 
 def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
     """Training FLOPs per token of a `Decoder`, or estimated of a `transformers` causal LM; 0 when unknown."""
-    if isinstance(model, Decoder):
+    if isinstance(model, Decoder | RewardModel):
         return model.num_flops_per_token(sequence_length)
     return huggingface.num_flops_per_token(model, sequence_length)
 

@@ -126,11 +126,24 @@ class RotaryTable(nn.Module):
         """The tables of the first `length` positions, each `[length, head_dim / 2]`."""
         return self.cos[:length], self.sin[:length]
 
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of `positions`, int64 `[B, T]`, for all heads: each `[B, 1, T, head_dim / 2]`."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns channel pairs (i, i + head_dim / 2) of `x` `[B, H, T, head_dim]` by their position's angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    """What a token sees: the tokens before it since its document began, where `positions` `[B, T]` are 0.
+
+    Bool `[B, 1, T, T]`.
+    """
+    document = (positions == 0).cumsum(dim=-1)
+    return (document.unsqueeze(-1) == document.unsqueeze(-2)).tril().unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -145,11 +158,13 @@ class Attention(nn.Module):
         self.value = Linear(config.dim, kv_dim)
         self.output = Linear(config.dim, config.dim, std=INIT_STD / (2 * config.layers) ** 0.5)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         query = _rotate(self.split_heads(self.query(x)), cos, sin)
         key = _rotate(self.split_heads(self.key(x)), cos, sin)
         value = self.split_heads(self.value(x))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
+        )
         merged: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return merged
 
@@ -184,8 +199,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
         out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 
@@ -206,20 +221,29 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Next-token logits `[B, T, vocab_size]` of int64 `tokens` `[B, T]`, T ≤ `max_sequence_length`."""
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Next-token logits `[B, T, vocab_size]` of int64 `tokens` `[B, T]`, T ≤ `max_sequence_length`.
+
+        With `position_ids`, int64 `[B, T]`, each 0 begins a document, which sees nothing of those before it.
+        """
+        x = self.hidden(tokens, position_ids)
+        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return logits
+
+    def hidden(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """What the head is given, `[B, T, dim]`."""
         if tokens.shape[1] > self.config.max_sequence_length:
             raise BadInput(
                 f"The model was given sequences of {tokens.shape[1]} tokens, but batch.sequence_length, for which it "
                 f"was built, is {self.config.max_sequence_length}. Raise it, or shorten the sequences."
             )
-        cos, sin = self.rotary(tokens.shape[1])
+        mask = None if position_ids is None else document_mask(position_ids)
+        cos, sin = self.rotary(tokens.shape[1]) if position_ids is None else self.rotary.at(position_ids)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin)
-        x = self.norm(x)
-        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
-        return logits
+            x = block(x, cos, sin, mask)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
     def num_flops_per_token(self, sequence_length: int) -> int:
         """Floating-point operations of forward and backward for one token: `6 N + 12 × layers × dim × T`.

@@ -20,19 +20,66 @@ from terrazzo.planner.model.loading import MAX_CONFIG_BYTES
 from terrazzo.planner.model.meta import bounded, refused
 from terrazzo.planner.model.transformers import harmless
 
-__all__ = ["build_causal_lm", "num_flops_per_token", "read_config", "weight_files"]
+__all__ = [
+    "build_body",
+    "build_causal_lm",
+    "check_cuts_attention",
+    "num_flops_per_token",
+    "read_config",
+    "scored_class",
+    "weight_files",
+]
 
 CONFIG_FILE = "config.json"
+CUT_ATTENTION = frozenset({
+    *("cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"),
+    *("olmo", "olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+})  # fmt: skip
+"""Types of models that cut attention where position ids begin anew. Others may take these and still look further back,
+as OPT and BLOOM do: a test computes it of each."""
 
 
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
     """See `terrazzo.train.model.causal_lm.build_model`, which is the public way in."""
     transformers = _import_transformers()
-    values = dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec))
-    config = _causal_lm_config(transformers, values)
+    return _built(transformers.AutoModelForCausalLM, _config_of(transformers, spec), device)
+
+
+def build_body(spec: str | Path, device: torch.device) -> Any:
+    """As `build_causal_lm`, without the head; raises `BadInput` too where no such model with a score is known."""
+    transformers = _import_transformers()
+    config = _config_of(transformers, spec)
+    _scored_class_of(transformers, config)
+    return _built(transformers.AutoModel, config, device)
+
+
+def scored_class(spec: str | Path) -> str:
+    """The name of the class in `transformers` that has the tensors of `build_body` and a score."""
+    transformers = _import_transformers()
+    return _scored_class_of(transformers, _config_of(transformers, spec))
+
+
+def _scored_class_of(transformers: Any, config: Any) -> str:
+    known = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if type(config) not in known:
+        raise BadInput(
+            f"objective 'reward' needs a model that transformers {transformers.__version__} has with a score, and of"
+            f" model_type {config.model_type!r} it has no model for sequence classification. Give a decoder such as"
+            " 'llama', 'qwen3' or 'gpt2' as model.path."
+        )
+    found: type = known[type(config)]
+    return found.__name__
+
+
+def _config_of(transformers: Any, spec: Mapping[str, Any] | str | Path) -> Any:
+    return _causal_lm_config(transformers, dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec)))
+
+
+def _built(auto: Any, config: Any, device: torch.device) -> nn.Module:
+    """The model of a class of `transformers` that chooses by the config."""
     try:
         with device, bounded("The model's config"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: nn.Module = auto.from_config(config, dtype=torch.float32)
     except (BadInput, MemoryError):
         raise
     except Exception as error:
@@ -94,6 +141,16 @@ def _causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
         )
     config.use_cache = False
     return config
+
+
+def check_cuts_attention(values: Mapping[str, Any]) -> None:
+    """Raise `BadInput` where the model of a config.json is not known to keep documents in one sequence apart."""
+    if values.get("model_type") not in CUT_ATTENTION:
+        raise BadInput(
+            f"data.attention is 'document', and a model of model_type {values.get('model_type')!r} is not known to cut"
+            f" attention between documents in one sequence; these do: {', '.join(sorted(CUT_ATTENTION))}. Leave"
+            " data.attention out, or set data.packing to 'single'."
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
-from terrazzo.train.model.huggingface import read_config, weight_files
+from terrazzo.train.model.huggingface import check_cuts_attention, read_config, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.optimizer import check_settings
@@ -49,7 +49,9 @@ def _check_model(config: Config, tokenizer: Tokenizer) -> None:
         decoder_config(config, tokenizer)
         return
     assert config.model.path is not None
-    harmless(read_config(config.model.path), f"'{config.model.path}'")
+    values = harmless(read_config(config.model.path), f"'{config.model.path}'")
+    if config.data.attention == "document":
+        check_cuts_attention(values)
     if config.model.weights == "pretrained":
         weight_files(config.model.path)
     check_lora(config)

@@ -73,6 +73,18 @@ _RULES = (
         "give records as data.source",
     ),
     _Rule(
+        "data.text_field",
+        lambda config: config.objective.of_pairs,
+        "preference pairs have the fields 'prompt', 'chosen' and 'rejected'",
+        "rename them in the data",
+    ),
+    _Rule(
+        "train.sample_tokens train.sample_every train.sample_prompt train.sample_chat",
+        lambda config: config.objective.name == "reward",
+        "objective 'reward' trains a model that writes no text",
+        "set objective=dpo",
+    ),
+    _Rule(
         "data.end_of_document",
         lambda config: config.data.tokenizer == BYTES,
         f"data.tokenizer is '{BYTES}', which ends a document with a token of its own",
@@ -115,7 +127,7 @@ _RULES = (
         "set data.validation_fraction or data.validation_source",
     ),
     _Rule(
-        "train.sample_every train.sample_prompt",
+        "train.sample_every train.sample_prompt train.sample_chat",
         lambda config: not config.train.sample_tokens,
         "train.sample_tokens is 0",
         "set train.sample_tokens",

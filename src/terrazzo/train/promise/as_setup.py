@@ -17,6 +17,7 @@ from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.prepare import decoder_config
+from terrazzo.train.model.reward import with_score
 from terrazzo.train.optimizer import optimizer_class
 from terrazzo.train.plan import (
     build_offload,
@@ -48,7 +49,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         plan=build_plan(config),
         mesh=_mesh(config, world_size),
         sequence=config.batch.sequence_length,
-        micro_batch=config.batch.micro_batch,
+        micro_batch=config.batch.micro_batch * config.sequences_per_sample,
         micro_batches=micro_batches,
         precision=precision,
         matmul=matmul_format(precision),
@@ -79,9 +80,11 @@ def _of_one_rank(device: Device, world_size: int) -> Device:
 def _shape_of(config: Config) -> ModelShape:
     """The model's tensors by the units that the engine finds by itself, whatever `plan.units` says."""
     if config.model.kind == "decoder":
-        return _decoder_shape(decoder_config(config))
-    assert config.model.path is not None
-    return with_adapters(model_shape(config.model.path), config.lora)
+        shape = _decoder_shape(decoder_config(config))
+    else:
+        assert config.model.path is not None
+        shape = with_adapters(model_shape(config.model.path), config.lora)
+    return with_score(shape) if config.objective.name == "reward" else shape
 
 
 def _decoder_shape(config: DecoderConfig) -> ModelShape:

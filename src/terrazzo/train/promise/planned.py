@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.train.data import Batch
-from terrazzo.train.evaluate import summed_loss
+from terrazzo.train.losses import summed_loss
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.optimizer import construct
 from terrazzo.train.promise.as_setup import setup_of
@@ -64,7 +64,7 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     model = prepare_model(_traced(config, setup, shortened))
     names, _ = find_units(model, None)
     try:
-        with _one_sequence_per_row():
+        with nullcontext() if config.data.attention == "document" else _one_sequence_per_row():
             trace = traced_activations(model, names, setup.precision.compute, _training_pass(config))
     except Exception:  # anything: a stranger's forward has been given tensors without values
         return None
@@ -108,11 +108,14 @@ def _traced(config: Config, setup: Setup, shortened: bool) -> Config:
 
 def _training_pass(config: Config) -> Callable[[nn.Module], torch.Tensor]:
     """Forward and loss of one micro-batch, as the loop runs them."""
-    size = (config.batch.micro_batch, config.batch.sequence_length)
+    size = (config.batch.micro_batch * config.sequences_per_sample, config.batch.sequence_length)
+    reference = torch.zeros(config.batch.micro_batch, 2)
 
     def run(model: nn.Module) -> torch.Tensor:
         tokens = torch.zeros(size, dtype=torch.int64)
-        return summed_loss(model, Batch(tokens, torch.zeros_like(tokens), tokens.numel()), torch.device("cpu"))
+        positions = torch.zeros_like(tokens) if config.data.attention == "document" else None
+        batch = Batch(tokens, torch.zeros_like(tokens), tokens.numel(), config.batch.micro_batch, reference, positions)
+        return summed_loss(config.objective, model, batch, torch.device("cpu"))
 
     return run
 

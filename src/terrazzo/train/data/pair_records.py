@@ -1,0 +1,89 @@
+"""Preference pairs, as TRL and the data sets of the Hugging Face Hub have them.
+
+Text: `prompt`, `chosen` and `rejected` are strings. Conversations: they are lists of messages; without `prompt` it is
+the messages that both begin with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.train.data.records import TOOLS_FIELD, Document, Message, encodable, messages_of, tools_of
+
+__all__ = ["PairRecords"]
+
+PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+
+
+class PairRecords:
+    """Records of `chosen` and `rejected`, with or without `prompt` and `tools`."""
+
+    described = f"the fields {CHOSEN!r} and {REJECTED!r}, of a preference pair"
+
+    def check_text(self, where: str) -> None:
+        """Raises `BadInput`: plain text has no pairs."""
+        raise BadInput(
+            f"{where!r} is plain text, and objective dpo and reward take preference pairs. Give JSONL, parquet or a"
+            f" data set with {self.described}, or leave the objective out."
+        )
+
+    def columns(self, columns: list[str], where: str) -> list[str]:
+        """Those of the pair; raises `BadInput` where one is missing."""
+        _check_fields(columns, f"{where!r}", "columns")
+        return [name for name in (PROMPT, CHOSEN, REJECTED, TOOLS_FIELD) if name in columns]
+
+    def document(self, record: dict[str, Any], name: str, where: str) -> Document:
+        """The chosen text or conversation, which has the rejected one."""
+        _check_fields(record, where, "fields")
+        kinds = {field: type(record[field]) for field in (PROMPT, CHOSEN, REJECTED) if record.get(field) is not None}
+        if set(kinds.values()) == {str} and PROMPT in kinds:
+            return _text_pair(record, name, where)
+        if set(kinds.values()) == {list} and {CHOSEN, REJECTED} <= kinds.keys():
+            return _conversation_pair(record, name, where)
+        found = ", ".join(f"{field!r} is {kind.__name__}" for field, kind in kinds.items())
+        raise BadInput(
+            f"{where}: {found}, but a preference pair has {PROMPT!r}, {CHOSEN!r} and {REJECTED!r} as strings, or"
+            f" {CHOSEN!r} and {REJECTED!r}, and {PROMPT!r} if it is there, as lists of messages. Correct the record;"
+            f" where both conversations hold the prompt already, remove {PROMPT!r}."
+        )
+
+
+def _check_fields(fields: Any, where: str, what: str) -> None:
+    for needed in (CHOSEN, REJECTED):
+        if needed not in fields:
+            raise BadInput(
+                f"{where} lacks {needed!r} of a preference pair; its {what} are {sorted(fields)}."
+                f"{did_you_mean(needed, fields)} Rename them, or leave the objective out to learn text."
+            )
+
+
+def _text_pair(record: dict[str, Any], name: str, where: str) -> Document:
+    prompt = encodable(record[PROMPT], where)
+    chosen, rejected = (prompt + encodable(record[field], where) for field in (CHOSEN, REJECTED))
+    given = len(prompt)
+    return Document(name, chosen, given=given, rejected=Document(name, rejected, given=given))
+
+
+def _conversation_pair(record: dict[str, Any], name: str, where: str) -> Document:
+    chosen, rejected = (messages_of(record[field], field, where) for field in (CHOSEN, REJECTED))
+    tools = tools_of(record.get(TOOLS_FIELD), where)
+    if record.get(PROMPT) is None:
+        given = _common(chosen, rejected)
+    else:
+        prompt = messages_of(record[PROMPT], PROMPT, where)
+        given, chosen, rejected = len(prompt), [*prompt, *chosen], [*prompt, *rejected]
+    if given in (0, len(chosen), len(rejected)):
+        lacking = "no message before the completions" if given == 0 else "no completion after the prompt"
+        raise BadInput(
+            f"{where}: the pair has {lacking}. Begin {CHOSEN!r} and {REJECTED!r} with the same messages and end each"
+            f" with another one, or give {PROMPT!r}."
+        )
+    other = Document(name, messages=rejected, tools=tools, given=given)
+    return Document(name, messages=chosen, tools=tools, given=given, rejected=other)
+
+
+def _common(chosen: list[Message], rejected: list[Message]) -> int:
+    """How many messages both begin with."""
+    pairs = zip(chosen, rejected, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))

@@ -1,0 +1,104 @@
+"""The reference model of DPO: the model itself before its first step, whose log-probabilities are computed in advance.
+
+So no second model is in memory, and no rank gathers one. What is computed goes into checkpoints, as a resumed run has
+other weights.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from terrazzo.config import Config
+from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.losses import completion_log_probs
+
+__all__ = ["Due", "compute_reference", "reference_due", "reference_state"]
+
+
+class Due(NamedTuple):
+    """Pairs of a dataset whose reference is not known yet."""
+
+    dataset: PairDataset
+    pairs: Indices
+
+
+def reference_due(config: Config, data: TokenData, evaluation_limit: int, saved: Mapping[str, Any]) -> list[Due]:
+    """Give the datasets what is `saved` of them, and return what the run needs beyond it.
+
+    Args:
+        saved: the extra values of the checkpoint that the run continues from, with what `reference_state` gave; empty
+            for a new run.
+    """
+    if config.objective.name != "dpo":
+        return []
+    found = []
+    for name, dataset in _datasets(data).items():
+        table = _decoded(saved.get("reference", {}).get(name, {}), dataset)
+        wanted = _read(config, dataset, saved) if name == "train" else evaluated(dataset, evaluation_limit)
+        dataset.reference = table
+        if len(pairs := wanted[table[torch.from_numpy(wanted)].isnan().any(dim=1).numpy()]):
+            found.append(Due(dataset, pairs))
+    return found
+
+
+@torch.no_grad()
+def compute_reference(due: list[Due], model: nn.Module, config: Config, ranks: Ranks) -> None:
+    """Fill the datasets' tables from the model as it is, each rank for its share of the pairs. Collective."""
+    model.eval()
+    for dataset, pairs in due:
+        table = torch.zeros(len(dataset), 2, device=ranks.device)
+        for indices in rounds(pairs, config.batch.micro_batch, ranks.rank, ranks.world_size):
+            batch = dataset.batch(indices)
+            found = completion_log_probs(model, batch, ranks.device)[: batch.samples]
+            table[torch.from_numpy(indices[: batch.samples]).to(ranks.device)] = found
+        dist.all_reduce(table)
+        known = torch.from_numpy(pairs)
+        assert dataset.reference is not None
+        dataset.reference[known] = table.cpu()[known]
+    model.train()
+
+
+def reference_state(data: TokenData) -> dict[str, Any]:
+    """Everything that is known, as plain values."""
+    return {
+        name: {"dataset": dataset.fingerprint, "log_probs": _encoded(dataset.reference)}
+        for name, dataset in _datasets(data).items()
+        if dataset.reference is not None
+    }
+
+
+def _read(config: Config, dataset: PairDataset, saved: Mapping[str, Any]) -> Indices:
+    """The pairs that the steps to come read."""
+    count = (config.train.steps - saved.get("step", 0)) * config.batch.global_batch
+    if count <= 0 or count >= len(dataset):
+        return np.arange(len(dataset) if count > 0 else 0)
+    cursor = saved.get("data", {"epoch": 0, "samples": 0})
+    epochs, samples = divmod(int(cursor["samples"]), len(dataset))
+    order = GlobalOrder(len(dataset), config.train.seed)
+    wanted, _ = order.take(Cursor(int(cursor["epoch"]) + epochs, samples), count)
+    return np.unique(wanted)
+
+
+def _datasets(data: TokenData) -> dict[str, PairDataset]:
+    both = {"train": data.train, "validation": data.validation}
+    return {name: dataset for name, dataset in both.items() if isinstance(dataset, PairDataset)}
+
+
+def _encoded(table: Tensor) -> str:
+    return base64.b64encode(table.numpy().astype("<f4").tobytes()).decode("ascii")
+
+
+def _decoded(saved: Mapping[str, Any], dataset: PairDataset) -> Tensor:
+    """The table; NaN where nothing is known, and everywhere where `saved` is of other data."""
+    if saved.get("dataset") != dataset.fingerprint:
+        return torch.full((len(dataset), 2), torch.nan)
+    values = np.frombuffer(base64.b64decode(saved["log_probs"]), dtype="<f4").astype(np.float32)
+    return torch.from_numpy(values.reshape(len(dataset), 2))

@@ -1,0 +1,416 @@
+"""DPO and reward models from preference pairs, against plain PyTorch and transformers: two ranks, one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from terrazzo.config import config_from_dict, load_config
+from terrazzo.engine import engine_of
+from terrazzo.errors import BadInput
+from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.train.checkpoints.resume import resume_notes
+from terrazzo.train.data import IGNORED, load_data
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.loop import Trainer
+from terrazzo.train.model.reward import build_reward_model, with_score
+from terrazzo.train.preflight import check
+from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.session import open_session
+from tests.helpers.chat import CHATML, save_tokenizer, turns, write_records
+from tests.helpers.threads import run_in_threads
+from tests.train.test_session import StopAfter
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
+ROOT = Path(__file__).parents[2]
+LR, BETA, STEPS = 3e-3, 0.3, 3
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "bos_token_id": 0}
+
+
+def llama_config(**values: Any) -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=False, **values,
+    )  # fmt: skip
+
+
+def pairs(count: int = 8) -> list[dict[str, Any]]:
+    """Conversations of several lengths, each with a good and a bad answer."""
+    found = []
+    for n in range(count):
+        prompt = turns(*(["hello", "good day"] * (n % 3)), f"what comes after {n}?", system="count" if n % 2 else None)
+        good, bad = ({"role": "assistant", "content": text} for text in (f"{n + 1}. " * (1 + n % 2), "who knows? " * 2))
+        found.append({"prompt": prompt, "chosen": [good], "rejected": [bad]})
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model, a scored one, a tokenizer and pairs."""
+    root = tmp_path_factory.mktemp("preferences")
+    torch.manual_seed(3)
+    transformers.LlamaForCausalLM(llama_config()).save_pretrained(root / "lm")
+    transformers.LlamaForSequenceClassification(llama_config(num_labels=1)).save_pretrained(root / "scored")
+    save_tokenizer(root / "tokenizer", CHATML)
+    write_records(root / "pairs.jsonl", pairs())
+    return root
+
+
+def values_of(folder: Path, out: Path, objective: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    model = "scored" if objective["name"] == "reward" else "lm"
+    values: dict[str, Any] = {
+        "objective": objective,
+        "model": {"kind": "huggingface", "path": str(folder / model), "weights": "pretrained"},
+        "data": {"source": str(folder / "pairs.jsonl"), "tokenizer": str(folder / "tokenizer")},
+        "plan": {"name": "zero3"},
+        "batch": {"global_batch": 8, "micro_batch": 2, "sequence_length": 150},
+        "optimizer": {"lr": LR, "weight_decay": 0.0},
+        "schedule": {"name": "constant"},
+        "train": {"steps": STEPS, "sample_tokens": 0},
+        "launch": {"device": "cpu"},
+        "log": {"every": 1, "folder": str(out), "tensorboard": False},
+    }
+    values["data"] |= {"validation_fraction": 0, "cache": str(folder / "cache")}
+    return values | {name: values.get(name, {}) | section for name, section in sections.items()}
+
+
+def train(values: dict[str, Any], ranks: int = 2, stop_after: int | None = None) -> None:
+    config = config_from_dict(values)
+
+    def body(rank: int) -> None:
+        with open_session(config, Ranks(rank, ranks, torch.device("cpu"))) as session:
+            trainer = Trainer(session, StopAfter(stop_after))
+            trainer.run()
+
+    run_in_threads(ranks, body)
+
+
+def lines(out: Path, kind: str) -> list[dict[str, Any]]:
+    found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in lines(out, "train")]
+
+
+def tokens_of(folder: Path) -> list[tuple[Tensor, Tensor, int]]:
+    """The chosen and the rejected conversation of each pair as transformers renders them, and the prompt's length."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+
+    def rendered(messages: Any, prompt: bool = False) -> Tensor:
+        return torch.tensor(
+            tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, add_generation_prompt=prompt)
+        )
+
+    return [
+        (
+            *(rendered(pair["prompt"] + pair[side]) for side in ("chosen", "rejected")),
+            len(rendered(pair["prompt"], True)),
+        )
+        for pair in pairs()
+    ]
+
+
+def log_prob(model: Any, tokens: Tensor, given: int) -> Tensor:
+    """Of what follows the first `given` tokens."""
+    found = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])
+    return found[given - 1 :].sum()
+
+
+def plain_dpo(folder: Path, smoothing: float = 0.0) -> list[float]:
+    """Equation 7 of the paper, with a copy of the model as its reference."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, reference = load(folder / "lm"), load(folder / "lm")
+
+    def loss_of(chosen: Tensor, rejected: Tensor, given: int) -> Tensor:
+        with torch.no_grad():
+            before = log_prob(reference, chosen, given) - log_prob(reference, rejected, given)
+        margin = BETA * (log_prob(model, chosen, given) - log_prob(model, rejected, given) - before)
+        return -(1 - smoothing) * torch.sigmoid(margin).log() - smoothing * torch.sigmoid(-margin).log()
+
+    return descended(model, folder, loss_of)
+
+
+def plain_reward(folder: Path) -> list[float]:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "scored")
+
+    def loss_of(chosen: Tensor, rejected: Tensor, given: int) -> Tensor:
+        return -torch.sigmoid(model(chosen[None]).logits - model(rejected[None]).logits).log().squeeze()
+
+    return descended(model, folder, loss_of)
+
+
+def descended(model: Any, folder: Path, loss_of: Any) -> list[float]:
+    """The losses of `STEPS` steps over all pairs."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    found = []
+    for _ in range(STEPS):
+        loss = torch.stack([loss_of(*pair) for pair in tokens_of(folder)]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3@cpu"])
+def test_dpo_on_two_ranks_is_the_paper_on_one(folder: Path, tmp_path: Path, plan: str) -> None:
+    objective = {"name": "dpo", "beta": BETA, "label_smoothing": 0.1 if plan == "zero2" else 0.0}
+    values = values_of(folder, tmp_path, objective, plan={"name": plan})
+    train(values)
+    expected = plain_dpo(folder, objective["label_smoothing"])
+    assert losses(tmp_path) == pytest.approx(expected, rel=2e-6)
+    assert expected[-1] < expected[0]
+    given = lines(tmp_path, "train")[-1]["tokens"]
+    assert given == STEPS * sum(len(one) + len(other) - 2 * prompt for one, other, prompt in tokens_of(folder))
+    assert_the_bill_is_kept(tmp_path)
+
+
+def test_a_reward_model_on_two_ranks_is_that_of_transformers_on_one(folder: Path, tmp_path: Path) -> None:
+    train(values_of(folder, tmp_path, {"name": "reward"}, checkpoint={"save_format": "hf"}))
+    expected = plain_reward(folder)
+    assert losses(tmp_path) == pytest.approx(expected, rel=2e-6)
+    assert expected[-1] < expected[0]
+    assert_the_bill_is_kept(tmp_path)
+    exported = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert type(exported) is transformers.LlamaForSequenceClassification
+    scores = [[exported(text[None]).logits.item() for text in pair[:2]] for pair in tokens_of(folder)]
+    assert sum(chosen > rejected for chosen, rejected in scores) > len(scores) / 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dpo", "reward"])
+def test_the_losses_are_those_of_trl(folder: Path, tmp_path: Path, name: str) -> None:
+    trl = pytest.importorskip("trl")
+    import datasets
+
+    train(values_of(folder, tmp_path / "ours", {"name": name, **({"beta": BETA} if name == "dpo" else {})}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer", pad_token="<|im_start|>")
+    settings: dict[str, Any] = {
+        "output_dir": str(tmp_path), "learning_rate": LR, "lr_scheduler_type": "constant", "max_steps": STEPS,
+        "per_device_train_batch_size": 8, "logging_steps": 1, "use_cpu": True, "report_to": [], "bf16": False,
+        "gradient_checkpointing": False, "max_length": None,
+    }  # fmt: skip
+    data = datasets.Dataset.from_list(pairs())
+    if name == "dpo":
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        trainer = trl.DPOTrainer(
+            load(folder / "lm"), load(folder / "lm"), trl.DPOConfig(beta=BETA, **settings),
+            train_dataset=data, processing_class=tokenizer,
+        )  # fmt: skip
+    else:
+        scored = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "scored")
+        scored.config.pad_token_id = tokenizer.pad_token_id
+        trainer = trl.RewardTrainer(
+            scored, trl.RewardConfig(**settings), train_dataset=data, processing_class=tokenizer
+        )
+    trainer.train()
+    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses(tmp_path / "ours") == pytest.approx(theirs, rel=1e-5)
+
+
+def test_adapters_are_compared_with_their_base(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    train(values_of(folder, tmp_path, {"name": "dpo"}, lora={"rank": 2, "target_modules": ["q_proj"]}))
+    found = losses(tmp_path)
+    assert found[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert found[-1] < found[0]
+    assert_the_bill_is_kept(tmp_path)
+
+
+def assert_the_bill_is_kept(out: Path) -> None:
+    (summary,) = lines(out, "summary")
+    for what in ("state_bytes", "transient_bytes", "host_bytes", "traffic_bytes"):
+        assert summary[f"{what}_measured"] == summary[f"{what}_promised"]
+    assert summary["peak_memory_bytes_promised"] > summary["state_bytes_promised"]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_the_planner_bills_what_the_engine_holds(folder: Path, tmp_path: Path, objective: str) -> None:
+    """Nothing beside the one model: the reference of DPO is computed in advance."""
+    config = config_from_dict(values_of(folder, tmp_path, {"name": objective}))
+    planned = {term.name: term.value for term in memory_of(setup_of(config, 2)).near_terms}
+
+    def body(rank: int) -> tuple[int, int]:
+        with open_session(config, Ranks(rank, 2, torch.device("cpu"))) as session:
+            bill = engine_of(session.model).bill
+            return bill.weight_bytes, bill.moments_bytes
+
+    assert run_in_threads(2, body)[0] == (planned["weights"], planned["moments"])
+
+
+def test_a_resumed_run_has_the_reference_that_it_began_with(folder: Path, tmp_path: Path) -> None:
+    """Also of pairs that are read for the first time after it, for more steps than were asked for."""
+    sizes = {"batch": {"global_batch": 2, "micro_batch": 1, "sequence_length": 150}, "checkpoint": {"every": 1}}
+    validation = {"data": {"validation_source": str(folder / "pairs.jsonl")}}
+    whole = values_of(folder, tmp_path / "whole", {"name": "dpo"}, **sizes, **validation)
+    train(whole)
+    parts = whole | {"log": whole["log"] | {"folder": str(tmp_path / "parts")}}
+    elsewhere = parts | {"log": whole["log"] | {"folder": str(tmp_path / "smaller")}}
+    train(elsewhere | {"batch": sizes["batch"] | {"global_batch": 6}, "train": parts["train"] | {"steps": 1}})
+    train(elsewhere)  # its last steps read pairs that so few samples in a step would never have come to
+    train(parts | {"train": parts["train"] | {"steps": 1}})
+    train(parts, stop_after=1)
+    train(parts)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == STEPS
+    measured = [lines(tmp_path / name, "validation")[-1] for name in ("whole", "parts")]
+    assert measured[0]["loss"] == measured[1]["loss"] != pytest.approx(math.log(2))
+    assert 0.0 < measured[0]["accuracy"] <= 1.0
+
+
+def test_a_resumed_run_tells_of_another_objective_and_of_nothing_that_a_checkpoint_could_not_know() -> None:
+    (note,) = resume_notes(
+        config_from_dict({"objective": {"name": "dpo", "beta": 0.2}}), {"objective": {"name": "dpo"}}
+    )
+    assert note == "resume: objective.beta is 0.2 in the configuration, which is used, and 0.1 in the checkpoint"
+    assert resume_notes(config_from_dict({}), {}) == []
+
+
+def test_pairs_of_text_keep_prompt_and_completion_apart(tmp_path: Path) -> None:
+    texts = [("What is it? ", "Two.", "Nothing at all"), ("And then? ", "Three", "Three"), ("Why? ", "", "So.")]
+    records = [dict(zip(("prompt", "chosen", "rejected"), one, strict=True)) for one in texts]
+    write_records(tmp_path / "pairs.jsonl", records)
+    data = {"source": str(tmp_path / "pairs.jsonl"), "cache": str(tmp_path), "validation_fraction": 0}
+    batch = {"sequence_length": 20}
+    found = load_data(config_from_dict({"objective": "dpo", "data": data, "batch": batch}))
+    inputs, targets = (
+        found.train.batch(torch.arange(1).numpy()).inputs,
+        found.train.batch(torch.arange(1).numpy()).targets,
+    )
+    assert len(found.train) == 1
+    assert bytes(inputs[0][:12].tolist()).decode() == "What is it? "
+    learnt = [bytes(row[(row != IGNORED) & (row != 256)].tolist()).decode() for row in targets]
+    assert learnt == ["Two.", "Nothing a"]  # what does not fit is cut
+    assert (targets == 256).sum(dim=1).tolist() == [1, 0]
+    assert "3 preference pairs; 2 of two equal texts or with an empty one left out" in found.notes[0]
+    assert "1 texts cut" in found.notes[0]
+
+
+def test_conversations_without_a_prompt_share_their_beginning(tmp_path: Path) -> None:
+    implicit = [{side: pair["prompt"] + pair[side] for side in ("chosen", "rejected")} for pair in pairs()]
+    written = write_records(tmp_path / "explicit.jsonl", pairs()), write_records(tmp_path / "implicit.jsonl", implicit)
+    data = {"cache": str(tmp_path), "validation_fraction": 0}
+    one, other = (
+        load_data(config_from_dict({"objective": "dpo", "data": data | {"source": str(path)}})) for path in written
+    )
+    for index in range(len(one.train)):
+        ours, theirs = (found.train.batch(torch.tensor([index]).numpy()) for found in (one, other))
+        assert torch.equal(ours.inputs, theirs.inputs)
+        assert torch.equal(ours.targets, theirs.targets)
+
+
+def test_a_pair_is_held_out_or_dropped_as_a_whole(tmp_path: Path) -> None:
+    records = [{"prompt": f"{n}? ", "chosen": "yes", "rejected": "no" * (1 + 9 * (n % 2))} for n in range(20)]
+    write_records(tmp_path / "pairs.jsonl", records)
+    data = {"source": str(tmp_path / "pairs.jsonl"), "cache": str(tmp_path), "too_long": "drop"}
+    settings = {"data": data | {"validation_fraction": 0.3}, "batch": {"sequence_length": 12}}
+    found = load_data(config_from_dict({"objective": "dpo", **settings}))
+    assert found.validation is not None
+    assert len(found.train) + len(found.validation) == 10
+    for dataset in (found.train, found.validation):
+        for index in range(len(dataset)):
+            batch = dataset.batch(torch.tensor([index]).numpy())
+            prompts = [bytes(row.tolist()).split(b"?")[0] for row in batch.inputs.clamp(max=255)]
+            assert prompts[0] == prompts[1]
+            assert batch.samples == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"lacks 'rejected'.*\['chosen', 'prompt'\]"),
+        ({"chosen": "a", "rejected": "b"}, "'chosen' is str, 'rejected' is str, but.*'prompt'"),
+        ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")}, "remove 'prompt'"),
+        ({"chosen": turns("a", "b"), "rejected": turns("x", "c")}, "no message before the completions"),
+        ({"chosen": turns("a", "b"), "rejected": turns("a")}, "no completion after the prompt"),
+        ({"text": "a"}, "lacks 'chosen'.*leave the objective out"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "1 preference pairs.*nothing to prefer"),
+    ],
+)
+def test_records_that_are_no_pairs_are_refused(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    write_records(tmp_path / "pairs.jsonl", [record])
+    data = {"source": str(tmp_path / "pairs.jsonl"), "cache": str(tmp_path)}
+    with pytest.raises(BadInput, match=message):
+        load_data(config_from_dict({"objective": "dpo", "data": data}))
+
+
+def test_text_for_pairs_and_pairs_for_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    write_records(tmp_path / "pairs.jsonl", pairs())
+    for objective, name, message in (("reward", "a.txt", "plain text"), ("next_token", "pairs.jsonl", "objective=dpo")):
+        data = {"source": str(tmp_path / name), "cache": str(tmp_path)}
+        with pytest.raises(BadInput, match=message):
+            load_data(config_from_dict({"objective": objective, "data": data}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"objective": {"name": "dpo"}, "data": {"packing": "whole"}}, "data.packing is 'whole': leave it out"),
+        ({"objective": {"name": "dpo"}, "data": {"loss_on": "all"}}, "data.loss_on is 'all': leave it out"),
+        ({"objective": {"name": "reward", "beta": 0.2}}, "beta without name 'dpo'"),
+        ({"objective": "reward", "checkpoint": {"save_format": "hf"}}, "model.kind to 'huggingface'"),
+        (
+            {
+                "objective": "reward",
+                "lora": {"rank": 4},
+                "model": {"kind": "huggingface", "path": "m", "weights": "pretrained"},
+            },
+            "lora.rank would freeze",
+        ),
+    ],
+)
+def test_settings_of_objectives_that_do_not_fit_together(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        config_from_dict(values)
+
+
+def test_a_model_without_a_score_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
+    with pytest.raises(BadInput, match="'mamba2' it has no model for sequence classification"):
+        build_reward_model(tmp_path, torch.device("meta"))
+
+
+def test_tensors_have_the_names_of_transformers_and_are_known_to_the_planner(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"eos_token_id": 0}))
+    built = build_reward_model(tmp_path, torch.device("meta"))
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**GPT2, num_labels=1)
+        theirs = transformers.AutoModelForSequenceClassification.from_config(config)
+    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (built, theirs)]
+    assert shapes[0] == shapes[1]
+    assert with_score(model_shape(tmp_path)).numel == sum(p.numel() for p in built.parameters())
+
+
+def test_smoothing_is_the_expectation_over_flipped_pairs() -> None:
+    from terrazzo.config import ObjectiveConfig
+    from terrazzo.train.losses import pair_losses
+
+    margins = torch.tensor([-2.0, 0.0, 3.0])
+    plain, flipped = F.softplus(-margins), F.softplus(margins)
+    found = pair_losses(ObjectiveConfig(name="dpo", label_smoothing=0.2), margins)
+    torch.testing.assert_close(found, 0.8 * plain + 0.2 * flipped)
+
+
+def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    folders = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", "launch.ignore_planner=true"]
+    for objective in ("dpo", "reward"):
+        config = load_config(
+            "examples/dpo.yaml", [*folders, f"objective.name={objective}", "train.steps=2", "schedule.warmup_steps=1"]
+        )
+        check(config, 2)
+        train(config.model_dump(mode="json"))
+        assert len(lines(tmp_path / "run", "validation")) == 2
