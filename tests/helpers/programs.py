@@ -53,6 +53,10 @@ class Program:
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def poll(self) -> int | None:
+        """As `wait` returns, or None while it runs."""
+        return self._process.exitcode
+
     def wait(self, timeout_s: float) -> int:
         """The exit code, negative for a signal. Raises `subprocess.TimeoutExpired`, with the program killed."""
         self._process.join(timeout_s)
