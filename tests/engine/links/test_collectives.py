@@ -59,9 +59,7 @@ def check_reduce_scatter(along: Collectives, chunk: int, wire: torch.dtype, dtyp
     assert torch.equal(found, everyone.view(world, chunk)[rank])
 
 
-def check_all_reduce(
-    along: Collectives, chunk: int, wire: torch.dtype, dtype: torch.dtype, denominator: float
-) -> None:
+def check_all_reduce(along: Collectives, chunk: int, wire: torch.dtype, dtype: torch.dtype, denominator: float) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     found = Transfer(along.all_reduce(values(rank, world * chunk, wire), dtype, denominator)).finish()
     everyone = sum_in_rank_order([values(r, world * chunk, wire) for r in range(world)], dtype) / denominator
