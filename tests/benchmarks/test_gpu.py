@@ -63,10 +63,10 @@ def test_a_step_is_timed_without_what_comes_before_it() -> None:
 
 def test_room_is_refused_before_anything_is_allocated() -> None:
     large, small = FULL.sharded["8B"], FULL.sharded["1B"]
-    needs = [needed_bytes(Setup("terrazzo", large, "cpu", world)) for world in (1, 8, 64)]
+    needs = [needed_bytes(Setup("terrazzo", large, "cpu", world)) for world in (1, 64)]
     assert needs == sorted(needs, reverse=True)
     assert needs[0] > 16 * large.numel  # a master weight, two moments and a gradient in fp32
-    assert needs[1] > needed_bytes(Setup("terrazzo", small, "cpu", 8))
+    assert needs[1] > needed_bytes(Setup("terrazzo", small, "cpu", 64))
     with pytest.raises(NoRoom, match=r"needs about \d+ GiB, 20 GiB are free"):
         check_room(Setup("terrazzo", large, "cpu", 8), 20 * 2**30)
     check_room(Setup("terrazzo", TINY.alone, "cpu"), 2**30)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.host import OWN, PEER, Effort, FakeTime, Step, Turn, measure, ratio, table, targets, units_of
 from tests.helpers.fake import fake_group
 
-EFFORT = Effort(rounds=((8, 1),), steps=2, warmup=1, models=("small",))
+EFFORT = Effort(rounds=((8, 1),), steps=2, warmup=1, models=("decoder",))
 
 
 def _turn(plain_s: list[float], sharded_s: list[float]) -> Turn:

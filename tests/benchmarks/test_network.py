@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from benchmarks import network
+from benchmarks import namespaces, network
 from benchmarks.models import Block, Decoder, Shape
 from benchmarks.namespaces import Impossible, run_ranks, two_nodes
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.place import Plan
+from tests.helpers import programs
 from tests.helpers.fake import fake_group
 
 AXES = {"dp_shard": 2, "dp_replicate": 2}
@@ -126,9 +130,38 @@ def test_a_failing_rank_ends_the_others_and_leaves_no_namespace() -> None:
     assert _namespaces() == []
 
 
+class Inside(programs.Program):
+    """`subprocess.Popen` of `ip netns exec NODE python -m MODULE ...`, as a fork that enters the node: it has torch."""
+
+    def __init__(self, words: list[str], *, cwd: Path, env: dict[str, str], stdout: Any, **options: Any) -> None:
+        *_, node, _, _, module = words[:7]
+        super().__init__("-c", ENTER, node, stdout.name, module, *words[7:], cwd=cwd, env=env)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        self.close()
+        return super().wait(timeout_s)
+
+
+ENTER = """
+import ctypes, os, runpy, sys
+_, node, log, module, *arguments = sys.argv
+with open(log, "ab") as file, open(f"/run/netns/{node}") as space:
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    assert ctypes.CDLL(None).setns(space.fileno(), 0) == 0
+sys.argv = [module, *arguments]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.processes
 @pytest.mark.filterwarnings(DENSE)
-def test_what_crosses_a_real_link_is_what_was_promised() -> None:
+def test_what_crosses_a_real_link_is_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "subprocess", SimpleNamespace(Popen=Inside, run=subprocess.run))
     contenders = ("zero3", "hybrid_shard", "FSDP2, HSDP")
     record = network.measure(network.Setup(Shape(2, 256, 64, 16), turns=1, contenders=contenders, limit_s=90))
     if not record["possible"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,16 @@ from benchmarks.rank import Steps
 from benchmarks.report import table
 from benchmarks.targets import TARGETS, of_floor
 from benchmarks.targets import table as targets_table
+from tests.helpers import programs
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "cpu" / "record.json"
 EFFORT = Effort(rounds=1, steps=2, warmup=1, ranks=2)
+
+
+def forked(words: list[str], *, env: dict[str, str], **options: Any) -> Any:
+    """What `subprocess.run` would return of this Python program, which has torch already."""
+    return programs.run(*words[1:], env=env)
 
 
 def _outcome(contender: str, group: int, rounds: list[tuple[list[float], list[float]]], **more: Any) -> Outcome:
@@ -92,7 +99,8 @@ def test_every_case_describes_itself(case: str) -> None:
 @pytest.mark.processes
 def test_plans_and_peers_take_turns_and_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     import_s = compare.import_s
-    monkeypatch.setattr(compare, "import_s", lambda library: import_s("terrazzo"))  # one interpreter for all
+    monkeypatch.setattr(compare, "import_s", lambda library: import_s("terrazzo"))  # one program for all
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=forked))
     outcomes = take_turns("tiny", ["alone", "fsdp2", "terrazzo-zero3"], EFFORT)
     assert [len(outcome.losses()) for outcome in outcomes] == [4] * 3
     assert disagreements(outcomes, 1e-5) == []

@@ -34,6 +34,14 @@ def build(plan: str, precision: str) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks under zero1."""
+    where = tmp_path_factory.mktemp("saved") / "saved"
+    run_in_threads(4, lambda rank: checkpoint.save(where, *build("zero1", "bf16"), {}))
+    return where
+
+
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Bytes that each rank has read from a checkpoint's files."""
@@ -77,7 +85,7 @@ def test_a_rank_reads_its_own_ranges_once(
     ranks: int,
     edges: int,
     caches: str,
-    tmp_path: Path,
+    saved: Path,
     read: Counter[int],
     hashed: Counter[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -91,15 +99,13 @@ def test_a_rank_reads_its_own_ranges_once(
     if caches != "one":
         own: Callable[[LocalFolder], Any] = lambda _: [dist.get_rank()] if caches == "each its own" else None  # noqa: E731
         monkeypatch.setattr(LocalFolder, "cache", own)
-    where = tmp_path / "saved"
-    run_in_threads(4, lambda rank: checkpoint.save(where, *build("zero1", "bf16"), {}))
 
     def loaded(rank: int) -> None:
         model, optimizer = build(plan, precision)
         dist.barrier()
         read.pop(rank, None)
         hashed.pop(rank, None)
-        checkpoint.load(where, model, optimizer)
+        checkpoint.load(saved, model, optimizer)
 
     run_in_threads(ranks, loaded)
     checked = needed = 12 * NUMEL / ranks  # masters and two moments in fp32

@@ -20,6 +20,7 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import local
 from terrazzo.errors import BadInput, SaveFailed
 from tests.engine.toys import Net, adamw, batch, loss_of
+from tests.helpers import programs
 from tests.helpers.processes import Pool
 from tests.helpers.programs import Program
 
@@ -177,8 +178,7 @@ os.kill(saver._writer.pid, signal.SIGSTOP)
 saver._writer._process.kill, saver._patience_s = lambda: None, 0.5
 """
     begun, ended = PROGRAM.split("saver.save")
-    command = [sys.executable, "-c", f"{begun}{held}saver.save{ended}", str(tmp_path), "ends"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = programs.run("-c", f"{begun}{held}saver.save{ended}", str(tmp_path), "ends", timeout_s=50)
     assert "made no progress" in done.stderr
     assert checkpoint.complete_checkpoints(tmp_path) == [f"{tmp_path}/step-00000000"]
 

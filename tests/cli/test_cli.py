@@ -96,13 +96,8 @@ def test_a_misspelt_key_under_torchrun_is_one_paragraph_of_one_rank(tmp_path: Pa
     path = tmp_path / "a.yaml"
     path.write_text("trian: {steps: 3}\n")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "terrazzo", "train", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
-    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = programs.run(*launcher, "-m", "terrazzo", "train", str(path), env=environment, timeout_s=120)
     assert done.returncode
     assert len(re.findall(r"^\[rank \d\] .*unknown key 'trian'", done.stderr, re.MULTILINE)) == 1
     assert done.stderr.count("unknown key 'trian'") == 2  # and in torchrun's own report

@@ -36,6 +36,8 @@ class Case:
     Attributes:
         precision: the preset that the reference follows.
         dtypes: what the engine is given instead of that preset.
+        steps: the first finds the order of units, the second follows it, the third begins as all others do. Where
+            parameters come and go with every step, a fourth has one come back.
         tiers: of states that do not rest on the device, as (state, tier).
     """
 
@@ -50,7 +52,7 @@ class Case:
     checkpointing: str = "none"
     compiled: bool = False
     denominator: float | None = None
-    steps: int = 5
+    steps: int = 3
     tiers: tuple[tuple[str, str], ...] = ()
     offload: tz.Offload | None = None
 
@@ -261,8 +263,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"variant": "tied"},
     "frozen": {"variant": "frozen"},
-    "unused": {"variant": "unused"},
-    "unused_and_reordered": {"variant": "reordered", "micro_batches": 2},
+    "unused": {"variant": "unused", "steps": 4},
+    "unused_and_reordered": {"variant": "reordered", "micro_batches": 2, "steps": 4},
     "accumulating": {"micro_batches": 3},
     "accumulating_locally": {"micro_batches": 3, "local": True},
     "checkpointed": {"checkpointing": "full", "variant": "frozen"},

@@ -58,7 +58,7 @@ class Recipe:
     variant: str = "plain"
     precision: str = "fp32"
     micro_batches: int = 1
-    steps: int = 5
+    steps: int = 3
     denominator: float | None = None
 
 

@@ -76,7 +76,7 @@ def in_groups(model: nn.Module, name: str) -> Optimizer:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_bitwise_itself_on_whole_parameters(name: str, plan: str) -> None:
     # torch's fused SGD cannot start the momentum of a parameter that gets its first gradient after others have
-    case = Case(plan, 3, variant="tied" if name == "SGD fused" else "unused")
+    case = Case(plan, 3, variant="tied" if name == "SGD fused" else "unused", steps=4)
     expected = on_whole_parameters(name, case.recipe)
     assert_parity(case, run_on_threads(case, make_optimizer=lambda model: in_groups(model, name)), expected)
 
@@ -100,7 +100,7 @@ def warm_up(optimizer: Optimizer) -> LRScheduler:
 @pytest.mark.parametrize("built", ["before", "after"])
 @pytest.mark.parametrize("plan", ["zero3", "zero1"])
 def test_schedulers_drive_the_same_groups(plan: str, built: str, schedule: Callable[[Optimizer], LRScheduler]) -> None:
-    case = Case(plan, 2)
+    case = Case(plan, 2, steps=4)
     trainer = Trainer(case.recipe, lambda model: in_groups(model, "AdamW"))
     alone = schedule(trainer.optimizer)
     expected = []

@@ -49,7 +49,7 @@ def train(case: Case) -> Any:
 @pytest.mark.parametrize("variant", ["tied", "unused"])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_fp32_is_bitwise_the_single_process(two_processes: Pool, case: Case, variant: str) -> None:
-    case = replace(case, variant=variant, micro_batches=2)
+    case = replace(case, variant=variant, micro_batches=2, steps=4)
     assert_parity(case, two_processes.run(train, case), reference(case.recipe))
 
 
@@ -100,7 +100,7 @@ def losses_of_ddp(two_processes: Pool) -> Callable[[Case], torch.Tensor]:
 def test_losses_are_ddps(
     two_processes: Pool, losses_of_ddp: Callable[[Case], torch.Tensor], case: Case, trained: tuple[str, int]
 ) -> None:
-    case = replace(case, variant=trained[0], micro_batches=trained[1], steps=8)
+    case = replace(case, variant=trained[0], micro_batches=trained[1], steps=5)
     wanted = losses_of_ddp(case)
     traces = [traces for traces, _ in two_processes.run(train, case)]
     found = torch.tensor([[trace.losses for trace in ranks] for ranks in traces], dtype=torch.float64)
@@ -147,7 +147,7 @@ def train_late(case: Case, points: tuple[str, ...]) -> Any:
 @pytest.mark.parametrize("points", [*((point,) for point in POINTS), tuple(POINTS)], ids=" + ".join)
 @pytest.mark.parametrize("plan", ["zero3", "shard_grad_op"])
 def test_delays_change_no_bit(two_processes: Pool, plan: str, points: tuple[str, ...]) -> None:
-    case = Case(plan, 2, variant="unused", micro_batches=2)
+    case = Case(plan, 2, variant="unused", micro_batches=2, steps=4)
     assert_parity(case, two_processes.run(train_late, case, points), reference(case.recipe))
 
 

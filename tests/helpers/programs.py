@@ -8,6 +8,7 @@ interpreter does first and last is not as in a fresh one: tests of that use `sub
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing as mp
 import os
 import runpy
@@ -17,14 +18,15 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch.distributed as dist
 
+from terrazzo.train.launch.telling import REPORT
 from tests.helpers.forkserver import spawning_by_fork
 
 __all__ = ["Program", "on_ranks", "run"]
@@ -52,6 +54,10 @@ class Program:
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        """As `wait` returns, or None while it runs."""
+        return self._process.exitcode
 
     def wait(self, timeout_s: float) -> int:
         """The exit code, negative for a signal. Raises `subprocess.TimeoutExpired`, with the program killed."""
@@ -112,19 +118,66 @@ def _main(words: tuple[str, ...], folder: str, environment: dict[str, str], out:
         pipe.close()
     mp.current_process().daemon = False  # it ends with the test's process, and may start others
     mp.set_start_method(None, force=True)  # the default
+    subprocess.Popen = Popen  # type: ignore[misc]
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    _run(list(words))
+
+
+def _run(words: list[str]) -> None:
+    """As the interpreter runs its command line, and ends. Raises: `SystemExit`."""
     try:
-        _execute(list(words))
+        _execute(words)
     except SystemExit:
         raise
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        kind, error, trace = sys.exc_info()
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:  # the interpreter has no frames
+            trace = trace.tb_next
+        sys.excepthook(kind, error, trace)  # type: ignore[arg-type]
         sys.exit(1)
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+
+
+class Popen(subprocess.Popen[Any]):
+    """In a program: the ranks that Terrazzo's launcher starts are forks, too."""
+
+    def __init__(self, args: Any, *, env: Mapping[str, str] | None = None, **options: Any) -> None:
+        if env is not None and REPORT in env:
+            options["preexec_fn"] = functools.partial(_become, args[1:], env, options.get("pass_fds", ()))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        super().__init__(args, env=env, **options)
+
+
+def _become(words: list[str], environment: Mapping[str, str], kept: Collection[int]) -> None:
+    """In the place of `exec`: run what stands behind `python` with modules of the package of its own, and end."""
+    os.environ.clear()
+    os.environ.update(environment)
+    last = 3
+    for descriptor in sorted(kept):
+        os.closerange(last, descriptor)
+        last = descriptor + 1
+    os.closerange(last, os.sysconf("SC_OPEN_MAX"))
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "terrazzo"]:
+        del sys.modules[name]
+    code = 1
+    try:
+        _run(words)
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code & 0xFF)
 
 
 def _execute(words: list[str]) -> None:

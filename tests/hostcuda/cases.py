@@ -23,7 +23,7 @@ from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from terrazzo.engine.links.transfer import Handle, Transfer
 from terrazzo.engine.process.device import Stream
 from terrazzo.engine.process.worker import Worker
-from tests.helpers.cover import cover
+from tests.helpers.cover import cover, places
 
 TOLERANCES = {"fp32": (2.0**-20, 2.0**-20), "fp16": (2.0**-6, 2.0**-10), "bf16": (2.0**-5, 2.0**-6)}
 """For weights and for losses, of the largest of them. The host sums gradients in fp32. NCCL sums them in the dtype
@@ -103,7 +103,14 @@ def chosen(count: int = 500, **fixed: Any) -> list[Case]:
     axes = AXES | {axis: (value,) for axis, value in fixed.items()}
     drawn = [Case(**{axis: chance.choice(values) for axis, values in axes.items()}) for _ in range(count)]
     allowed = [case for case in drawn if case.allowed]
-    return [allowed[index] for index in cover([{axis: getattr(case, axis) for axis in AXES} for case in allowed])]
+    return [allowed[index] for index in cover([_axes(case) for case in allowed])]
+
+
+def _axes(case: Case) -> dict[str, object]:
+    """What a case is for a cover: which axes its states are split over, on which tiers they are, and all else of it."""
+    split, moved = places(case.stage), tz.Plan.named(case.stage + case.tier)
+    tiers = {f"{state} tier": getattr(moved, state).tier for state in split}
+    return {**split, **tiers, **{axis: getattr(case, axis) for axis in AXES if axis not in ("stage", "tier")}}
 
 
 @dataclass

@@ -26,7 +26,14 @@ def run(name: str) -> dict[str, float]:
         memory.end()
 
 
-@pytest.mark.parametrize("name", ["training", "collectives", "offload", "sanitizer", "syncs", "memory", "compiled"])
+# Long: the sanitizer looks on real devices alone, compiled units are an axis of `test_engine`.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("training", "collectives", "offload", "syncs", "memory"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("sanitizer", "compiled")),
+    ],
+)
 def test_one_rank_passes(name: str, one_rank: Ranks) -> None:
     (numbers,) = one_rank.run(run, name, timeout_s=170)
     assert all(value <= checks.CLOSE for number, value in numbers.items() if "apart" in number)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("plan", ["zero3", "zero2", "zero3@cpu"])
 def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_ranks: Ranks) -> None:

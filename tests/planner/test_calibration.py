@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +42,7 @@ from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.calibrate import calibrate, record_of
 from terrazzo.train.promise.planned import planned
 from terrazzo.train.promise.trial import Trial
+from tests.helpers import programs
 
 HOST = Device("a host", kind="cpu", memory_bytes=2**33, per_node=1)
 SETUP = Setup(
@@ -330,8 +334,15 @@ def test_steps_on_a_device_with_figures_give_a_pace(
         assert time.step_s == pytest.approx(times[0], rel=0.01)
 
 
+def forked(words: list[str], *, env: dict[str, str], **options: Any) -> Any:
+    """What `subprocess.run` would return of this tethered program, which has torch already."""
+    return programs.run(*words[3:], env=env)
+
+
 @pytest.mark.processes
 def test_real_steps_make_predictions_that_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = SimpleNamespace(run=forked, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(sys.modules[calibrate.__module__], "subprocess", seen)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = tmp_path / "text.txt"
     text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(3000)))

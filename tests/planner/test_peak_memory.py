@@ -25,9 +25,9 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")
 
 
 def config(plan: str, precision: str = "fp32", **options: Any) -> dict[str, Any]:
-    """A decoder of six layers; by default its activations are small beside its states."""
+    """A decoder of four layers; by default its activations are small beside its states."""
     found = {"dim": 96, "sequence": 48, "micro": 1, "batch": 2, "checkpointing": "none", "replicas": 1, **options}
-    model = {"dim": found["dim"], "layers": 6, "heads": 4, "vocab_size": 700, "tie_embeddings": found.get("tied", True)}
+    model = {"dim": found["dim"], "layers": 4, "heads": 4, "vocab_size": 700, "tie_embeddings": found.get("tied", True)}
     return {
         "model": model,
         "plan": {"name": plan, "mesh": {"dp_replicate": found["replicas"]}},

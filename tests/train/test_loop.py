@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -79,7 +77,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> N
     assert metrics(tmp_path, "validation") == validation
 
 
-def one_rank_of(launcher: subprocess.Popen[str]) -> int:
+def one_rank_of(launcher: programs.Program) -> int:
     """The last rank that `launcher` started; the launcher itself, which tells them all, where there is no /proc."""
     lists = Path(f"/proc/{launcher.pid}/task").glob("*/children")
     return max((int(pid) for children in lists for pid in children.read_text().split()), default=launcher.pid)
@@ -88,18 +86,17 @@ def one_rank_of(launcher: subprocess.Popen[str]) -> int:
 @pytest.mark.processes
 def test_sigterm_to_one_rank_saves_the_same_step_on_all_and_has_its_own_exit_code(tmp_path: Path) -> None:
     words = command(tmp_path, "train.steps=100000", "checkpoint.every=null", "schedule.name=constant")
-    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment()) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if re.match(r" +\d+ +\d+\.\d{4}", line):
-                break
-        start = time.monotonic()
-        os.kill(one_rank_of(process), signal.SIGTERM)
-        rest = process.stdout.read()
-        assert process.wait(60) == 75
-        assert time.monotonic() - start < 30
-    assert "stopped   step" in rest
-    assert re.search(r"\ncontinue  .* schedule\.name=constant\n$", rest, re.DOTALL)
+    program = programs.Program(*words, env=environment())
+    for line in program.stdout:
+        if re.match(r" +\d+ +\d+\.\d{4}", line):
+            break
+    start = time.monotonic()
+    os.kill(one_rank_of(program), signal.SIGTERM)
+    done = program.communicate(60)
+    assert done.returncode == 75, done.stderr
+    assert time.monotonic() - start < 30
+    assert "stopped   step" in done.stdout
+    assert re.search(r"\ncontinue  .* schedule\.name=constant\n$", done.stdout, re.DOTALL)
     saved = list((tmp_path / "run" / "checkpoints").iterdir())
     assert len(saved) == 1
     assert json.loads((saved[0] / "manifest.json").read_text())["step"] == metrics(tmp_path, "train")[-1]["step"]

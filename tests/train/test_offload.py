@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
 from terrazzo.train.promise.summary import bytes_line, summary_lines
 from terrazzo.train.session import open_session
+from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
 GIB = 2**30
@@ -472,16 +472,21 @@ LIMIT_BYTES = 560 << 20
 IN_MEMORY = ("plan=zero3", "offload.grad=device")
 
 
+TRAIN_UNDER_A_LIMIT = """
+import resource, runpy, sys
+limit_bytes = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+runpy.run_module("terrazzo", run_name="__main__", alter_sys=True)
+"""
+
+
 def under_a_limit(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     text, path = folder / "text.txt", folder / "config.yaml"
     text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(600)))
     path.write_text(LIMITED.replace("SOURCE", str(text)).replace("FOLDER", str(folder)))
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "terrazzo", "train", str(path), *overrides],
-        env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=170,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES)),
-    )  # fmt: skip
+    words = ("-c", TRAIN_UNDER_A_LIMIT, str(LIMIT_BYTES), "train", str(path), *overrides)
+    return programs.run(*words, env={**kept, "OMP_NUM_THREADS": "1"}, timeout_s=170)
 
 
 @pytest.mark.processes

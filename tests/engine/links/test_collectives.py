@@ -42,40 +42,41 @@ def sum_in_rank_order(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     return total
 
 
-def check_all_gather(chunk: int, dtype: torch.dtype) -> None:
+def check_all_gather(along: Collectives, chunk: int, dtype: torch.dtype) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     full = torch.full((world * chunk,), 99).to(dtype)
     full.view(world, chunk)[rank].copy_(values(rank, chunk, dtype))
-    found = Transfer(along_world().all_gather(full)).finish()
+    found = Transfer(along.all_gather(full)).finish()
     assert found.data_ptr() == full.data_ptr()
     assert torch.equal(found, torch.cat([values(r, chunk, dtype) for r in range(world)]))
 
 
-def check_reduce_scatter(chunk: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+def check_reduce_scatter(along: Collectives, chunk: int, wire: torch.dtype, dtype: torch.dtype) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    found = Transfer(along_world().reduce_scatter(values(rank, world * chunk, wire), dtype)).finish()
+    found = Transfer(along.reduce_scatter(values(rank, world * chunk, wire), dtype)).finish()
     everyone = sum_in_rank_order([values(r, world * chunk, wire) for r in range(world)], dtype)
     assert found.dtype == dtype
     assert torch.equal(found, everyone.view(world, chunk)[rank])
 
 
-def check_all_reduce(chunk: int, wire: torch.dtype, dtype: torch.dtype, denominator: float) -> None:
+def check_all_reduce(along: Collectives, chunk: int, wire: torch.dtype, dtype: torch.dtype, denominator: float) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    found = Transfer(along_world().all_reduce(values(rank, world * chunk, wire), dtype, denominator)).finish()
+    found = Transfer(along.all_reduce(values(rank, world * chunk, wire), dtype, denominator)).finish()
     everyone = sum_in_rank_order([values(r, world * chunk, wire) for r in range(world)], dtype) / denominator
     assert found.dtype == dtype
     assert torch.equal(found, everyone.to(wire).to(dtype))
 
 
 def check_everything() -> bool:
+    along = along_world()
     for chunk in SIZES:
         for dtype in DTYPES:
-            check_all_gather(chunk, dtype)
+            check_all_gather(along, chunk, dtype)
         for wire in (torch.float32, torch.bfloat16, torch.float16):
-            check_reduce_scatter(chunk, wire, torch.float32)
-            check_reduce_scatter(chunk, wire, wire)
-            check_all_reduce(chunk, wire, torch.float32, 1)
-            check_all_reduce(chunk, wire, torch.float32, 3)
+            check_reduce_scatter(along, chunk, wire, torch.float32)
+            check_reduce_scatter(along, chunk, wire, wire)
+            check_all_reduce(along, chunk, wire, torch.float32, 1)
+            check_all_reduce(along, chunk, wire, torch.float32, 3)
     return True
 
 
@@ -98,9 +99,9 @@ def test_a_backend_whose_order_of_sums_is_unknown_is_refused(monkeypatch: pytest
 
 def test_at_128_ranks() -> None:
     def body(rank: int) -> None:
-        for chunk in (1, 17):
-            check_all_gather(chunk, torch.float32)
-            check_reduce_scatter(chunk, torch.float32, torch.float32)
+        along = along_world()
+        check_all_gather(along, 17, torch.float32)
+        check_reduce_scatter(along, 17, torch.float32, torch.float32)
 
     on_ranks(128, body)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +28,7 @@ from tests.engine.links.test_collectives import (
     check_everything,
     check_reduce_scatter,
 )
+from tests.helpers import programs
 from tests.helpers.processes import Pool, RankFailed
 
 MORE_THAN_A_BLOCK = (1 << 20) // 4 + 63
@@ -51,11 +50,12 @@ def on_machine_of_its_own(rank: int) -> int:
 
 
 def check_large_and_small() -> None:
+    along = along_world()
     for chunk in (1, 17, MORE_THAN_A_BLOCK):
-        check_all_gather(chunk, torch.bfloat16)
-        check_reduce_scatter(chunk, torch.float32, torch.float32)
-        check_reduce_scatter(chunk, torch.bfloat16, torch.float32)
-        check_all_reduce(chunk, torch.float32, torch.float32, 3)
+        check_all_gather(along, chunk, torch.bfloat16)
+        check_reduce_scatter(along, chunk, torch.float32, torch.float32)
+        check_reduce_scatter(along, chunk, torch.bfloat16, torch.float32)
+        check_all_reduce(along, chunk, torch.float32, torch.float32, 3)
 
 
 def mixed_machines() -> tuple[set[int], int]:
@@ -105,21 +105,20 @@ def test_one_axis_may_span_near_and_far_ranks() -> None:
 
 def test_reads_another_process() -> None:
     code = (
-        "import sys, torch; from terrazzo.engine.links import peers; peers._permission.hold();"
-        "t = torch.arange(100_000); print(t.data_ptr(), flush=True); sys.stdin.read()"
+        "import time, torch; from terrazzo.engine.links import peers; peers._permission.hold();"
+        "t = torch.arange(100_000); print(t.data_ptr(), flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as child:
-        assert child.stdout is not None
-        memory = Memory(child.pid, int(child.stdout.readline()))
-        found = memory.read(8 * 1000, torch.zeros(50_000, dtype=torch.int64))
-        assert torch.equal(found, torch.arange(1000, 51_000))
-        assert memory.read(0, torch.zeros(0)).numel() == 0
-        child.kill()
-        child.wait()
-        with pytest.raises(
-            ConnectionError, match="memory of another process cannot be read: No such process; it has ended"
-        ):
-            memory.read(0, torch.zeros(1))
+    child = programs.Program("-c", code)
+    memory = Memory(child.pid, int(child.stdout.readline()))
+    found = memory.read(8 * 1000, torch.zeros(50_000, dtype=torch.int64))
+    assert torch.equal(found, torch.arange(1000, 51_000))
+    assert memory.read(0, torch.zeros(0)).numel() == 0
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    with pytest.raises(
+        ConnectionError, match="memory of another process cannot be read: No such process; it has ended"
+    ):
+        memory.read(0, torch.zeros(1))
     with pytest.raises(ConnectionError, match="Bad address"):
         Memory(os.getpid(), 16).read(0, torch.zeros(1))
 

@@ -121,7 +121,7 @@ def test_features(case: Case, tiers: str, feature: str, tmp_path: Path) -> None:
 def test_shards_of_several_cells_and_gradients_that_come_and_go(
     case: Case, tiers: str, mode: str, tmp_path: Path
 ) -> None:
-    check(on_tiers(replace(case, variant="wide", steps=6), tiers, tmp_path, mode))
+    check(on_tiers(replace(case, variant="wide", steps=4), tiers, tmp_path, mode))
 
 
 @pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
@@ -146,7 +146,7 @@ def test_many_steps(case: Case, tiers: str, mode: str, steps: int, tmp_path: Pat
 
 @pytest.mark.parametrize("settings", [{"digest": True}, {"depth": 1}, {"block_mib": 4}, {"threads": 1}, {"depth": 32}])
 def test_settings_change_no_bit(settings: dict[str, Any], tmp_path: Path) -> None:
-    check(on_tiers(Case("zero3", 2, variant="wide"), "all on nvme", tmp_path, **settings))
+    check(on_tiers(Case("zero3", 2, variant="wide", steps=4), "all on nvme", tmp_path, **settings))
 
 
 @pytest.mark.filterwarnings("ignore:.*refuses O_DIRECT")
@@ -154,7 +154,7 @@ def test_several_folders_past_the_page_cache(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
-    case = on_tiers(Case("zero3", 2, variant="wide"), "all on nvme", direct=True)
+    case = on_tiers(Case("zero3", 2, variant="wide", steps=4), "all on nvme", direct=True)
     assert case.offload is not None
     check(replace(case, offload=replace(case.offload, path=tuple(folders))))
 
@@ -211,6 +211,7 @@ def test_a_rate_that_changes_right_after_the_step(
     case: Case, tiers: str, schedule: Callable[[Optimizer], LRScheduler], tmp_path: Path, monkeypatch: Any
 ) -> None:
     """No update away from the device begins before the scheduler has changed the rates for the next one."""
+    case = replace(case, steps=4)
     trainer = Trainer(case.recipe, lambda model: in_groups(model, "AdamW fused"), padded=True)
     alone, wanted = schedule(trainer.optimizer), []
     for _ in range(case.steps):
@@ -382,7 +383,7 @@ def test_an_infinity_on_one_rank_skips_the_step(case: Case, tiers: str, mode: st
 
     def spoil(model: nn.Module) -> None:
         grad = model.get_parameter("head.weight").grad
-        if trainer.steps_done == 2 and grad is not None:
+        if trainer.steps_done == 1 and grad is not None:
             grad[0, 0] = float("inf")
 
     trainer.after_backward = spoil
@@ -393,7 +394,7 @@ def test_an_infinity_on_one_rank_skips_the_step(case: Case, tiers: str, mode: st
         runner = Runner(on_tiers(case, tiers, tmp_path, mode), rank, fused)
 
         def blow_up(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            if rank == 1 and runner.steps_done == 2:
+            if rank == 1 and runner.steps_done == 1:
                 output.register_hook(lambda grad: grad * float("inf"))
 
         runner.model.head.register_forward_hook(blow_up)
@@ -435,7 +436,7 @@ def test_delays_change_no_bit(case: Case, tiers: str, tmp_path: Path, monkeypatc
 
     for owner, name in ((twin, "unhooked_step"), (SwapFile, "read"), (SwapFile, "write")):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
-    check(on_tiers(replace(case, variant="wide"), tiers, tmp_path, MODES[len(tiers) % 3]))
+    check(on_tiers(replace(case, variant="wide", steps=4), tiers, tmp_path, MODES[len(tiers) % 3]))
 
 
 @pytest.mark.parametrize("tiers", ["nvme", "all on nvme"])
