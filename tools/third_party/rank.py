@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 __all__ = ["Ended", "run"]
 
@@ -28,7 +29,7 @@ class Ended:
 
     Attributes:
         losses: of each `backward`, in order.
-        error: its class and message; None if the script came to its end, "killed" if it was killed or ran too long.
+        error: its class and message; None if the script came to its end, "killed" if it ran for too long.
     """
 
     losses: list[float]
@@ -42,21 +43,15 @@ def run(command: list[str], ranks: int, folder: Path, environment: Mapping[str, 
         environment: beside torchrun's variables, which are set.
         limit_s: after which ranks are killed.
     """
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
-    shared |= {"MASTER_PORT": str(_free_port()), **environment}
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one for its ranks
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **environment}
     started = [
         _forked(lambda rank=rank: _rank(command, folder, rank, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}))  # type: ignore[misc]
         for rank in range(ranks)
     ]
-    _wait(started, limit_s)
-    return [_ended(folder / f"rank{rank}.json") for rank in range(ranks)]
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        port: int = listening.getsockname()[1]
-    return port
+    codes = _wait(started, limit_s)
+    return [_ended(folder / f"rank{rank}.json", code) for rank, code in enumerate(codes)]
 
 
 def _forked(work: Callable[[], None]) -> int:
@@ -72,24 +67,26 @@ def _forked(work: Callable[[], None]) -> int:
     raise AssertionError
 
 
-def _wait(pids: list[int], limit_s: float) -> None:
-    """Until all have ended. Those that wait for one that is gone, or run for too long, are killed."""
-    deadline, left = time.monotonic() + limit_s, set(pids)
-    while left:
-        for pid in list(left):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                left.discard(pid)
+def _wait(pids: list[int], limit_s: float) -> list[int]:
+    """Until all have ended, with each one's exit code. Who waits for one that is gone, or too long, is killed."""
+    deadline, codes = time.monotonic() + limit_s, dict[int, int]()
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
                 deadline = min(deadline, time.monotonic() + 60.0)  # ranks end together
         if time.monotonic() > deadline:
-            for pid in left:
-                os.killpg(pid, 9)
-                os.waitpid(pid, 0)
-            return
+            for pid in set(pids) - set(codes):
+                os.killpg(pid, signal.SIGKILL)
+                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         time.sleep(0.05)
+    return [codes[pid] for pid in pids]
 
 
-def _ended(path: Path) -> Ended:
-    return Ended(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Ended([], "killed")
+def _ended(path: Path, code: int) -> Ended:
+    if path.exists():
+        return Ended(**json.loads(path.read_text(encoding="utf-8")))
+    return Ended([], "killed" if code == -signal.SIGKILL else f"gone, with exit code {code}")
 
 
 def _rank(command: list[str], folder: Path, rank: int, environment: dict[str, str]) -> None:
