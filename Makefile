@@ -1,4 +1,4 @@
-# make install | demo | test | test-long | mutations | lint | docs | dist | bench | gpu | clean. Needs only Python 3.11+, pip and make.
+# make install | demo | test | test-long | mutations | third-party | lint | docs | dist | bench | gpu | clean. Needs only Python 3.11+, pip and make.
 PYTHON ?= python3
 JOBS ?= 2
 BENCH_ARGS ?=
@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled once, also where the environment says otherwise: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-long mutations lint format docs dist bench gpu clean
+.PHONY: install demo test test-long mutations third-party lint format docs dist bench gpu clean
 
 install: $(TEST)
 
@@ -51,6 +51,11 @@ test-long: install
 # Faults put in on purpose, each of which `make test` must find.
 mutations: install
 	$(BIN)/python -m tools.mutations $(MUTATIONS)
+
+# Scripts of other libraries as they are and on Terrazzo; CHECKOUTS is a folder of checkouts (tools/third_party).
+third-party: install
+	@test -n "$(CHECKOUTS)" || { echo "make third-party CHECKOUTS=folder: with checkouts of tools/third_party/scripts.toml"; exit 2; }
+	$(BIN)/python -m tools.third_party $(CHECKOUTS) $(SCRIPTS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

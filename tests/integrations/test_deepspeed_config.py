@@ -118,6 +118,10 @@ def test_what_the_door_has_not_can_be_named_and_not_used() -> None:
         layer(hidden_size=4)
     with pytest.raises(BadInput, match="pipeline"):
         type("Piped", *_bases(deepspeed.PipelineModule))
+    with pytest.raises(BadInput, match=r"deepspeed\.moe\.kinds is used"):
+        list(deepspeed.moe.kinds)
+    with pytest.raises(BadInput, match=r"deepspeed\.moe\.kinds is used"):
+        deepspeed.moe.kinds["one"]
 
 
 def _bases(base: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -24,7 +24,6 @@ from tests.integrations.trainers import (
     for_accelerate,
     sequences,
     tiny_model,
-    tiny_tokenizer,
 )
 
 pytest.importorskip("transformers")
@@ -198,22 +197,6 @@ def _example(folder: Path, name: str, *words: str) -> list[str]:
 def test_the_example_trains_and_saves(two_processes: Pool, tmp_path: Path) -> None:
     written = two_processes.run(_example, tmp_path, "trainer_script.py", timeout_s=PATIENCE_S)[0]
     assert written == [f"runs/trainer/{name}" for name in ("checkpoint-10", "checkpoint-20", "final")]
-
-
-def _example_with_a_model(folder: Path) -> list[str]:
-    if dist.get_rank() == 0:
-        tiny_model().save_pretrained(folder / "model")
-        tiny_tokenizer().save_pretrained(folder / "model")
-    dist.barrier()
-    return _example(folder, "sft_script.py", str(folder / "model"))
-
-
-def test_the_example_of_sft_trains_and_saves_the_adapter(two_processes: Pool, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    pytest.importorskip("peft")
-    written = two_processes.run(_example_with_a_model, tmp_path, timeout_s=PATIENCE_S)[0]
-    assert written == ["runs/sft/checkpoint-6", "runs/sft/final"]
-    assert (tmp_path / "runs" / "sft" / "final" / "adapter_model.safetensors").is_file()
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ _INSTEAD = {
 
 
 class Absent(ModuleType):
-    """A name that stands for something that is not here. Raises: `BadInput` when it is called or subclassed."""
+    """A name that stands for something that is not here. Raises: `BadInput` when it is called, subclassed or listed."""
 
     __path__: list[str] = []
 
@@ -35,6 +35,12 @@ class Absent(ModuleType):
         return Absent(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def __getitem__(self, key: Any) -> NoReturn:
         self._refuse()
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:

@@ -20,7 +20,7 @@ from terrazzo.engine import DTYPE_NAMES
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import trained_dtypes
 
-__all__ = ["check", "describe"]
+__all__ = ["check", "check_split", "describe"]
 
 _OURS: tuple[str, ...] = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "bf16", "fp16", "torch_compile")
 _OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_steps")
@@ -95,7 +95,23 @@ def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype
         "from_pretrained do: leave deepspeed out and pass terrazzo=TerrazzoArguments(plan='zero3')": any(
             hasattr(each, "ds_id") for each in model.parameters()
         ),
+        "use_transformers_continuous_batching, which turns the weights into another dtype and runs each rank for "
+        "itself: leave it out": getattr(args, "use_transformers_continuous_batching", False),
     }
     if found := [text for text, there in problems.items() if there]:
         raise BadInput(f"Terrazzo's Trainer does not take {'; nor '.join(found)}.")
     return trained_dtypes(model)[0]
+
+
+def check_split(args: transformers.TrainingArguments, plan: str) -> None:
+    """Raises: `BadInput` for arguments, TRL's among them, that cannot be where `plan` splits weights."""
+    problems = {
+        "accelerator_config even_batches=False gives ranks different numbers of batches, and each gathers weights: "
+        "leave it True": not args.accelerator_config.even_batches,
+        "sync_ref_model copies whole weights into the reference model: leave it out": getattr(
+            args, "sync_ref_model", False
+        ),
+        "use_vllm sends whole weights to vLLM: leave it out": getattr(args, "use_vllm", False),
+    }
+    if found := [text for text, there in problems.items() if there]:
+        raise BadInput(f"Plan {plan} splits weights: {'; '.join(found)}, or use zero2.")

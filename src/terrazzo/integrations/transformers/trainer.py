@@ -24,7 +24,7 @@ from terrazzo.exchange import on_first, together
 from terrazzo.integrations.accelerate import Accelerator
 from terrazzo.integrations.saving import save_over, settle
 from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for
-from terrazzo.integrations.transformers.arguments import check, describe
+from terrazzo.integrations.transformers.arguments import check, check_split, describe
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -80,11 +80,8 @@ class TerrazzoTrainerMixin(_Base):
             raise BadInput("save_only_model with state_dict_type SHARDED_STATE_DICT would save nothing: drop one.")
         setup = self.terrazzo.over(setup_for(description, self.args.device, loaded))
         setup = replace(setup, accumulation=1, clip=None)  # the Trainer's own loop does both
-        if setup.plan.weight.axes and not self.args.accelerator_config.even_batches:
-            raise BadInput(
-                f"accelerator_config even_batches=False gives ranks different numbers of batches, and plan "
-                f"{setup.plan.name} gathers weights in each: leave it True, or use zero2."
-            )
+        if setup.plan.weight.axes:
+            check_split(self.args, setup.plan.name)
         return setup
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """TRL's SFTTrainer with LoRA on Terrazzo: a class of two bases, and the plan. Runs on a CPU in seconds:
 
-torchrun --nproc-per-node 2 examples/integrations/sft_script.py MODEL_FOLDER
+python examples/trl/tiny_model.py my-model
+torchrun --nproc-per-node 2 examples/trl/sft.py my-model
 """
 
 import sys
@@ -16,6 +17,8 @@ from terrazzo.integrations.transformers import TerrazzoArguments, TerrazzoTraine
 class MySFTTrainer(TerrazzoTrainerMixin, SFTTrainer):
     """TRL's trainer on Terrazzo."""
 
+    terrazzo = TerrazzoArguments(plan="zero3")
+
 
 args = SFTConfig(
     "runs/sft",
@@ -23,7 +26,7 @@ args = SFTConfig(
     max_steps=6,
     per_device_train_batch_size=2,
     learning_rate=1e-3,
-    logging_steps=2,
+    logging_steps=1,
     save_steps=6,
     max_length=32,
     report_to="none",
@@ -34,7 +37,6 @@ trainer = MySFTTrainer(
     args=args,
     train_dataset=data,
     peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-    terrazzo=TerrazzoArguments(plan="zero3"),
 )
 trainer.train()
 trainer.save_model("runs/sft/final")  # the adapter, as PEFT loads it
