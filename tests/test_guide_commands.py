@@ -66,6 +66,8 @@ def follow(words: list[str]) -> None:
             follow(["terrazzo", *rest])
         else:
             follow(["python", *(["-m"] if asked.module else []), target, *rest])
+    elif name == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif name in ("python", "sbatch"):
         modules = arguments[0] == "-m"
         target = arguments[modules]

@@ -81,6 +81,10 @@ OTHER: dict[str, Any] = {
     "precision.accumulate": "fp64",
     "precision.master": "bf16",
     "precision.moments": "bf16",
+    "objective.name": "dpo",
+    "objective.beta": 0.2,
+    "objective.label_smoothing": 0.1,
+    "data.attention": "document",
     "batch.global_batch": 64,
     "batch.micro_batch": 2,
     "batch.sequence_length": 128,
@@ -102,6 +106,7 @@ OTHER: dict[str, Any] = {
     "train.check_replicas_every": 6,
     "train.sample_tokens": 0,
     "train.sample_prompt": "x",
+    "train.sample_chat": "Who?",
     "train.activation_checkpointing": "every_3",
     "train.activation_checkpointing_ops": ["mm"],
     "train.compile": True,
@@ -136,6 +141,7 @@ WITH = {
     **{f"lora.{name}": {"lora.rank": 4, "model.kind": "huggingface", "model.path": "a", "model.weights": "pretrained"}
        for name in ("rank", "alpha", "dropout", "target_modules", "bias")},
     "offload.activations": {"train.activation_checkpointing": "full"},
+    **{f"objective.{name}": {"objective.name": "dpo"} for name in ("beta", "label_smoothing")},
     "schedule.decay_steps": {"schedule.name": "wsd"},
     **{f"plan.{state}": {f"plan.{other}": "D" for other in ("weight", "between", "grad", "optim")} for state in
        ("weight", "between", "grad", "optim")},
@@ -192,7 +198,8 @@ def test_each_key_survives() -> None:
 
 
 def test_all_keys_at_once_survive() -> None:
-    left_out = {"plan.name", "model.kind", "model.path", "model.weights"}
+    left_out = {"plan.name", "model.kind", "model.path", "model.weights", "train.sample_prompt"}
+    left_out |= {"objective.name", "objective.beta", "objective.label_smoothing"}  # pairs leave less to choose
     flat = {key: value for key, value in OTHER.items() if key not in left_out and not key.startswith("lora.")}
     assert_the_same_run(nested({**flat, "schedule.name": "wsd"}))
 

@@ -80,7 +80,9 @@ def collectives() -> tuple[list[tuple[str, bool, float]], float]:
 
 
 def updates_on_the_host(precision: str) -> tuple[int, int, bool]:
-    """Bytes that an update brings to the device; elements of the weights; whether these are the masters, rounded."""
+    """Bytes that an update brings to the device; elements of the weights; whether these are the masters, rounded, and
+    host memory is what the bill has promised.
+    """
     model = nn.Linear(64, 64, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     offload = tz.Offload(block_mib=4 / 1024)  # cells of 1,024 elements: several of them, and a rest
@@ -95,4 +97,5 @@ def updates_on_the_host(precision: str) -> tuple[int, int, bool]:
     (bucket,) = engine.buckets()
     whole, host = bucket.space.layout.whole, torch.device("cpu")
     weights, masters = bucket.weight.copied(whole, host), bucket.master.copied(whole, host)
-    return moved, whole.numel, torch.equal(weights, masters.to(weights.dtype))
+    billed = engine.bill.host_bytes == engine.usage()["host_bytes"]
+    return moved, whole.numel, billed and torch.equal(weights, masters.to(weights.dtype))

@@ -294,8 +294,8 @@ def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
 ) -> None:
     real = loop.summed_loss
 
-    def spoilt(model: Any, *arguments: Any) -> Tensor:
-        loss = real(model, *arguments)
+    def spoilt(objective: Any, model: Any, *arguments: Any) -> Tensor:
+        loss = real(objective, model, *arguments)
         bad = torch.distributed.get_rank() == 1 and model.spoilt == 2
         model.spoilt += 1
         return loss * float("nan") if bad else loss
