@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,27 @@ def test_training_is_that_of_one_process(plan: str) -> None:
     expected = train_alone(alone, grouped(alone.parameters()), 3, 2)
     for rank, losses in enumerate(on_ranks(2, body)):
         assert losses == pytest.approx([step[rank] for step in expected], rel=2e-6)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_state_that_differs_between_ranks_is_refused(late: bool) -> None:
+    def body(rank: int) -> None:
+        with exclusive():
+            torch.manual_seed(0)
+            model: nn.Module = Net()
+        optimizer, weights = adamw(model.parameters()), copy.deepcopy(model.state_dict())
+        if rank:
+            loss_of(model, torch.arange(12).reshape(2, 6)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.load_state_dict(weights)
+        if late:
+            tz.shard(model, None, "zero3")
+        put_on = tz.attach if late else tz.shard
+        with pytest.raises(tz.BadInput, match="different things about: optimizer"):
+            put_on(model, optimizer)
+
+    on_ranks(2, body)
 
 
 def test_state_that_the_optimizer_has_comes_along() -> None:

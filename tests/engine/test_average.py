@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import ModelState, engine_of
 from tests.engine.toys import (
     EVERY_PLAN,
     Net,
@@ -145,7 +145,7 @@ def test_averages_that_have_come_apart_are_refused_on_every_rank() -> None:
     on_ranks(2, body)
 
 
-def test_what_cannot_be_averaged_is_refused() -> None:
+def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
     def steps_inside(model: Any, optimizer: Any, ema: tz.EMA) -> None:
         with ema.swapped():
             train(model, optimizer, 1, 0)
@@ -161,12 +161,20 @@ def test_what_cannot_be_averaged_is_refused() -> None:
         ema = tz.EMA(model)
         with pytest.raises(tz.Misuse, match="has an average already"):
             tz.EMA(model)
-        with pytest.raises(tz.Misuse, match="step outside"):
+        with pytest.raises(tz.Misuse, match=r"optimizer\.step\(\) inside"):
             steps_inside(model, optimizer, ema)
+        with pytest.raises(tz.BadInput, match=r"decay 7\.0"):
+            ema.decay = 7.0
         with ema.swapped():
             inside = states(model)
-            for wrong in (ema.update, ema.swapped().__enter__):
-                with pytest.raises(tz.Misuse, match="call it after"):
+            weights = model.state_dict()
+            for wrong in (
+                *(ema.update, ema.swapped().__enter__),
+                lambda: tz.checkpoint.save(tmp_path / "a", model, optimizer, {}),
+                lambda: ModelState(model).restore(lambda *_: None),
+                lambda: model.load_state_dict(weights),
+            ):
+                with pytest.raises(tz.Misuse, match=r"inside 'with ema\.swapped.*call it outside"):
                     wrong()
             assert_equal(states(model), inside)
         ema.update()

@@ -75,8 +75,12 @@ def test_units_are_what_was_asked_for(units: Any, names: list[str]) -> None:
 
 
 def test_a_glob_star_stays_within_one_level() -> None:
-    """And leaves out `blocks`: a ModuleList is never called, so nothing would gather it."""
-    assert unit_names(Net(), ["*"]) == ["", "embed", "head"]
+    assert unit_names(Net(), ["blocks.*"]) == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_blocks_stand_for_a_container_that_a_glob_finds_among_others() -> None:
+    """A ModuleList is never called, so nothing would gather it."""
+    assert unit_names(Net(), ["*"]) == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
 
 
 def test_the_models_own_list_comes_first() -> None:

@@ -87,6 +87,7 @@ def _children(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _asked_for(model: nn.Module, units: Units) -> list[str]:
     children = _children(model)
     finds, running = _finder(children), {name: module for name, module in children if _runs(module)}
+    names = {id(module): name for name, module in children}
     chosen: set[str] = set()
     for unit in units if isinstance(units, Iterable) and not isinstance(units, type | str) else [units]:
         if not isinstance(unit, type | str):
@@ -96,7 +97,9 @@ def _asked_for(model: nn.Module, units: Units) -> list[str]:
             label = unit if isinstance(unit, str) else unit.__name__
             containers = [name for name, _ in children if name in matches]
             raise _nothing_found(model, label, containers, sorted({type(each).__name__ for each in running.values()}))
-        chosen.update(matches)
+        for name in matches:  # a container that comes with others stands for the blocks inside
+            blocks = [] if name in running else _blocks_of(model.get_submodule(name))
+            chosen.update([name, *(names[id(block)] for block in blocks)])
     return [name for name, module in running.items() if name in chosen and _has_parameters(module)]
 
 

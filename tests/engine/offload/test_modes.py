@@ -276,6 +276,19 @@ def test_a_rate_that_changes_before_the_step_is_refused() -> None:
     on_ranks(2, body)
 
 
+def test_a_step_that_is_left_out_after_units_were_updated_is_not_gone_on_from() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = in_backward()
+        a_step(model, optimizer, rank)
+        optimizer.zero_grad()  # behind a step it forgets nothing
+        loss_of(model, batch(0, rank)).backward()
+        optimizer.zero_grad()
+        with pytest.raises(tz.Misuse, match="one that was to be left out"):
+            a_step(model, optimizer, rank)
+
+    on_ranks(2, body)
+
+
 def test_gradients_that_come_after_the_update_are_refused(tmp_path: Path) -> None:
     """From then on too, until a checkpoint is restored."""
 

@@ -41,14 +41,23 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        self.decay, self._model, self._engine = decay, model, engine_of(model)
+        self._decay, self._model, self._engine = decay, model, engine_of(model)
         self._updates, self._digest = 0, 0  # how many there were, and of their decays
         together(self._engine.axes, self._check)
         self._compare_decays()
         self._engine.update_masters()
         self._averages = {bucket: _copy_of_master(bucket) for bucket in self._engine.trainable()}
         self._engine.averages = self._averages
-        self._inside = False
+
+    @property
+    def decay(self) -> float:
+        """How much of the average stays at an update."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        _check_decay(decay)
+        self._decay = decay
 
     @torch.no_grad()
     def update(self) -> None:
@@ -57,7 +66,7 @@ class EMA:
         Raises:
             Misuse: inside `swapped`.
         """
-        self._require_outside("ema.update()")
+        self._engine.require_own_weights("ema.update()")
         self._engine.update_masters()
         self._updates, self._digest = self._updates + 1, zlib.crc32(repr(self.decay).encode(), self._digest)
         for bucket, average in self._averages.items():
@@ -72,24 +81,20 @@ class EMA:
 
         Raises:
             BadInput: on every rank, where the decays of ranks, or how often they have updated, have differed.
-            Misuse: inside itself, and after an `optimizer.step()` inside.
+            Misuse: inside itself. Inside, `optimizer.step()`, loading, and saving more than weights raise it, too.
         """
-        self._require_outside("ema.swapped()")
+        self._engine.require_own_weights("ema.swapped()")
         self._compare_decays()
-        steps = self._engine.progress.steps
         self._exchange()
-        self._inside = True
+        self._engine.swapped = True
         try:
             yield
         finally:
-            self._inside = False
+            self._engine.swapped = False
             self._exchange()
-        if self._engine.progress.steps != steps:
-            raise Misuse("optimizer.step() ran inside 'with ema.swapped():' and has changed the average: step outside.")
 
     def _check(self) -> None:
-        if not 0 <= self.decay <= 1:
-            raise BadInput(f"tz.EMA with decay {self.decay!r}: give a number from 0 to 1, such as 0.999.")
+        _check_decay(self.decay)
         if self._engine.averages:
             kind = type(self._model).__name__
             raise Misuse(f"This {kind} has an average already: keep the tz.EMA that was made first.")
@@ -104,12 +109,6 @@ class EMA:
         updates = f"{self._updates}, the digest of their decays {self._digest:08x}"
         check_agreement(self._engine.axes, {"decay": self.decay, "updates": updates}, fix)
 
-    def _require_outside(self, what: str) -> None:
-        if self._inside:
-            raise Misuse(
-                f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it after."
-            )
-
     @torch.no_grad()
     def _exchange(self) -> None:
         self._engine.settle()
@@ -121,6 +120,11 @@ class EMA:
                     weights.copy_(part)
                     part.copy_(kept)
         self._engine.publish()
+
+
+def _check_decay(decay: float) -> None:
+    if not 0 <= decay <= 1:
+        raise BadInput(f"tz.EMA with decay {decay!r}: give a number from 0 to 1, such as 0.999.")
 
 
 def _copy_of_master(bucket: Bucket) -> Buffer:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.backends import backend_of
+from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.together import check_agreement
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.settings import Offload
@@ -268,7 +269,7 @@ def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
 
 
 def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
-    """The class of an optimizer and the hyper-parameters of its groups, for `check_agreement`."""
+    """The class of an optimizer, the hyper-parameters of its groups and digests of its state, for `check_agreement`."""
     if optimizer is None:
         return []
     plain = (bool, int, float, str, type(None), list, tuple)
@@ -277,7 +278,17 @@ def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
         for group in optimizer.param_groups
     ]
     groups = [{k: v for k, v in g.items() if k not in _NOT_HYPER and isinstance(v, plain)} for g in numbers]
-    return [type(optimizer).__name__, *groups]
+    return [type(optimizer).__name__, *groups, *_state_facts(optimizer)]
+
+
+def _state_facts(optimizer: Optimizer) -> list[object]:
+    """What it keeps for each parameter already: each rank goes on with its own."""
+    stepped = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
+    return [
+        [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in kept.items()}]
+        for number, kept in enumerate(stepped)
+        if kept
+    ]
 
 
 _NOT_HYPER = ("params", "param_names")

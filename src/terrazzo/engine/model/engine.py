@@ -55,6 +55,7 @@ class Engine:
         drivers: one for each optimizer.
         process: that sharded the model.
         averages: of trained weights, as `EMA` keeps them; empty without one.
+        swapped: whether they are where the master weights are to be.
         attached: told of every optimizer that `attach` has put on the model, if anybody wants to know.
     """
 
@@ -71,6 +72,7 @@ class Engine:
     drivers: list[OptimizerDriver] = field(default_factory=list)
     process: int = field(default_factory=os.getpid)
     averages: dict[Bucket, Buffer] = field(default_factory=dict)
+    swapped: bool = False
     attached: Callable[[Optimizer], None] | None = None
 
     @property
@@ -130,8 +132,20 @@ class Engine:
             driver.leave_gradients(set_to_none)
         forget_gradients(self.units, self.schedule, set_to_none)
 
+    def require_own_weights(self, what: str) -> None:
+        """Refuse `what` where the averages are in the place of the weights.
+
+        Raises:
+            Misuse: there.
+        """
+        if self.swapped:
+            raise Misuse(
+                f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
+            )
+
     def prepare_step(self) -> None:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
+        self.require_own_weights("optimizer.step()")
         self.hooks.adopt_edits()
         self.hooks.before_use()
 

@@ -99,6 +99,11 @@ def compile_units(model: nn.Module, *, units: Units | None = None, **options: An
         offloading: OffloadedActivations | None = getattr(forward, "offloading", None)
         if offloading is None:
             module.forward = Wrapped(compiled, forward)
+        elif not isinstance(forward, Wrapped):
+            raise BadInput(
+                f"The forward of a {type(module).__name__}, whose activations are offloaded, has been wrapped since: "
+                "compile units before that, right behind checkpoint_activations."
+            )
         else:  # copies stay out of compiled graphs
             module.forward = Wrapped(offloading.wrap, Wrapped(compiled, forward.inner))
 

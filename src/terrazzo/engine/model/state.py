@@ -77,6 +77,8 @@ class ModelState:
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
         """This rank's share of all state; over all ranks each element comes once. Collective."""
         engine = self._engine
+        if with_optimizer:
+            engine.require_own_weights("Saving the optimizer's state")
         engine.settle()
         yield from model_pieces(engine.buckets())
         for driver in engine.stepping() if with_optimizer else ():
@@ -100,6 +102,7 @@ class ModelState:
     def fill(self, read: Read, with_optimizer: bool = True) -> None:
         """The part of `restore` that can fail: this rank's own ranges. `Engine.publish` has to follow, on all ranks."""
         engine = self._engine
+        engine.require_own_weights("Loading a checkpoint")
         engine.settle()
         with torch.no_grad():
             restore_model(engine.buckets(), read)
@@ -126,6 +129,7 @@ class ModelState:
         Raises:
             BadInput: tensors of the wrong shape; all are listed, and nothing is changed.
         """
+        self._engine.require_own_weights("load_state_dict()")
         found = self._fitting(state, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
         self._engine.settle()
         with torch.no_grad():

@@ -89,7 +89,8 @@ class Background:
         """Gradients are forgotten.
 
         Args:
-            abandoned: whether the step is given up: units that have been updated are half a step ahead of the others.
+            abandoned: whether the step is given up: units that have been updated already are ahead of the others, or
+                all have been stepped though nobody asked for it.
         """
         self._torn = self._torn or (abandoned and bool(self._begun))
         self._early = None
@@ -103,8 +104,10 @@ class Background:
     def _check_whole(self) -> None:
         if self._torn:
             raise Misuse(
-                "A step was given up after it had updated some units: the weights are those of half a step. Restore a "
-                "checkpoint, or use tz.Offload(step='overlapped'), which updates nothing before optimizer.step()."
+                "Gradients were forgotten, or a backward raised, after units had been updated with them, and "
+                "optimizer.step() never came: the weights are those of half a step, or of one that was to be left out. "
+                "Restore a checkpoint, or use tz.Offload(step='overlapped'), which updates nothing before "
+                "optimizer.step()."
             )
 
     def _begin(self, unit: Unit, twin: Twin) -> None:

@@ -37,9 +37,10 @@ class Sending:
                 self._copy(part, target)
 
     def _copy(self, values: Tensor, into: Tensor) -> None:
-        cell, sent = self._cells.popleft()
+        cell, sent = self._cells[0]
         if sent is not None:
             sent.synchronize()
         cast = cell.view(into.dtype)[: values.numel()].copy_(values)
         into.copy_(cast, non_blocking=True)
-        self._cells.append((cell, self._stream.mark()))
+        self._cells[0] = cell, self._stream.mark()
+        self._cells.rotate(-1)

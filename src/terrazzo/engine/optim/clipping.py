@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.process import device as devices
 from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import Diverged
 
@@ -59,10 +61,19 @@ def _power(parts: Iterable[Tensor | None], kind: float, device: torch.device) ->
     return every.max() if kind == float("inf") else (every**kind).sum()
 
 
+_ROW = 4096
+"""Elements that torch sums in one go on a CPU, in their own precision: 50 million would lose 0.3 % of their norm."""
+
+
 def _norm(part: Tensor, kind: float) -> Tensor:
     dtype = torch.promote_types(part.dtype, torch.float32)  # 16 bits can neither hold nor sum the squares of gradients
-    norm: Tensor = torch.linalg.vector_norm(part, kind, dtype=dtype).double()
-    return norm
+    norms_of: Any = torch.linalg.vector_norm
+    if devices.is_cuda(part.device) or part.numel() <= _ROW:  # CUDA sums in a tree
+        return norms_of(part, kind, dtype=dtype).double()  # type: ignore[no-any-return]
+    whole = part.numel() // _ROW * _ROW
+    parts = [norms_of(part[:whole].view(-1, _ROW), kind, dim=1, dtype=dtype)]
+    parts += [norms_of(part[whole:], kind, dtype=dtype)[None]] if whole < part.numel() else []
+    return norms_of(torch.cat(parts).double(), kind)  # type: ignore[no-any-return]
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -252,7 +252,7 @@ class OptimizerDriver:
         if not set_to_none:
             self.finish_updates()  # an update may still read what is going to be zero
         if self.background is not None:
-            self.background.forget(abandoned=self.schedule.in_backward)
+            self.background.forget(abandoned=True)
         self.drop_segment_gradients()
 
     def zero_grad(self, set_to_none: bool) -> None:
