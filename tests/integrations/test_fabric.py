@@ -87,6 +87,7 @@ class Run:
             if index % 2:
                 norm = self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5)
                 losses.append(norm.item())
+                self.fabric.clip_gradients(self.model, self.optimizer, clip_val=0.05)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.scheduler.step()
@@ -202,7 +203,6 @@ def refusals(folder: str) -> None:
     for words, call in (
         ("2 optimizers for one Net", lambda: running.setup(other, *halves)),
         ("parameters of 0 models", lambda: running.setup_optimizers(halves[0])),
-        ("max_norm", lambda: running.clip_gradients(run.model, run.optimizer, clip_val=1.0)),
         ("filter=", lambda: running.save(f"{folder}/b", saved, filter={"model": lambda name, value: True})),
         ("0 models and 0", lambda: running.save(f"{folder}/b", {"step": 1})),
         ("2 models", lambda: running.save(f"{folder}/b", {**saved, "other": running.setup(Net())})),

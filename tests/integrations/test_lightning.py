@@ -147,6 +147,11 @@ def test_losses_and_weights_are_those_of_ddp(plan: str, accumulated: int, two_pr
 
 
 @pytest.mark.processes
+def test_values_are_clipped_as_under_ddp(two_processes: Pool) -> None:
+    two_processes.run(both, "zero3", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})
+
+
+@pytest.mark.processes
 def test_manual_optimization(two_processes: Pool) -> None:
     two_processes.run(both, "zero3", {}, Manual)
 
@@ -307,7 +312,6 @@ class TwoOptimizers(Regression):
 def refusals(folder: str) -> None:
     for words, module, options in (
         ("2 optimizers", TwoOptimizers(), {}),
-        ("global norm only", Regression(), {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}),
         ("sync_batchnorm", Regression(), {"sync_batchnorm": True}),
         ("AsyncCheckpointIO", Regression(), {"plugins": [TorchElasticEnvironment(), AsyncCheckpointIO()]}),
         ("must divide the 2 ranks", Regression(), {"strategy": TerrazzoStrategy(dp_replicate=3)}),

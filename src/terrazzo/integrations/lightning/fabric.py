@@ -126,9 +126,7 @@ class TerrazzoStrategy(Sharding, ParallelStrategy):
         return clip_grad_norm_(_sharded(module), float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        raise BadInput(
-            f"clip_gradients(clip_val={clip_val}): Terrazzo clips by the global norm only. Pass max_norm=... instead."
-        )
+        torch.nn.utils.clip_grad_value_(_sharded(module).parameters(), float(clip_val))
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

@@ -73,10 +73,9 @@ class TerrazzoPrecision(pytorch.Precision):
         clip_grad_norm_(strategy.model, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        raise BadInput(
-            f"gradient_clip_algorithm='value' (of {clip_val}): Terrazzo clips by the global norm only. Use "
-            "gradient_clip_algorithm='norm'."
-        )
+        strategy = self._strategy()
+        assert strategy is not None
+        torch.nn.utils.clip_grad_value_(strategy.model.parameters(), float(clip_val))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"precision": self.precision}
