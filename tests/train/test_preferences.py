@@ -332,6 +332,8 @@ def test_a_pair_is_held_out_or_dropped_as_a_whole(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "chosen": "b"}, r"lacks 'rejected'.*\['chosen', 'prompt'\]"),
         ({"chosen": "a", "rejected": "b"}, "'chosen' is str, 'rejected' is str, but.*'prompt'"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, r"pairs\.jsonl:1: .*'rejected' is null, but"),
+        ({"chosen": None, "rejected": turns("a", "b")}, "'chosen' is null, 'rejected' is list, but"),
         ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")}, "remove 'prompt'"),
         ({"chosen": turns("a", "b"), "rejected": turns("x", "c")}, "no message before the completions"),
         ({"chosen": turns("a", "b"), "rejected": turns("a")}, "no completion after the prompt"),
