@@ -270,6 +270,28 @@ def test_a_resumed_run_has_the_reference_that_it_began_with(folder: Path, tmp_pa
     assert 0.0 < measured[0]["accuracy"] <= 1.0
 
 
+def test_a_resumed_run_has_no_reference_of_another_model(folder: Path, tmp_path: Path) -> None:
+    """Also where a run in between needed no more of it, and where the folder of the model has moved."""
+    sizes = {"batch": {"global_batch": 2, "micro_batch": 2, "sequence_length": 150}, "checkpoint": {"every": 1}}
+    first = values_of(folder, tmp_path / "run", {"name": "dpo"}, **sizes)
+
+    def resumed(steps: int, stop_after: int | None = None, **model: str) -> None:
+        values = first | {"model": first["model"] | model, "train": first["train"] | {"steps": steps}}
+        train(values, ranks=1, stop_after=stop_after)
+
+    torch.manual_seed(4)
+    other = str(tmp_path / "lm2")
+    transformers.LlamaForCausalLM(llama_config()).save_pretrained(other)
+    resumed(2, stop_after=1)
+    with pytest.raises(BadInput, match=r"model\.weights is 'random' and was 'pretrained'.*to 'pretrained', or start"):
+        resumed(3, weights="random")
+    resumed(2, path=other)  # it has the reference of all pairs that it reads
+    with pytest.raises(BadInput, match=r"model\.path is \S*lm2' and was \S*lm' .* 2 preference pairs"):
+        resumed(3, path=other)
+    resumed(3, path=f"{folder}/../{folder.name}/lm")
+    assert len(losses(tmp_path / "run")) == 3
+
+
 def test_a_resumed_run_tells_of_another_objective_and_of_nothing_that_a_checkpoint_could_not_know() -> None:
     (note,) = resume_notes(
         config_from_dict({"objective": {"name": "dpo", "beta": 0.2}}), {"objective": {"name": "dpo"}}

@@ -37,7 +37,13 @@ from terrazzo.train.plan import (
     mesh_shape,
     micro_batches_per_rank,
 )
-from terrazzo.train.reference import compute_reference, reference_due, reference_state
+from terrazzo.train.reference import (
+    check_same_initial,
+    compute_reference,
+    initial_model,
+    reference_due,
+    reference_state,
+)
 
 __all__ = ["Session", "evaluation_limit", "open_session"]
 
@@ -49,7 +55,7 @@ class Session:
     `newest` and `best` are the newest and the lowest validation `loss`, each with its `step`.
     `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
     what was resident before the model took memory, `notes` what was said of it before the start.
-    `asked` is what samples answer, where they do.
+    `asked` is what samples answer, where they do, `initial` what the reference of DPO is of.
     """
 
     config: Config
@@ -69,6 +75,7 @@ class Session:
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
     asked: Asked | None = None
+    initial: dict[str, Any] = field(default_factory=dict)
 
     @property
     def micro_batches(self) -> int:
@@ -130,6 +137,7 @@ class Session:
             "data": self.loader.state_dict(),
             "evaluation": self._evaluation,
             "reference": reference_state(self.data),
+            "initial": self.initial,
             "tokenizer": self.data.tokenizer.fingerprint,
             "config": without_passwords(self.config.model_dump(mode="json")),
         }
@@ -188,6 +196,9 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=say)
     _check_validation(config, data, ranks.world_size)
     asked = on_first(lambda: _asked(config, data), BadInput)
+    saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
+    due = reference_due(config, data, evaluation_limit(config, ranks.world_size), saved)
+    check_same_initial(due, config, saved)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_swap_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
@@ -205,8 +216,6 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         offload=build_offload(config),
     )
     try:
-        saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
-        due = reference_due(config, data, evaluation_limit(config, ranks.world_size), saved)
         if due or not newest:
             _load_pretrained(config, model)
         if due:
@@ -219,6 +228,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
             config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
         )
         session.asked = None if asked is None else Asked(*asked)
+        session.initial = initial_model(config, saved)
         if newest:
             session.resume()
         else:  # last, so that nothing is lost to a run that cannot start
@@ -266,7 +276,7 @@ def _saved_with_reference(path: str) -> dict[str, Any]:
         found = checkpoint.open_source(path).extra
     except TerrazzoError:
         return {}
-    return found if found.get("reference") else {}
+    return found if found.get("reference") and "config" in found else {}
 
 
 def _seed(seed: int, step: int, rank: int) -> int:
