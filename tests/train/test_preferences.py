@@ -407,6 +407,13 @@ def test_a_model_without_a_score_is_refused(tmp_path: Path) -> None:
         build_reward_model(tmp_path, torch.device("meta"))
 
 
+@pytest.mark.parametrize(("model_type", "tensor"), [("bert", "classifier.bias"), ("ctrl", "classifier.weight")])
+def test_a_model_whose_score_is_built_otherwise_is_refused(tmp_path: Path, model_type: str, tensor: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 1, "n_layer": 1}))
+    with pytest.raises(BadInput, match=f"{model_type}.*has other tensors: {tensor}"):
+        build_reward_model(tmp_path, torch.device("meta"))
+
+
 def test_tensors_have_the_names_of_transformers_and_are_known_to_the_planner(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"eos_token_id": 0}))
     built = build_reward_model(tmp_path, torch.device("meta"))

@@ -5,6 +5,7 @@ Nothing is downloaded, no code that comes with a model is run, and weights are r
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ __all__ = [
     "build_body",
     "build_causal_lm",
     "check_cuts_attention",
+    "check_scored",
     "num_flops_per_token",
     "read_config",
     "scored_class",
@@ -57,6 +59,21 @@ def scored_class(spec: str | Path) -> str:
     """The name of the class in `transformers` that has the tensors of `build_body` and a score."""
     transformers = _import_transformers()
     return _scored_class_of(transformers, _config_of(transformers, spec))
+
+
+def check_scored(model: nn.Module) -> None:
+    """Raise `BadInput` where `model` has other tensors than the class with a score that `transformers` has of it."""
+    transformers = _import_transformers()
+    config: Any = copy.deepcopy(model.config)
+    config.num_labels = 1
+    theirs = _built(transformers.AutoModelForSequenceClassification, config, torch.device("meta"))
+    ours, named = ({name: value.shape for name, value in one.state_dict().items()} for one in (model, theirs))
+    if other := sorted(name for name in ours.keys() | named.keys() if ours.get(name) != named.get(name)):
+        raise BadInput(
+            f"objective 'reward' puts one 'score' over a model's body, and {type(theirs).__name__}, which transformers"
+            f" has for model_type {config.model_type!r}, has other tensors: {', '.join(other[:3])}. Give a decoder such"
+            " as 'llama', 'qwen3' or 'gpt2' as model.path."
+        )
 
 
 def _scored_class_of(transformers: Any, config: Any) -> str:
