@@ -88,9 +88,9 @@ class Session:
         return self.config.batch.global_batch * self.config.sequences_per_sample * self.config.batch.sequence_length
 
     @property
-    def writes_text(self) -> bool:
-        """Whether there are text samples: a score is no text."""
-        return self.config.train.sample_tokens > 0 and self.config.objective.name != "reward"
+    def prompt(self) -> list[int]:
+        """The tokens that samples go on from; none where there are no samples."""
+        return _prompt(self.config, self.data, self.asked)
 
     def flops_per_s(self, steps: int, seconds: float) -> float:
         """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
@@ -202,7 +202,8 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_swap_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
-    model, flops_per_token = _model(config, data)
+    answers = None if asked is None else Asked(*asked)
+    model, flops_per_token = _model(config, data, _prompt(config, data, answers))
     optimizer = build_optimizer(config.optimizer, model)
     base_bytes = (resident_bytes() or 0) if ranks.device.type == "cpu" else 0  # the model is still without memory
     model, sharded = tz.shard(
@@ -227,7 +228,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         session = Session(
             config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
         )
-        session.asked = None if asked is None else Asked(*asked)
+        session.asked = answers
         session.initial = initial_model(config, saved)
         if newest:
             session.resume()
@@ -270,6 +271,16 @@ def _asked(config: Config, data: TokenData) -> Asked | None:
     return load_chat(data.tokenizer, settings.tokenizer, settings.chat_template, settings.loss_on).ask(question)
 
 
+def _prompt(config: Config, data: TokenData, asked: Asked | None) -> list[int]:
+    """What samples go on from. A score is no text, and has none."""
+    if not config.train.sample_tokens or config.objective.name == "reward":
+        return []
+    if asked is not None:
+        return asked.tokens
+    found: list[int] = data.tokenizer.encode([config.train.sample_prompt])[0].tolist()
+    return found or [data.tokenizer.end_of_document]
+
+
 def _saved_with_reference(path: str) -> dict[str, Any]:
     """A checkpoint's extra values; nothing where it has no reference, or cannot be read, which `resume` tells of."""
     try:
@@ -284,9 +295,16 @@ def _seed(seed: int, step: int, rank: int) -> int:
     return seed + 1 + rank + step * 1_000_003
 
 
-def _model(config: Config, data: TokenData) -> tuple[nn.Module, int]:
+def _model(config: Config, data: TokenData, prompt: list[int]) -> tuple[nn.Module, int]:
     """The model before it is sharded, and what a token costs in floating-point operations."""
     model = prepare_model(config, data.tokenizer)
     vocab_size = cast(Any, model).config.vocab_size
     data.check_vocabulary(vocab_size)
+    if max(prompt, default=0) >= vocab_size:
+        key = "sample_prompt" if config.train.sample_chat is None else "sample_chat"
+        raise BadInput(
+            f"train.{key} has token id {max(prompt)}, but the model's vocabulary has ids 0 to {vocab_size - 1} only. Set"
+            f" model.vocab_size to at least {data.tokenizer.vocab_size}, use the model's own tokenizer, or set"
+            " train.sample_tokens to 0."
+        )
     return model, num_flops_per_token(model, config.batch.sequence_length)
