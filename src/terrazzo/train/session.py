@@ -303,8 +303,8 @@ def _model(config: Config, data: TokenData, prompt: list[int]) -> tuple[nn.Modul
     if max(prompt, default=0) >= vocab_size:
         key = "sample_prompt" if config.train.sample_chat is None else "sample_chat"
         raise BadInput(
-            f"train.{key} has token id {max(prompt)}, but the model's vocabulary has ids 0 to {vocab_size - 1} only. Set"
-            f" model.vocab_size to at least {data.tokenizer.vocab_size}, use the model's own tokenizer, or set"
+            f"train.{key} has token id {max(prompt)}, but the model's vocabulary has ids 0 to {vocab_size - 1} only."
+            f" Set model.vocab_size to at least {data.tokenizer.vocab_size}, use the model's own tokenizer, or set"
             " train.sample_tokens to 0."
         )
     return model, num_flops_per_token(model, config.batch.sequence_length)
