@@ -320,6 +320,19 @@ def test_pairs_of_text_keep_prompt_and_completion_apart(tmp_path: Path) -> None:
     assert "1 texts cut" in found.notes[0]
 
 
+@pytest.mark.parametrize(("objective", "room"), [("dpo", 11), ("reward", 10)])
+def test_pairs_that_are_cut_to_equal_texts_are_left_out(tmp_path: Path, objective: str, room: int) -> None:
+    """`dpo` has room for one token more than `sequence_length`, its last target."""
+    same = "0123456789abcdef"[: room - 1]
+    texts = [(f"{same}x", f"{same}y"), (same, f"{same}y"), (same[:-1], f"{same}y")]  # and a token that ends each
+    records = [{"prompt": "?", "chosen": one, "rejected": other} for one, other in texts]
+    write_records(tmp_path / "pairs.jsonl", records)
+    data = {"source": str(tmp_path / "pairs.jsonl"), "cache": str(tmp_path), "validation_fraction": 0}
+    found = load_data(config_from_dict({"objective": objective, "data": data, "batch": {"sequence_length": 10}}))
+    assert len(found.train) == 1
+    assert "2 left out because both texts are equal as far as they fit" in found.notes[0]
+
+
 def test_conversations_without_a_prompt_share_their_beginning(tmp_path: Path) -> None:
     implicit = [{side: pair["prompt"] + pair[side] for side in ("chosen", "rejected")} for pair in pairs()]
     written = write_records(tmp_path / "explicit.jsonl", pairs()), write_records(tmp_path / "implicit.jsonl", implicit)

@@ -220,7 +220,8 @@ def _check_learns(config: Config, part: str, dataset: SequenceDataset) -> None:
     """Raises `BadInput` for sequences without any target."""
     if dataset.targets_numel:
         return
-    dropped, cut = (0, 0) if dataset.rows is None else (dataset.rows.dropped, dataset.rows.cut_unlearnt)
+    rows = dataset.rows
+    dropped, cut = (0, 0) if rows is None else (rows.dropped, rows.cut_unlearnt + rows.cut_equal)
     why = f": {dropped:,} documents are longer" if dropped else f": {cut:,} documents are cut before it" if cut else ""
     raise BadInput(
         f"The {part} data have no token to learn in sequences of {config.batch.sequence_length} tokens{why}. Raise "
@@ -277,6 +278,7 @@ def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None
         f"{why} left out (first: {header.first_unlearnt})": header.unlearnt,
         f"{'texts ' if header.pairs else ''}cut to a sequence": sum(row.cut for row in rows),
         "left out because nothing to learn fits into a sequence": sum(row.cut_unlearnt for row in rows),
+        "left out because both texts are equal as far as they fit into a sequence": sum(row.cut_equal for row in rows),
         "left out as longer than a sequence": sum(row.dropped for row in rows),
     }
     kind = "preference pairs" if header.pairs else "conversations"
