@@ -248,7 +248,7 @@ def _datasets(
 
 def _in_a_stream(config: Config, cache: TokenCache, split: Split, end: int) -> SequenceDataset:
     """The documents one after the other."""
-    apart = config.data.attention == "document"
+    apart = config.cuts_attention
     split = cut_at_documents(cache, split) if apart else split
     return SequenceDataset(cache, split, config.batch.sequence_length, end, apart=apart)
 
@@ -263,7 +263,7 @@ def _in_rows(
         rows = arrange_pairs(cache, chosen, room, too_long)
         return PairDataset(cache, split_of(cache, chosen), length, end, rows)
     rows = arrange(cache, chosen, length + 1, packing, too_long)
-    apart = config.data.attention == "document" and packing == "whole"
+    apart = config.cuts_attention and packing == "whole"
     return SequenceDataset(cache, split_of(cache, chosen), length, end, rows, apart)
 
 
