@@ -21,8 +21,10 @@ from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import IGNORED, load_data
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import Trainer
+from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.reward import build_reward_model, with_score
 from terrazzo.train.preflight import check
+from terrazzo.train.preflight.idle import idle_notes
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.session import open_session
 from tests.helpers.chat import CHATML, save_tokenizer, turns, write_records
@@ -227,6 +229,27 @@ def test_adapters_are_compared_with_their_base(folder: Path, tmp_path: Path) -> 
     assert found[0] == pytest.approx(math.log(2), rel=1e-6)
     assert found[-1] < found[0]
     assert_the_bill_is_kept(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "falcon", "llama"])
+def test_dpo_drops_nothing(tmp_path: Path, model_type: str) -> None:
+    """Falcon reads its config in every forward, OPT has a number in each layer, GPT-2 modules; both by default."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    more = {"opt": {"ffn_dim": 24, "word_embed_proj_dim": 16, "layerdrop": 0.5}, "falcon": {"hidden_dropout": 0.5}}
+    config = GPT2 if model_type == "gpt2" else sizes | {"attention_dropout": 0.5} | more.get(model_type, {})
+    tokens, equal = torch.arange(10)[None], {}
+    for dropout in (True, False):
+        model = build_model({"model_type": model_type} | config, device="cpu", dropout=dropout).train()
+        equal[dropout] = torch.equal(model(tokens).logits, model(tokens).logits)
+    assert equal == {True: False, False: True}
+
+
+def test_dpo_begins_at_ln_2_whatever_is_dropped(folder: Path, tmp_path: Path) -> None:
+    values = values_of(folder, tmp_path, {"name": "dpo"}, train={"steps": 1})
+    train(values | {"model": {"dim": 16, "layers": 2, "heads": 2, "dropout": 0.5}}, ranks=1)
+    assert losses(tmp_path) == pytest.approx([math.log(2)], rel=1e-6)
+    given = config_from_dict({"objective": "dpo", "model": {"dropout": 0.5}})
+    assert any("model.dropout does nothing: objective 'dpo'" in note for note in idle_notes(given, 1))
 
 
 def assert_the_bill_is_kept(out: Path) -> None:

@@ -41,10 +41,26 @@ CUT_ATTENTION = frozenset({
 as OPT and BLOOM do: a test computes it of each."""
 
 
-def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
+def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, *, dropout: bool = True) -> nn.Module:
     """See `terrazzo.train.model.causal_lm.build_model`, which is the public way in."""
     transformers = _import_transformers()
-    return _built(transformers.AutoModelForCausalLM, _config_of(transformers, spec), device)
+    config = _config_of(transformers, spec)
+    if not dropout:
+        _drop_nothing(transformers, config)
+    model = _built(transformers.AutoModelForCausalLM, config, device)
+    for module in model.modules():
+        if not dropout and isinstance(module, nn.modules.dropout._DropoutNd):  # of a share that the code has
+            module.p = 0.0
+    return model
+
+
+def _drop_nothing(transformers: Any, config: Any) -> None:
+    """Set the shares that are dropped, `attn_pdrop`, `hidden_dropout`, `layerdrop` and the like, to 0."""
+    for name, value in vars(config).items():
+        if isinstance(value, transformers.PretrainedConfig):
+            _drop_nothing(transformers, value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def build_body(spec: str | Path, device: torch.device) -> Any:
