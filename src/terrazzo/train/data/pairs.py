@@ -41,7 +41,8 @@ def _cut_equal(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int) -> n
     """Of each pair, whether it is chosen and its texts are equal in their first `room` tokens."""
     starts = np.concatenate(([0], cache.ends[:-1])).reshape(-1, 2)
     lengths = np.minimum(cache.ends.reshape(-1, 2) - starts, room)
-    equal = chosen[::2] & (lengths == room).all(axis=1)  # shorter ones were compared as the cache was written
+    # Shorter ones were compared as the cache was written.
+    equal: npt.NDArray[np.bool_] = chosen[::2] & (lengths == room).all(axis=1)
     for pair in np.flatnonzero(equal):
         one, other = (cache.tokens[start : start + room] for start in starts[pair])
         equal[pair] = np.array_equal(one, other)
