@@ -114,6 +114,7 @@ FILES: list[tuple[dict[str, Any], tuple[str, ...], Any]] = [
     ({"gradient_clipping": 1.0}, ("--gradient_clipping", "0.5"), "gradient_clipping is 0.5 from the launcher and 1.0"),
     ({"fp16": {"enabled": True}}, ("--mixed_precision", "bf16"), "fp16.enabled: True"),
     ({"bf16": {"enabled": False}}, ("--mixed_precision", "bf16"), "bf16.enabled: False"),
+    ({"fp16": {"loss_scale": 0}}, ("--mixed_precision", "fp16"), "fp16.enabled: False"),
 ]
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from terrazzo.checkpoint import latest
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train import evaluate
-from terrazzo.train.data import load_chat, load_tokenizer
+from terrazzo.train.data import load_chat, load_data, load_tokenizer
 from terrazzo.train.preflight.idle import idle_notes
 from tests.helpers.chat import CHATML, MARKED, conversations, save_tokenizer, write_records
 from tests.train.test_preferences import folder, lines, train, values_of
@@ -81,6 +82,28 @@ def test_a_tokenizer_without_a_template_is_refused_before_training(folder: Path,
     with pytest.raises(BadInput, match=r"train\.sample_chat.*has no chat template"):
         train(values)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("key", ["sample_chat", "sample_prompt"])
+def test_a_question_outside_the_vocabulary_is_refused_before_training(folder: Path, tmp_path: Path, key: str) -> None:
+    values = values_with_question(folder, tmp_path) | {"model": {"dim": 8, "layers": 1, "heads": 1}, "checkpoint": {}}
+    values["data"]["source"] = str(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_text("q z q\n" * 400)
+    data = load_data(config_from_dict(values))
+    values["model"]["vocab_size"] = data.train.cache.header.max_token + 1
+    values["train"] = {"steps": 1, "sample_tokens": 1, key: "à"}
+    with pytest.raises(BadInput, match=rf"train\.{key} has token id \d+.*set train.sample_tokens to 0"):
+        train(values, ranks=1)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    values["train"]["sample_tokens"] = 0
+    train(values, ranks=1)
+
+
+def test_a_run_is_saved_before_it_answers(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr("terrazzo.train.loop.sample_text", lambda session: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(values_with_question(folder, tmp_path), ranks=1)
+    assert latest(tmp_path / "checkpoints") is not None
 
 
 def test_settings_of_samples_that_do_not_fit_together() -> None:

@@ -178,7 +178,7 @@ def test_types_that_do_not_are_not_taken(model_type: str) -> None:
 def test_a_model_that_may_look_further_back_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"} | SIZES))
     (tmp_path / "text.txt").write_text("some text")
-    values = {
+    values: dict[str, Any] = {
         "model": {"kind": "huggingface", "path": str(tmp_path)},
         "data": {"source": str(tmp_path / "text.txt"), "attention": "document"},
         "log": {"folder": str(tmp_path / "run")},
@@ -187,6 +187,8 @@ def test_a_model_that_may_look_further_back_is_refused(tmp_path: Path) -> None:
         BadInput, match=r"model_type 'opt' is not known to cut attention.*llama.*Leave data.attention out"
     ):
         check(config_from_dict(values), 1)
+    for alone in ({"data": values["data"] | {"packing": "single"}}, {"objective": "dpo"}):  # nothing is cut
+        assert not any("mask of data.attention" in note for note in check(config_from_dict(values | alone), 1))
 
 
 def test_one_document_per_sequence_needs_no_cut(tmp_path: Path) -> None:

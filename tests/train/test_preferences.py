@@ -21,8 +21,10 @@ from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import IGNORED, load_data
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import Trainer
+from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.reward import build_reward_model, with_score
 from terrazzo.train.preflight import check
+from terrazzo.train.preflight.idle import idle_notes
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.session import open_session
 from tests.helpers.chat import CHATML, save_tokenizer, turns, write_records
@@ -229,6 +231,27 @@ def test_adapters_are_compared_with_their_base(folder: Path, tmp_path: Path) -> 
     assert_the_bill_is_kept(tmp_path)
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "falcon", "llama"])
+def test_dpo_drops_nothing(tmp_path: Path, model_type: str) -> None:
+    """Falcon reads its config in every forward, OPT has a number in each layer, GPT-2 modules; both by default."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    more = {"opt": {"ffn_dim": 24, "word_embed_proj_dim": 16, "layerdrop": 0.5}, "falcon": {"hidden_dropout": 0.5}}
+    config = GPT2 if model_type == "gpt2" else sizes | {"attention_dropout": 0.5} | more.get(model_type, {})
+    tokens, equal = torch.arange(10)[None], {}
+    for dropout in (True, False):
+        model = build_model({"model_type": model_type} | config, device="cpu", dropout=dropout).train()
+        equal[dropout] = torch.equal(model(tokens).logits, model(tokens).logits)
+    assert equal == {True: False, False: True}
+
+
+def test_dpo_begins_at_ln_2_whatever_is_dropped(folder: Path, tmp_path: Path) -> None:
+    values = values_of(folder, tmp_path, {"name": "dpo"}, train={"steps": 1})
+    train(values | {"model": {"dim": 16, "layers": 2, "heads": 2, "dropout": 0.5}}, ranks=1)
+    assert losses(tmp_path) == pytest.approx([math.log(2)], rel=1e-6)
+    given = config_from_dict({"objective": "dpo", "model": {"dropout": 0.5}})
+    assert any("model.dropout does nothing: objective 'dpo'" in note for note in idle_notes(given, 1))
+
+
 def assert_the_bill_is_kept(out: Path) -> None:
     (summary,) = lines(out, "summary")
     for what in ("state_bytes", "transient_bytes", "host_bytes", "traffic_bytes"):
@@ -270,6 +293,28 @@ def test_a_resumed_run_has_the_reference_that_it_began_with(folder: Path, tmp_pa
     assert 0.0 < measured[0]["accuracy"] <= 1.0
 
 
+def test_a_resumed_run_has_no_reference_of_another_model(folder: Path, tmp_path: Path) -> None:
+    """Also where a run in between needed no more of it, and where the folder of the model has moved."""
+    sizes = {"batch": {"global_batch": 2, "micro_batch": 2, "sequence_length": 150}, "checkpoint": {"every": 1}}
+    first = values_of(folder, tmp_path / "run", {"name": "dpo"}, **sizes)
+
+    def resumed(steps: int, stop_after: int | None = None, **model: str) -> None:
+        values = first | {"model": first["model"] | model, "train": first["train"] | {"steps": steps}}
+        train(values, ranks=1, stop_after=stop_after)
+
+    torch.manual_seed(4)
+    other = str(tmp_path / "lm2")
+    transformers.LlamaForCausalLM(llama_config()).save_pretrained(other)
+    resumed(2, stop_after=1)
+    with pytest.raises(BadInput, match=r"model\.weights is 'random' and was 'pretrained'.*to 'pretrained', or start"):
+        resumed(3, weights="random")
+    resumed(2, path=other)  # it has the reference of all pairs that it reads
+    with pytest.raises(BadInput, match=r"model\.path is \S*lm2' and was \S*lm' .* 2 preference pairs"):
+        resumed(3, path=other)
+    resumed(3, path=f"{folder}/../{folder.name}/lm")
+    assert len(losses(tmp_path / "run")) == 3
+
+
 def test_a_resumed_run_tells_of_another_objective_and_of_nothing_that_a_checkpoint_could_not_know() -> None:
     (note,) = resume_notes(
         config_from_dict({"objective": {"name": "dpo", "beta": 0.2}}), {"objective": {"name": "dpo"}}
@@ -296,6 +341,19 @@ def test_pairs_of_text_keep_prompt_and_completion_apart(tmp_path: Path) -> None:
     assert (targets == 256).sum(dim=1).tolist() == [1, 0]
     assert "3 preference pairs; 2 of two equal texts or with an empty one left out" in found.notes[0]
     assert "1 texts cut" in found.notes[0]
+
+
+@pytest.mark.parametrize(("objective", "room"), [("dpo", 11), ("reward", 10)])
+def test_pairs_that_are_cut_to_equal_texts_are_left_out(tmp_path: Path, objective: str, room: int) -> None:
+    """`dpo` has room for one token more than `sequence_length`, its last target."""
+    same = "0123456789abcdef"[: room - 1]
+    texts = [(f"{same}x", f"{same}y"), (same, f"{same}y"), (same[:-1], f"{same}y")]  # and a token that ends each
+    records = [{"prompt": "?", "chosen": one, "rejected": other} for one, other in texts]
+    write_records(tmp_path / "pairs.jsonl", records)
+    data = {"source": str(tmp_path / "pairs.jsonl"), "cache": str(tmp_path), "validation_fraction": 0}
+    found = load_data(config_from_dict({"objective": objective, "data": data, "batch": {"sequence_length": 10}}))
+    assert len(found.train) == 1
+    assert "2 left out because both texts are equal as far as they fit" in found.notes[0]
 
 
 def test_conversations_without_a_prompt_share_their_beginning(tmp_path: Path) -> None:
@@ -332,6 +390,8 @@ def test_a_pair_is_held_out_or_dropped_as_a_whole(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "chosen": "b"}, r"lacks 'rejected'.*\['chosen', 'prompt'\]"),
         ({"chosen": "a", "rejected": "b"}, "'chosen' is str, 'rejected' is str, but.*'prompt'"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, r"pairs\.jsonl:1: .*'rejected' is null, but"),
+        ({"chosen": None, "rejected": turns("a", "b")}, "'chosen' is null, 'rejected' is list, but"),
         ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")}, "remove 'prompt'"),
         ({"chosen": turns("a", "b"), "rejected": turns("x", "c")}, "no message before the completions"),
         ({"chosen": turns("a", "b"), "rejected": turns("a")}, "no completion after the prompt"),
@@ -380,6 +440,13 @@ def test_settings_of_objectives_that_do_not_fit_together(values: dict[str, Any],
 def test_a_model_without_a_score_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
     with pytest.raises(BadInput, match="'mamba2' it has no model for sequence classification"):
+        build_reward_model(tmp_path, torch.device("meta"))
+
+
+@pytest.mark.parametrize(("model_type", "tensor"), [("bert", "classifier.bias"), ("ctrl", "classifier.weight")])
+def test_a_model_whose_score_is_built_otherwise_is_refused(tmp_path: Path, model_type: str, tensor: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 1, "n_layer": 1}))
+    with pytest.raises(BadInput, match=f"{model_type}.*has other tensors: {tensor}"):
         build_reward_model(tmp_path, torch.device("meta"))
 
 

@@ -288,6 +288,14 @@ class Config(Section):
         return 2 if self.objective.of_pairs else 1
 
     @property
+    def cuts_attention(self) -> bool:
+        """Whether documents in one sequence are kept apart: not where each sequence has one, as far as is known.
+
+        With `data.packing` left out it depends on the data: conversations get a sequence each.
+        """
+        return self.data.attention == "document" and self.data.packing != "single" and not self.objective.of_pairs
+
+    @property
     def checkpoint_folder(self) -> str:
         """Where checkpoints are, whether the key was given or not."""
         return self.checkpoint.folder or str(self.log.folder / "checkpoints")

@@ -113,6 +113,11 @@ class ObjectiveConfig(Named):
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="dpo: probability that a pair's order is wrong")
 
     @property
+    def dropout(self) -> bool:
+        """Whether the model drops in training what its settings say; DPO's would differ from its reference by it."""
+        return self.name != "dpo"
+
+    @property
     def of_pairs(self) -> bool:
         """Whether a sample is a pair of sequences."""
         return self.name != "next_token"

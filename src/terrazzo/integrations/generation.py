@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 from weakref import WeakMethod
@@ -28,14 +29,26 @@ def generate_together(model: nn.Module) -> None:
     own = getattr(type(base), "generate", None)
     if not engine.plan.weight.axes or own is None or "synced_gpus" not in inspect.signature(own).parameters:
         return
-    inner = WeakMethod(base.generate)  # the model holds this function
+    found = base.generate  # perhaps not the class's: a partial of it, say
+    inner = WeakMethod(found) if inspect.ismethod(found) else lambda: found  # the model holds this function
+    place = _place(found)
 
     @wraps(own)
     def generate(*args: Any, **kwargs: Any) -> Any:
         called = inner()
         assert called is not None
+        if place is not None and len(args) > place:
+            return called(*args[:place], True, *args[place + 1 :], **kwargs)
         return called(*args, **{**kwargs, "synced_gpus": True})
 
     base.generate = generate
     if base is not model:  # PEFT's own goes past the model's forward, which gathers what is in no unit
         register_forward_method(model, "generate")
+
+
+def _place(function: Callable[..., Any]) -> int | None:
+    """Where `synced_gpus` stands among the arguments, if it may be given without its name."""
+    named = inspect.signature(function).parameters
+    if "synced_gpus" not in named or named["synced_gpus"].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None
+    return list(named).index("synced_gpus")

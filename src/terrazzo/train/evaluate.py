@@ -80,10 +80,7 @@ def sample_text(session: Session) -> str:
     train = session.config.train
     if session.asked is not None:
         return f"{train.sample_chat} → {_answer(session, session.asked)}"
-    prompt = session.data.tokenizer.encode([train.sample_prompt])[0].tolist() or [
-        session.data.tokenizer.end_of_document
-    ]
-    tokens = torch.tensor([prompt], device=session.ranks.device)
+    tokens = torch.tensor([session.prompt], device=session.ranks.device)
     generator = torch.Generator().manual_seed(train.seed + session.step)
     written = generate(session.model, tokens, train.sample_tokens, temperature=TEMPERATURE, generator=generator)
     return session.data.tokenizer.decode(written[0].tolist())

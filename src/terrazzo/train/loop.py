@@ -152,18 +152,18 @@ class Trainer:
         self.report.validation(found)
 
     def between_steps(self, *, finished: bool, last: bool) -> None:
-        """Comparisons, evaluation, samples and checkpoints that are due after the current step."""
+        """Comparisons, evaluation, checkpoints and samples that are due after the current step."""
         session, train = self.session, self.session.config.train
         if _due(session.step, train.check_replicas_every):
             check_replicas(session.model)
         if finished or _due(session.step, train.eval_every):
             self.validate()
-        if session.writes_text and (finished or _due(session.step, train.sample_every)):
-            self.report.sample(sample_text(session))
         if last or _due(session.step, session.config.checkpoint.every):
             if self.losses:
                 self.checked()
             self.report.saved(session.save())
+        if session.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
+            self.report.sample(sample_text(session))
 
 
 def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,9 @@ other weights.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.config import Config
+from terrazzo.config import Config, flatten
+from terrazzo.errors import BadInput
 from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.losses import completion_log_probs
 
-__all__ = ["Due", "compute_reference", "reference_due", "reference_state"]
+__all__ = ["Due", "check_same_initial", "compute_reference", "initial_model", "reference_due", "reference_state"]
 
 
 class Due(NamedTuple):
@@ -47,6 +50,46 @@ def reference_due(config: Config, data: TokenData, evaluation_limit: int, saved:
         if len(pairs := wanted[table[torch.from_numpy(wanted)].isnan().any(dim=1).numpy()]):
             found.append(Due(dataset, pairs))
     return found
+
+
+def initial_model(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the weights before the first step follow from: as `saved` has them of the first run, if any.
+
+    Args:
+        saved: the extra values of the checkpoint that the run continues from; empty for a new run.
+    """
+    if saved.get("initial"):
+        return dict(saved["initial"])
+    values = flatten(Config()) | flatten(saved["config"] if saved else config)
+    found = {key: json.loads(values[key]) for key in ("model.path", "model.weights", "train.seed")}
+    if found["model.weights"] == "pretrained":
+        del found["train.seed"]
+    return found
+
+
+def check_same_initial(due: list[Due], config: Config, saved: Mapping[str, Any]) -> None:
+    """Raise `BadInput` where the reference that is `due` would be of another model than the one that is `saved`."""
+    if not due or not saved:
+        return
+    now = flatten(config)
+    for key, before in initial_model(config, saved).items():
+        here = json.loads(now[key])
+        same = here == before or (key == "model.path" and here and before and _same_folder(here, before))
+        if not same:
+            raise BadInput(
+                f"{key} is {_shown(here)} and was {_shown(before)} when the run in the checkpoint began:"
+                f" {sum(len(part.pairs) for part in due):,} preference pairs that it has not read yet would be compared"
+                f" with another model than those before. Set {key} to {_shown(before)}, or start anew with"
+                " checkpoint.resume=never."
+            )
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"'{value}'" if isinstance(value, str) else str(value)
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
 @torch.no_grad()

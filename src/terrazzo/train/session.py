@@ -37,7 +37,13 @@ from terrazzo.train.plan import (
     mesh_shape,
     micro_batches_per_rank,
 )
-from terrazzo.train.reference import compute_reference, reference_due, reference_state
+from terrazzo.train.reference import (
+    check_same_initial,
+    compute_reference,
+    initial_model,
+    reference_due,
+    reference_state,
+)
 
 __all__ = ["Session", "evaluation_limit", "open_session"]
 
@@ -49,7 +55,7 @@ class Session:
     `newest` and `best` are the newest and the lowest validation `loss`, each with its `step`.
     `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
     what was resident before the model took memory, `notes` what was said of it before the start.
-    `asked` is what samples answer, where they do.
+    `asked` is what samples answer, where they do, `initial` what the reference of DPO is of.
     """
 
     config: Config
@@ -69,6 +75,7 @@ class Session:
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
     asked: Asked | None = None
+    initial: dict[str, Any] = field(default_factory=dict)
 
     @property
     def micro_batches(self) -> int:
@@ -81,9 +88,9 @@ class Session:
         return self.config.batch.global_batch * self.config.sequences_per_sample * self.config.batch.sequence_length
 
     @property
-    def writes_text(self) -> bool:
-        """Whether there are text samples: a score is no text."""
-        return self.config.train.sample_tokens > 0 and self.config.objective.name != "reward"
+    def prompt(self) -> list[int]:
+        """The tokens that samples go on from; none where there are no samples."""
+        return _prompt(self.config, self.data, self.asked)
 
     def flops_per_s(self, steps: int, seconds: float) -> float:
         """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
@@ -130,6 +137,7 @@ class Session:
             "data": self.loader.state_dict(),
             "evaluation": self._evaluation,
             "reference": reference_state(self.data),
+            "initial": self.initial,
             "tokenizer": self.data.tokenizer.fingerprint,
             "config": without_passwords(self.config.model_dump(mode="json")),
         }
@@ -188,10 +196,14 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=say)
     _check_validation(config, data, ranks.world_size)
     asked = on_first(lambda: _asked(config, data), BadInput)
+    saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
+    due = reference_due(config, data, evaluation_limit(config, ranks.world_size), saved)
+    check_same_initial(due, config, saved)
     loader = Loader(data.train, config, ranks.rank, ranks.world_size)
     make_swap_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
-    model, flops_per_token = _model(config, data)
+    answers = None if asked is None else Asked(*asked)
+    model, flops_per_token = _model(config, data, _prompt(config, data, answers))
     optimizer = build_optimizer(config.optimizer, model)
     base_bytes = (resident_bytes() or 0) if ranks.device.type == "cpu" else 0  # the model is still without memory
     model, sharded = tz.shard(
@@ -205,8 +217,6 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         offload=build_offload(config),
     )
     try:
-        saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
-        due = reference_due(config, data, evaluation_limit(config, ranks.world_size), saved)
         if due or not newest:
             _load_pretrained(config, model)
         if due:
@@ -218,7 +228,8 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         session = Session(
             config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
         )
-        session.asked = None if asked is None else Asked(*asked)
+        session.asked = answers
+        session.initial = initial_model(config, saved)
         if newest:
             session.resume()
         else:  # last, so that nothing is lost to a run that cannot start
@@ -260,13 +271,23 @@ def _asked(config: Config, data: TokenData) -> Asked | None:
     return load_chat(data.tokenizer, settings.tokenizer, settings.chat_template, settings.loss_on).ask(question)
 
 
+def _prompt(config: Config, data: TokenData, asked: Asked | None) -> list[int]:
+    """What samples go on from. A score is no text, and has none."""
+    if not config.train.sample_tokens or config.objective.name == "reward":
+        return []
+    if asked is not None:
+        return asked.tokens
+    found: list[int] = data.tokenizer.encode([config.train.sample_prompt])[0].tolist()
+    return found or [data.tokenizer.end_of_document]
+
+
 def _saved_with_reference(path: str) -> dict[str, Any]:
     """A checkpoint's extra values; nothing where it has no reference, or cannot be read, which `resume` tells of."""
     try:
         found = checkpoint.open_source(path).extra
     except TerrazzoError:
         return {}
-    return found if found.get("reference") else {}
+    return found if found.get("reference") and "config" in found else {}
 
 
 def _seed(seed: int, step: int, rank: int) -> int:
@@ -274,9 +295,16 @@ def _seed(seed: int, step: int, rank: int) -> int:
     return seed + 1 + rank + step * 1_000_003
 
 
-def _model(config: Config, data: TokenData) -> tuple[nn.Module, int]:
+def _model(config: Config, data: TokenData, prompt: list[int]) -> tuple[nn.Module, int]:
     """The model before it is sharded, and what a token costs in floating-point operations."""
     model = prepare_model(config, data.tokenizer)
     vocab_size = cast(Any, model).config.vocab_size
     data.check_vocabulary(vocab_size)
+    if max(prompt, default=0) >= vocab_size:
+        key = "sample_prompt" if config.train.sample_chat is None else "sample_chat"
+        raise BadInput(
+            f"train.{key} has token id {max(prompt)}, but the model's vocabulary has ids 0 to {vocab_size - 1} only."
+            f" Set model.vocab_size to at least {data.tokenizer.vocab_size}, use the model's own tokenizer, or set"
+            " train.sample_tokens to 0."
+        )
     return model, num_flops_per_token(model, config.batch.sequence_length)

@@ -206,8 +206,8 @@ def deepspeed_document(plugin: Any, mixed: str) -> dict[str, Any]:
             isinstance(section, dict) and bool(section.get("enabled")) != (mixed == half) and mixed in ("bf16", "fp16")
         ):
             raise BadInput(
-                f"mixed_precision is {mixed}, and DeepSpeed's configuration has {half}.enabled: {section['enabled']}: "
-                f'leave mixed_precision out, or write "auto" there.'
+                f"mixed_precision is {mixed}, and DeepSpeed's configuration has {half}.enabled: "
+                f'{section.get("enabled", False)}: leave mixed_precision out, or write "auto" there.'
             )
     for key, kind in _BESIDE.items():
         value = getattr(plugin, key, None)

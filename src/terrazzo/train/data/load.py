@@ -220,7 +220,8 @@ def _check_learns(config: Config, part: str, dataset: SequenceDataset) -> None:
     """Raises `BadInput` for sequences without any target."""
     if dataset.targets_numel:
         return
-    dropped, cut = (0, 0) if dataset.rows is None else (dataset.rows.dropped, dataset.rows.cut_unlearnt)
+    rows = dataset.rows
+    dropped, cut = (0, 0) if rows is None else (rows.dropped, rows.cut_unlearnt + rows.cut_equal)
     why = f": {dropped:,} documents are longer" if dropped else f": {cut:,} documents are cut before it" if cut else ""
     raise BadInput(
         f"The {part} data have no token to learn in sequences of {config.batch.sequence_length} tokens{why}. Raise "
@@ -247,7 +248,7 @@ def _datasets(
 
 def _in_a_stream(config: Config, cache: TokenCache, split: Split, end: int) -> SequenceDataset:
     """The documents one after the other."""
-    apart = config.data.attention == "document"
+    apart = config.cuts_attention
     split = cut_at_documents(cache, split) if apart else split
     return SequenceDataset(cache, split, config.batch.sequence_length, end, apart=apart)
 
@@ -262,7 +263,7 @@ def _in_rows(
         rows = arrange_pairs(cache, chosen, room, too_long)
         return PairDataset(cache, split_of(cache, chosen), length, end, rows)
     rows = arrange(cache, chosen, length + 1, packing, too_long)
-    apart = config.data.attention == "document" and packing == "whole"
+    apart = config.cuts_attention and packing == "whole"
     return SequenceDataset(cache, split_of(cache, chosen), length, end, rows, apart)
 
 
@@ -277,6 +278,7 @@ def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None
         f"{why} left out (first: {header.first_unlearnt})": header.unlearnt,
         f"{'texts ' if header.pairs else ''}cut to a sequence": sum(row.cut for row in rows),
         "left out because nothing to learn fits into a sequence": sum(row.cut_unlearnt for row in rows),
+        "left out because both texts are equal as far as they fit into a sequence": sum(row.cut_equal for row in rows),
         "left out as longer than a sequence": sum(row.dropped for row in rows),
     }
     kind = "preference pairs" if header.pairs else "conversations"

@@ -23,7 +23,8 @@ class Rows:
     """Documents, or their beginnings, in rows: `[starts[i], stops[i])` of the cache, in the order of the rows.
 
     Row `r` holds those numbered `[bounds[r], bounds[r + 1])`. `cut` of them lost their end, `dropped` documents are in
-    no row, and of `cut_unlearnt` the part that is left had nothing to learn, so that they are in none either.
+    no row, and of `cut_unlearnt` the part that is left had nothing to learn, so that they are in none either; of
+    `cut_equal` preference pairs two equal texts were left.
     """
 
     starts: Integers
@@ -32,6 +33,7 @@ class Rows:
     cut: int = 0
     dropped: int = 0
     cut_unlearnt: int = 0
+    cut_equal: int = 0
 
 
 def arrange(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, packing: Packing, too_long: TooLong) -> Rows:

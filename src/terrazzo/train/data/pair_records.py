@@ -37,11 +37,13 @@ class PairRecords:
         """The chosen text or conversation, which has the rejected one."""
         _check_fields(record, where, "fields")
         kinds = {field: type(record[field]) for field in (PROMPT, CHOSEN, REJECTED) if record.get(field) is not None}
-        if set(kinds.values()) == {str} and PROMPT in kinds:
-            return _text_pair(record, name, where)
-        if set(kinds.values()) == {list} and {CHOSEN, REJECTED} <= kinds.keys():
-            return _conversation_pair(record, name, where)
-        found = ", ".join(f"{field!r} is {kind.__name__}" for field, kind in kinds.items())
+        if {CHOSEN, REJECTED} <= kinds.keys():
+            if set(kinds.values()) == {str} and PROMPT in kinds:
+                return _text_pair(record, name, where)
+            if set(kinds.values()) == {list}:
+                return _conversation_pair(record, name, where)
+        there = [field for field in (PROMPT, CHOSEN, REJECTED) if field in record]
+        found = ", ".join(f"{field!r} is {kinds[field].__name__ if field in kinds else 'null'}" for field in there)
         raise BadInput(
             f"{where}: {found}, but a preference pair has {PROMPT!r}, {CHOSEN!r} and {REJECTED!r} as strings, or"
             f" {CHOSEN!r} and {REJECTED!r}, and {PROMPT!r} if it is there, as lists of messages. Correct the record;"

@@ -23,11 +23,30 @@ def held_out_pairs(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_]:
 
 
 def arrange_pairs(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, too_long: TooLong) -> Rows:
-    """A row for each of the `chosen` documents whose pair fits: both, or with `truncate` a part of both completions."""
+    """A row for each of the `chosen` documents whose pair fits: both, or with `truncate` a part of both completions.
+
+    Pairs that would be cut to two equal texts are left out: nothing is preferred there.
+    """
     fits = learns_within(cache, room, too_long).reshape(-1, 2).all(axis=1).repeat(2)
     left_out = int((chosen & ~fits).sum()) // 2
-    rows = arrange(cache, chosen & fits, room, "single", too_long)
-    return replace(rows, dropped=left_out) if too_long == "drop" else replace(rows, cut_unlearnt=left_out)
+    if too_long == "drop":
+        return replace(arrange(cache, chosen & fits, room, "single", too_long), dropped=left_out)
+    differs = ~_cut_equal(cache, chosen & fits, room).repeat(2)
+    equal = int((chosen & fits & ~differs).sum()) // 2
+    rows = arrange(cache, chosen & fits & differs, room, "single", too_long)
+    return replace(rows, cut_unlearnt=left_out, cut_equal=equal)
+
+
+def _cut_equal(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int) -> npt.NDArray[np.bool_]:
+    """Of each pair, whether it is chosen and its texts are equal in their first `room` tokens."""
+    starts = np.concatenate(([0], cache.ends[:-1])).reshape(-1, 2)
+    lengths = np.minimum(cache.ends.reshape(-1, 2) - starts, room)
+    # Shorter ones were compared as the cache was written.
+    equal: npt.NDArray[np.bool_] = chosen[::2] & (lengths == room).all(axis=1)
+    for pair in np.flatnonzero(equal):
+        one, other = (cache.tokens[start : start + room] for start in starts[pair])
+        equal[pair] = np.array_equal(one, other)
+    return equal
 
 
 class PairDataset(SequenceDataset):

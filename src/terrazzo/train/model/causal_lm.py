@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ __all__ = ["build_model", "generate", "logits_of", "num_flops_per_token"]
 
 
 def build_model(
-    spec: DecoderConfig | Mapping[str, Any] | str | Path, *, device: torch.device | str | None = None
+    spec: DecoderConfig | Mapping[str, Any] | str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dropout: bool = True,
 ) -> nn.Module:
     """The model that `spec` describes: parameters fp32 and random, on `device` (default: the current default device).
 
     Args:
         spec: a `DecoderConfig`; or the contents of a `transformers` config.json, or a local folder with one.
         device: `"meta"` gives a model without storage whose modules all have `reset_parameters()`.
+        dropout: False builds it as if `spec` dropped nothing in training.
 
     Raises:
         BadInput: `transformers` is not installed, or the folder or config cannot be used; the message says how.
@@ -32,8 +37,8 @@ def build_model(
     target = torch.device(device) if device is not None else torch.get_default_device()
     if isinstance(spec, DecoderConfig):
         with target:
-            return Decoder(spec)
-    return huggingface.build_causal_lm(spec, target)
+            return Decoder(spec if dropout else replace(spec, dropout=0.0))
+    return huggingface.build_causal_lm(spec, target, dropout=dropout)
 
 
 def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:

@@ -5,6 +5,7 @@ Nothing is downloaded, no code that comes with a model is run, and weights are r
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ __all__ = [
     "build_body",
     "build_causal_lm",
     "check_cuts_attention",
+    "check_scored",
     "num_flops_per_token",
     "read_config",
     "scored_class",
@@ -39,10 +41,26 @@ CUT_ATTENTION = frozenset({
 as OPT and BLOOM do: a test computes it of each."""
 
 
-def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device) -> nn.Module:
+def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, *, dropout: bool = True) -> nn.Module:
     """See `terrazzo.train.model.causal_lm.build_model`, which is the public way in."""
     transformers = _import_transformers()
-    return _built(transformers.AutoModelForCausalLM, _config_of(transformers, spec), device)
+    config = _config_of(transformers, spec)
+    if not dropout:
+        _drop_nothing(transformers, config)
+    model = _built(transformers.AutoModelForCausalLM, config, device)
+    for module in model.modules():
+        if not dropout and isinstance(module, nn.modules.dropout._DropoutNd):  # of a share that the code has
+            module.p = 0.0
+    return model
+
+
+def _drop_nothing(transformers: Any, config: Any) -> None:
+    """Set the shares that are dropped, `attn_pdrop`, `hidden_dropout`, `layerdrop` and the like, to 0."""
+    for name, value in vars(config).items():
+        if isinstance(value, transformers.PretrainedConfig):
+            _drop_nothing(transformers, value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def build_body(spec: str | Path, device: torch.device) -> Any:
@@ -57,6 +75,21 @@ def scored_class(spec: str | Path) -> str:
     """The name of the class in `transformers` that has the tensors of `build_body` and a score."""
     transformers = _import_transformers()
     return _scored_class_of(transformers, _config_of(transformers, spec))
+
+
+def check_scored(model: nn.Module) -> None:
+    """Raise `BadInput` where `model` has other tensors than the class with a score that `transformers` has of it."""
+    transformers = _import_transformers()
+    config: Any = copy.deepcopy(model.config)
+    config.num_labels = 1
+    theirs = _built(transformers.AutoModelForSequenceClassification, config, torch.device("meta"))
+    ours, named = ({name: value.shape for name, value in one.state_dict().items()} for one in (model, theirs))
+    if other := sorted(name for name in ours.keys() | named.keys() if ours.get(name) != named.get(name)):
+        raise BadInput(
+            f"objective 'reward' puts one 'score' over a model's body, and {type(theirs).__name__}, which transformers"
+            f" has for model_type {config.model_type!r}, has other tensors: {', '.join(other[:3])}. Give a decoder such"
+            " as 'llama', 'qwen3' or 'gpt2' as model.path."
+        )
 
 
 def _scored_class_of(transformers: Any, config: Any) -> str:

@@ -49,7 +49,7 @@ def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Modu
     if config.objective.name == "reward":
         model: nn.Module = build_reward_model(spec, torch.device("meta"))
     else:
-        model = add_adapters(build_model(spec, device="meta"), config)
+        model = add_adapters(build_model(spec, device="meta", dropout=config.objective.dropout), config)
     units = config.plan.units
     mode, every = config.train.checkpointing
     ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"

@@ -52,14 +52,16 @@ def build_reward_model(spec: DecoderConfig | Path, device: torch.device) -> Rewa
     """As `build_model`: parameters are random, and on the meta device all modules have `reset_parameters()`.
 
     Raises:
-        BadInput: as `build_model`, or `transformers` has no such model with a score.
+        BadInput: as `build_model`, or `transformers` has no such model with a score, or one of other tensors.
     """
     if isinstance(spec, DecoderConfig):
         with device:
             return RewardModel(Decoder(replace(spec, tie_embeddings=True)), "model", spec.dim)
     body = huggingface.build_body(spec, device)
     with device:
-        return RewardModel(body, body.base_model_prefix, body.config.get_text_config().hidden_size)
+        model = RewardModel(body, body.base_model_prefix, body.config.get_text_config().hidden_size)
+    huggingface.check_scored(model)
+    return model
 
 
 def load_body(model: nn.Module, folder: Path) -> None:

@@ -50,7 +50,7 @@ def _check_model(config: Config, tokenizer: Tokenizer) -> None:
         return
     assert config.model.path is not None
     values = harmless(read_config(config.model.path), f"'{config.model.path}'")
-    if config.data.attention == "document":
+    if config.cuts_attention:
         check_cuts_attention(values)
     if config.model.weights == "pretrained":
         weight_files(config.model.path)

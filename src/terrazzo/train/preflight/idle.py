@@ -79,6 +79,12 @@ _RULES = (
         "rename them in the data",
     ),
     _Rule(
+        "model.dropout lora.dropout",
+        lambda config: not config.objective.dropout,
+        "objective 'dpo' compares the model with its reference, and drops nothing in either",
+        "set another objective",
+    ),
+    _Rule(
         "train.sample_tokens train.sample_every train.sample_prompt train.sample_chat",
         lambda config: config.objective.name == "reward",
         "objective 'reward' trains a model that writes no text",

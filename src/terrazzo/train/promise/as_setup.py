@@ -84,6 +84,8 @@ def _shape_of(config: Config) -> ModelShape:
     else:
         assert config.model.path is not None
         shape = with_adapters(model_shape(config.model.path), config.lora)
+    if not config.objective.dropout:
+        shape = replace(shape, units=tuple(replace(one, block=_with_dropout(one.block, 0.0)) for one in shape.units))
     return with_score(shape) if config.objective.name == "reward" else shape
 
 

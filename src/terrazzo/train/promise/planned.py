@@ -64,7 +64,7 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     model = prepare_model(_traced(config, setup, shortened))
     names, _ = find_units(model, None)
     try:
-        with nullcontext() if config.data.attention == "document" else _one_sequence_per_row():
+        with nullcontext() if config.cuts_attention else _one_sequence_per_row():
             trace = traced_activations(model, names, setup.precision.compute, _training_pass(config))
     except Exception:  # anything: a stranger's forward has been given tensors without values
         return None
@@ -113,7 +113,7 @@ def _training_pass(config: Config) -> Callable[[nn.Module], torch.Tensor]:
 
     def run(model: nn.Module) -> torch.Tensor:
         tokens = torch.zeros(size, dtype=torch.int64)
-        positions = torch.zeros_like(tokens) if config.data.attention == "document" else None
+        positions = torch.zeros_like(tokens) if config.cuts_attention else None
         batch = Batch(tokens, torch.zeros_like(tokens), tokens.numel(), config.batch.micro_batch, reference, positions)
         return summed_loss(config.objective, model, batch, torch.device("cpu"))
 
