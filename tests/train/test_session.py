@@ -155,6 +155,9 @@ def test_a_resumed_run_names_what_differs_and_which_value_is_used(
     assert re.match(r"plan zero3 on .*\nprecision: .*\n\d units", (tmp_path / "run/plan.txt").read_text(), re.DOTALL)
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_text())
     assert {group["initial_lr"] for group in manifest["optimizer"]["groups"]} == {0.003}
+    trained(config_in(tmp_path, optimizer={"lr": 4.0}, batch={"micro_batch": 1}, train={"steps": 8}))
+    again = "resume: optimizer.lr is 4.0 in the configuration and 0.003 in the checkpoint, which is used"
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")] == [again]
 
 
 @pytest.mark.parametrize(

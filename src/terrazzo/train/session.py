@@ -20,7 +20,7 @@ from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
-from terrazzo.train.checkpoints.resume import clear_checkpoints, resume_from, resume_notes
+from terrazzo.train.checkpoints.resume import clear_checkpoints, is_restored, resume_from, resume_notes
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
@@ -74,6 +74,7 @@ class Session:
     newest: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
+    _restored: dict[str, Any] = field(default_factory=dict)
     asked: Asked | None = None
     initial: dict[str, Any] = field(default_factory=dict)
 
@@ -139,8 +140,14 @@ class Session:
             "reference": reference_state(self.data),
             "initial": self.initial,
             "tokenizer": self.data.tokenizer.fingerprint,
-            "config": without_passwords(self.config.model_dump(mode="json")),
+            "config": self._config_in_use(),
         }
+
+    def _config_in_use(self) -> dict[str, Any]:
+        """The configuration, with the optimizer's hyper-parameters as they came with its state."""
+        config: dict[str, Any] = without_passwords(self.config.model_dump(mode="json"))
+        config["optimizer"] |= self._restored
+        return config
 
     def resume(self) -> None:
         """Continue from the newest whole checkpoint. Collective."""
@@ -163,6 +170,9 @@ class Session:
         self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
         self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
         self.resume_notes += resume_notes(self.config, extra["config"])
+        self._restored = {
+            key: value for key, value in extra["config"]["optimizer"].items() if is_restored(f"optimizer.{key}")
+        }
         if self._evaluation != extra["evaluation"]:
             self.resume_notes.append("resume: the validation data are not those of the checkpoint")
         if not resumed.generators:

@@ -8,7 +8,7 @@ from terrazzo.checkpoint import clear, latest
 from terrazzo.config import Config, flatten, without_passwords
 from terrazzo.errors import BadInput
 
-__all__ = ["clear_checkpoints", "resume_from", "resume_notes"]
+__all__ = ["clear_checkpoints", "is_restored", "resume_from", "resume_notes"]
 
 COMPARED = ("optimizer", "schedule", "precision", "model", "lora", "data", "objective", "batch")
 PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and how they were before the first step
@@ -48,9 +48,12 @@ def resume_notes(config: Config, saved: dict[str, Any]) -> list[str]:
     return [_note(key, now.get(key), before.get(key)) for key in keys if now.get(key) != before.get(key)]
 
 
+def is_restored(key: str) -> bool:
+    """The optimizer's hyper-parameters come with its state; which parameters decay is decided at the start."""
+    return key.startswith("optimizer.") and not key.startswith("optimizer.no_decay")
+
+
 def _note(key: str, now: str | None, before: str | None) -> str:
-    # The optimizer's hyper-parameters are restored with its state; which parameters decay is decided at the start.
-    restored = key.startswith("optimizer.") and not key.startswith("optimizer.no_decay")
-    here, there = ("", ", which is used") if restored else (", which is used,", "")
+    here, there = ("", ", which is used") if is_restored(key) else (", which is used,", "")
     now, before = now or "not set", before or "not set"
     return f"resume: {key} is {now} in the configuration{here} and {before} in the checkpoint{there}"
