@@ -62,6 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     transformers.LlamaForCausalLM(llama_config()).save_pretrained(root / "lm")
     transformers.LlamaForSequenceClassification(llama_config(num_labels=1)).save_pretrained(root / "scored")
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification):
+        auto.from_config(llama_config())  # ranks are threads here, and what it imports the first time is no safe place
     save_tokenizer(root / "tokenizer", CHATML)
     write_records(root / "pairs.jsonl", pairs())
     return root
