@@ -38,6 +38,7 @@ from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.planner.text.blocks import Block, Line, show
+from terrazzo.train.command import program
 
 __all__ = ["run"]
 
@@ -249,8 +250,8 @@ def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
     if asked["config"] is not None and answer.best.memory.fits is False:
         return []
     if asked["config"] is not None:
-        command = shlex.join(["terrazzo", "train", str(asked["config"]), *(asked["overrides"] or [])])
-        return [Line(f"\nTo run it: {command}", copied=True)]
+        command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or [])])
+        return [Line(f"\nTo run it: {program()} {command}", copied=True)]
     start = _start(answer.best.setup.cluster)
     if asked["emit"] is not None:
         written = str(asked["emit"])

@@ -54,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     raw = _read(Path(path))
     for override in overrides:
         _apply(raw, override)
-    return config_from_dict(raw, origin=str(path))
+    return config_from_dict(raw, origin=" ".join([str(path), *(["with", *overrides] if overrides else [])]))
 
 
 def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,6 +167,8 @@ class Session:
             )
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.best = extra["best"]
+        group = self.optimizer.param_groups[0]
+        due = group["lr"]
         resume_schedule(self.schedule, extra["schedule"])
         self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
         self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
@@ -173,6 +176,10 @@ class Session:
         self._restored = {
             key: value for key, value in extra["config"]["optimizer"].items() if is_restored(f"optimizer.{key}")
         }
+        if not math.isclose(group["lr"], due, rel_tol=1e-9):  # train.steps may stretch a schedule
+            self.resume_notes.append(
+                f"resume: the learning rate goes on at {group['lr']:.1e}, where this schedule has it; it was {due:.1e}"
+            )
         if self._evaluation != extra["evaluation"]:
             self.resume_notes.append("resume: the validation data are not those of the checkpoint")
         if not resumed.generators:
