@@ -229,7 +229,7 @@ MUTATIONS = [
         "dialects/deepspeed/keys_zero.py",
         '"stage3_param_persistence_threshold": Key(whole(), 100_000,',
         '"stage3_param_persistence_threshold": Key(whole(), 10_000,',
-        "dialects/test_deepspeed_loader.py dialects/test_contract.py",
+        "dialects/test_deepspeed.py",
     ),
     Mutation(
         "Adam's betas are swapped",
