@@ -22,11 +22,20 @@ SIZE = {"train_micro_batch_size_per_gpu": 1}
 PUBLISHED = {
     "fp16": {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
     "zero_optimization": {
-        **{"stage": 0, "contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": 5e8},
-        **{"allgather_partitions": True, "allgather_bucket_size": 5e8, "sub_group_size": 1e9},
-        **{"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "stage3_prefetch_bucket_size": 5e7},
-        **{"stage3_param_persistence_threshold": 1e5, "stage3_gather_16bit_weights_on_model_save": False},
-        **{"round_robin_gradients": False, "zero_hpz_partition_size": 1},
+        "stage": 0,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 5e8,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 5e8,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_prefetch_bucket_size": 5e7,
+        "stage3_param_persistence_threshold": 1e5,
+        "stage3_gather_16bit_weights_on_model_save": False,
+        "round_robin_gradients": False,
+        "zero_hpz_partition_size": 1,
     },
 }
 """Defaults as DeepSpeed's documentation has them (docs/_pages/config-json.md), where its loader is not installed."""
