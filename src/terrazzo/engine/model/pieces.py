@@ -70,10 +70,7 @@ def _copies(bucket: Bucket) -> Range:
 def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
     """This rank's share of the weights, master weights where there are any; over all ranks each element comes once."""
     for bucket in buckets:
-        state = bucket.master if bucket.trainable else bucket.weight
-        for slot in bucket.slots:
-            if (held := share(bucket).intersect(slot.range)).numel:
-                yield _piece(slot, "weight", held, state)
+        yield from _pieces(bucket, "weight", bucket.master if bucket.trainable else bucket.weight, share(bucket))
 
 
 def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
@@ -94,9 +91,7 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
 def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:
     """This rank's share of the weights' moving averages."""
     for bucket, average in averages.items():
-        for slot in bucket.slots:
-            if (held := _own_share(bucket).intersect(slot.range)).numel:
-                yield _piece(slot, "average", held, average)
+        yield from _pieces(bucket, "average", average, _own_share(bucket))
 
 
 def copied_pieces(
@@ -113,6 +108,13 @@ def copied_pieces(
             for driver in drivers if trainable else ():
                 pieces += optimizer_pieces(driver, _copies)
             yield along, pieces
+
+
+def _pieces(bucket: Bucket, kind: str, state: Resting, share: Range) -> Iterator[Piece]:
+    """What `share` has of one state of a bucket, parameter by parameter."""
+    for slot in bucket.slots:
+        if (held := share.intersect(slot.range)).numel:
+            yield _piece(slot, kind, held, state)
 
 
 def _piece(slot: Slot, kind: str, held: Range, state: Resting) -> Piece:

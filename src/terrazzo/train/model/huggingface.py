@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "check_scored",
     "num_flops_per_token",
     "read_config",
+    "refuse_other_weights",
     "scored_class",
     "weight_files",
 ]
@@ -252,3 +253,16 @@ def _matmul_flops(model: nn.Module, config: Any) -> float:
     if not getattr(config, "tie_word_embeddings", True):
         flops -= (4 if frozen else 6) * config.vocab_size * config.hidden_size  # as the rest of a base is
     return flops
+
+
+def refuse_other_weights(folder: Path, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Names that a model folder's weights lack, and those that they have beyond the model's.
+
+    Raises:
+        BadInput: if there are any.
+    """
+    if missing or unexpected:
+        raise BadInput(
+            f"The weights in '{folder}' are not those of its config.json: missing {missing[:3] or 'nothing'}, "
+            f"unexpected {unexpected[:3] or 'nothing'}. Save the model again."
+        )

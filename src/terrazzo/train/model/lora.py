@@ -20,7 +20,7 @@ from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner import ModelShape, model_shape
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
-from terrazzo.train.model.huggingface import read_config
+from terrazzo.train.model.huggingface import read_config, refuse_other_weights
 
 __all__ = ["add_adapters", "check_lora", "load_base", "with_adapters"]
 
@@ -99,11 +99,7 @@ def load_base(model: nn.Module, folder: Path) -> None:
     weights = _BaseWeights(folder, groups)
     found: Any = model.load_state_dict(weights, strict=False)
     missing = [name for name in found.missing_keys if ".lora_" not in name]
-    if missing or found.unexpected_keys:
-        raise BadInput(
-            f"The weights in '{folder}' are not those of its config.json: missing {missing[:3] or 'nothing'}, "
-            f"unexpected {found.unexpected_keys[:3] or 'nothing'}. Save the model again."
-        )
+    refuse_other_weights(folder, missing, found.unexpected_keys)
 
 
 class _BaseWeights(Mapping[str, Tensor]):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from terrazzo.checkpoint import open_source
 from terrazzo.checkpoint.read import SourceWeights
 from terrazzo.engine import parameter_names, persistent_buffers
-from terrazzo.errors import BadInput
 from terrazzo.planner import ModelShape
 from terrazzo.planner.model.shapes import TensorShape
 from terrazzo.train.model import huggingface
@@ -76,11 +75,7 @@ def load_body(model: nn.Module, folder: Path) -> None:
     prefix = f"{cast(RewardModel, model).body_name}."
     missing = [name for name in found.missing_keys if name != SCORE]
     unexpected = [name for name in found.unexpected_keys if name.startswith(prefix)]
-    if missing or unexpected:
-        raise BadInput(
-            f"The weights in '{folder}' are not those of its config.json: missing {missing[:3] or 'nothing'}, "
-            f"unexpected {unexpected[:3] or 'nothing'}. Save the model again."
-        )
+    huggingface.refuse_other_weights(folder, missing, unexpected)
 
 
 def with_score(shape: ModelShape) -> ModelShape:
