@@ -16,7 +16,9 @@ import torch
 from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
+from terrazzo.train.launch import local_ranks
 from terrazzo.train.launch.here import resolve_device, set_threads
+from terrazzo.train.launch.local_ranks import LocalRanks
 from terrazzo.train.launch.ranks import _agree_on_device, join
 from terrazzo.train.launch.starting import _report, adopt_slurm, environment_of, first_host, ranks_to_start
 from terrazzo.train.launch.telling import Failure, first_failure
@@ -115,6 +117,16 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert "Rank 1" in last
     assert "SIGKILL" in last
     assert took_s < 30
+
+
+def test_a_rank_that_is_on_its_way_out_is_left_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others fail by its closed connections before it has an exit code: it must not look as if it was ended."""
+    monkeypatch.setattr(local_ranks, "is_ending", lambda pid: True)
+    (tmp_path / "rank.py").write_text("import time; time.sleep(0.5); raise SystemExit(7)")
+    with LocalRanks(1, [str(tmp_path / "rank.py")], {}) as started:
+        pass
+    (rank,) = started.ranks
+    assert (rank.code, rank.ended_by_us) == (7, False)
 
 
 def test_the_earliest_failure_is_the_first() -> None:

@@ -188,12 +188,12 @@ rank = int(os.environ["RANK"])
 assert "torch" not in sys.modules  # what torch reads at its import can still be set
 assert type(pickle.loads(pickle.dumps(Mine()))) is Mine and __name__ == "__main__"
 said = sys.argv[1:], os.path.dirname(__file__) == sys.path[0], os.environ["OMP_NUM_THREADS"], os.environ["WORLD_SIZE"]
-sys.stdout.write(" ".join(map(str, said)) + "\\n")  # at once: lines of several ranks meet
+sys.stdout.write(" ".join(map(str, said)) + "\\n")  # at once, as below: lines of several ranks meet
 if sys.argv[1] == "stop":
     try:
         time.sleep(60)
     finally:
-        print("cleaned up")
+        sys.stdout.write("cleaned up\\n")
 while rank == 0:
     time.sleep(60)
 def explode():

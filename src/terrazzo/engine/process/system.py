@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SYS", "control_groups", "text_of"]
+__all__ = ["SYS", "control_groups", "is_ending", "text_of"]
 
 SYS = Path("/sys")
+
+_PF_EXITING = 0x4
+"""Of the flags of a process in `/proc/PID/stat` (Linux, include/linux/sched.h)."""
 
 
 def text_of(path: Path) -> str:
@@ -34,3 +37,9 @@ def control_groups(*controllers: str, root: Path = SYS) -> Iterator[Path]:
         top = root / "fs/cgroup" / named  # of version 2, which names none, the folder itself
         folder = top / path.lstrip("/")
         yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(top))
+
+
+def is_ending(pid: int, root: Path = SYS) -> bool:
+    """Whether a process that has not been waited for is on its way out, whatever it may still be sent."""
+    words = text_of(root.parent / f"proc/{pid}/stat").rpartition(")")[2].split()
+    return len(words) > 6 and bool(int(words[6]) & _PF_EXITING)

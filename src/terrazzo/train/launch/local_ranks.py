@@ -17,6 +17,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from terrazzo.engine.process.system import is_ending
 from terrazzo.tether import tethered
 from terrazzo.train.launch.failure import SIBLING_GRACE_S
 from terrazzo.train.launch.labelled import Labelled
@@ -113,9 +114,9 @@ class LocalRank:
             self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kill it, unless it has ended by itself."""
+        """Kill it, unless it has ended by itself, or is about to: its connections go before it has an exit code."""
         self.poll()
-        if self.code is None:
+        if self.code is None and not is_ending(self._process.pid):
             self.ended_by_us = True
             self._process.kill()
 
