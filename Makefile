@@ -1,6 +1,7 @@
 # make install | demo | test | test-long | mutations | third-party | lint | docs | dist | bench | gpu | clean. Needs only Python 3.11+, pip and make.
 PYTHON ?= python3
-JOBS ?= 2
+# Twice the cores of a small machine: half of the time tests wait, for other processes and for their starts.
+JOBS ?= 4
 BENCH_ARGS ?=
 GPU_ARGS ?=
 BIN := .venv/bin

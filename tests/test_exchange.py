@@ -80,9 +80,9 @@ def test_long_work_on_one_rank_keeps_no_other_waiting_in_one_collective(monkeypa
 
     monkeypatch.setattr(exchange, "gather_json", timed)
     monkeypatch.setattr(exchange, "ROUND_S", 0.05)
-    done = run_in_threads(2, lambda rank: patiently(lambda: time.sleep(1.5 * (1 - rank)) or rank, tz.BadInput))
+    done = run_in_threads(2, lambda rank: patiently(lambda: time.sleep(3 * (1 - rank)) or rank, tz.BadInput))
     assert done == [0, 1]
-    assert max(waits) < 0.75
+    assert max(waits) < 1.5
 
 
 @pytest.mark.parametrize("rank_of_it", [0, 1])

@@ -328,7 +328,7 @@ def judge(mutation: Mutation, tree: Path) -> Verdict:
     before = apply(mutation, tree)
     found = first_failure(tree, [f"tests/{name}" for name in mutation.tests.split()], "0")
     if found is None:
-        found = first_failure(tree, ["tests"], os.environ.get("JOBS", "2"))
+        found = first_failure(tree, ["tests"], os.environ.get("JOBS", "4"))
     (tree / "src" / "terrazzo" / mutation.file).write_text(before)
     return Verdict(found, found is None or first_failure(tree, [found], "0") is None)
 

@@ -289,10 +289,10 @@ def _file(folder: Path, name: str, text: str) -> Path:
 )
 def test_hostile_files_are_refused_by_every_verb(tmp_path: Path, verb: str, text: str) -> None:
     path = _file(tmp_path, "a.yaml", text)
-    start = time.perf_counter()
+    start = time.process_time()
     arguments = {"convert": [path, "--to", "terrazzo"], "diff": [path, QUICKSTART]}.get(verb, [path])
     assert str(path) in refused(verb, *arguments)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_nothing_that_a_terminal_obeys_is_printed(tmp_path: Path) -> None:

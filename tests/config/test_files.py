@@ -168,10 +168,10 @@ def test_large_files_are_refused_unread(tmp_path: Path, size_bytes: int) -> None
     path = tmp_path / "large.yaml"
     with path.open("wb") as file:
         file.truncate(size_bytes)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(BadInput, match=f"{size_bytes:,} bytes; no file of this kind is more than"):
         load(path)
-    assert time.perf_counter() - start < LIMIT_S
+    assert time.process_time() - start < LIMIT_S
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "device", "absent", "loop"])
@@ -185,10 +185,10 @@ def test_what_is_no_file_is_refused(tmp_path: Path, what: str) -> None:
         path.symlink_to(path)
     elif what == "device":
         path = Path("/dev/zero")
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(BadInput, match=r"is a folder|no regular file|No configuration file|cannot be read"):
         load(path)
-    assert time.perf_counter() - start < LIMIT_S
+    assert time.process_time() - start < LIMIT_S
 
 
 def test_a_misspelt_name_finds_its_neighbour(tmp_path: Path) -> None:

@@ -134,13 +134,13 @@ def test_nothing_that_a_string_names_is_imported(name: str, tmp_path: Path, monk
     (tmp_path / "trap_of_dialects.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    start = time.perf_counter()
+    start = time.process_time()
     for word in (TRAP, "trap_of_dialects.spring", "trap_of_dialects"):
         document = nested([(key, word) for key in keys_of(name)])
         reading = assert_promises(dialect(name), document, NO_CONTEXT)
         for target in NAMES:
             convert_reading(dialect(name), reading, dialect(target), NO_CONTEXT)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert "trap_of_dialects" not in sys.modules
 
 

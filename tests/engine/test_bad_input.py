@@ -146,7 +146,7 @@ def test_refused_on_every_rank_with_the_value_and_the_fix(case: str) -> None:
         assert "\n" not in text
         assert_equal(unchanged, dict(base.named_parameters()))
         assert losses == wanted
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60  # nobody waits for a collective's timeout
 
 
 def compiled_on(model: nn.Module, rank: int, one: int) -> nn.Module:
@@ -254,7 +254,7 @@ def _disagree() -> tuple[str, float]:
 def test_real_ranks_refuse_together_within_seconds(two_processes: Pool) -> None:
     for (text, duration_s), plan in zip(two_processes.run(_disagree), ("zero3", "zero2"), strict=True):
         assert "plan" in text and plan in text
-        assert duration_s < 10
+        assert duration_s < 60
 
 
 @pytest.mark.parametrize(

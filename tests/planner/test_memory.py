@@ -342,11 +342,11 @@ def test_moments_follow_the_optimizer(recipe: tuple[str, int, float | None], exp
 
 def test_a_thousand_estimates_take_less_than_a_second() -> None:
     model = llama(126, 16384, 53248, 128, 8, 128_256)
-    started = time.perf_counter()
+    started = time.process_time()
     for micro_batch in range(1, 101):
         for mesh in (Mesh(dp_shard=128, tp=8), Mesh(dp_shard=8, tp=8, pp=16)):
             memory_of(setup(model, mesh=mesh, sequence=8192, micro_batch=micro_batch, micro_batches=16))
-    assert time.perf_counter() - started < 200 * 2e-3  # a busy machine is twice as slow
+    assert time.process_time() - started < 200 * 2e-3  # of CPU time, of which a shared core takes twice as much
 
 
 # -- the step on paper -----------------------------------------------------------------------------------------

@@ -357,9 +357,9 @@ def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:
     ids=str,
 )
 def test_a_huge_range_is_searched_in_less_than_two_seconds(options: dict[str, Any]) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     sizing = min_gpus(request("llama3-405b", "1..1000000", **{"sequence": 1_000_000, **options}))
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert (sizing.gpus is None) is ("parallel" not in options)
 
 

@@ -311,9 +311,9 @@ def test_unknown_name_says_what_is_accepted() -> None:
 
 def test_a_preset_costs_milliseconds() -> None:
     def once(name: str) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         shape_of_config(PRESETS[name], name)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert max(min(once(name) for _ in range(3)) for name in PRESETS) < 0.005
 

@@ -177,11 +177,11 @@ def test_any_values_give_a_shape_or_say_why_not(family: str, change: dict[str, A
 
 
 def test_the_largest_accepted_config_takes_no_time() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     shape = model_shape(LLAMA | {"num_hidden_layers": 10_000, "vocab_size": 1 << 28, "model_type": "gemma2"})
     assert shape.layers == 10_000
     assert len(shape.units) == 3
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize(

@@ -262,10 +262,10 @@ def test_configs_that_cannot_be_built(config: Mapping[str, Any], message: str) -
 @pytest.mark.usefixtures("built_here")
 def test_a_model_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta, "MAX_REGISTRATIONS", 2_000)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(BadInput, match="more than 2,000 modules and parameters"):
         model_shape({"model_type": "cohere", **SMALL, "num_hidden_layers": 900})
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     with torch.device("meta"):
         assert len(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3_000)))) == 3_000  # the bound is lifted again
 

@@ -321,9 +321,9 @@ def test_one_answer_takes_less_than_a_millisecond() -> None:
     for found in EVERY:
         took = []
         for _ in range(50):
-            start = time.perf_counter()
+            start = time.process_time()
             time_of(found, traffic_of(found))
-            took.append(time.perf_counter() - start)
+            took.append(time.process_time() - start)
         assert min(took) < 1e-3
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +187,11 @@ rank = int(os.environ["RANK"])
 assert "torch" not in sys.modules  # what torch reads at its import can still be set
 assert type(pickle.loads(pickle.dumps(Mine()))) is Mine and __name__ == "__main__"
 said = sys.argv[1:], os.path.dirname(__file__) == sys.path[0], os.environ["OMP_NUM_THREADS"], os.environ["WORLD_SIZE"]
-sys.stdout.write(" ".join(map(str, said)) + "\\n")  # at once, as below: lines of several ranks meet
-if sys.argv[1] == "stop":
-    try:
-        time.sleep(60)
-    finally:
-        sys.stdout.write("cleaned up\\n")
+try:
+    sys.stdout.write(" ".join(map(str, said)) + "\\n")  # at once, as below: lines of several ranks meet
+    time.sleep(60 if sys.argv[1] == "stop" else 0)
+finally:
+    sys.stdout.write("cleaned up\\n" if sys.argv[1] == "stop" else "")
 while rank == 0:
     time.sleep(60)
 def explode():
@@ -228,7 +226,6 @@ def test_ctrl_c_reaches_every_rank_of_a_script(tmp_path: Path) -> None:
     with launched(tmp_path, "stop") as command:
         assert command.stdout is not None
         lines = [command.stdout.readline() for _ in range(2)]
-        time.sleep(0.2)  # from what they print to their sleep
         command.send_signal(signal.SIGINT)
         out, err = command.communicate(timeout=60)
     assert len({line.partition("]")[0] for line in lines}) == 2

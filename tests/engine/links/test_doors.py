@@ -136,7 +136,7 @@ def test_strangers_that_say_nothing_or_nonsense_are_not_waited_for(message: byte
     with patch.object(peers, "Door", Watched):
         found = Ranks(3).find()
     assert [set(near) for near in found] == everybody(3)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     for line in lines:
         line.close()
 
@@ -170,9 +170,9 @@ def test_a_rank_that_hears_nobody_is_left_out_on_both_sides() -> None:
     original = doors._Meeting._let_in
     started = time.monotonic()
     with patch.object(doors._Meeting, "_let_in", let_in):
-        found = Ranks(3).find(timeout_s=4.0)
+        found = Ranks(3).find(timeout_s=8.0)
     assert [set(near) for near in found] == [{2}, {2}, {0, 1}]
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 8.0
 
 
 def test_who_cannot_be_read_is_left_out_on_both_sides() -> None:
