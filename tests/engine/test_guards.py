@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -117,8 +118,49 @@ def test_learning_rates_that_come_apart_are_refused(plan: str) -> None:
 
     for rank, message in enumerate(on_ranks(2, body)):
         own = 0.005 if rank else 0.01
-        assert f"a learning rate of {own} here, and of 0.005 to 0.01 on all ranks" in message
+        assert f"param_groups[0]['lr'] = {own} here, and 0.005 to 0.01 on all ranks" in message
         assert "ReduceLROnPlateau" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "values", "place"),
+    [
+        (torch.optim.AdamW, "betas", [(0.9, 0.95), (0.9, 0.99)], "['betas'][1]"),
+        (torch.optim.AdamW, "eps", [1e-8, 1e-6], "['eps']"),
+        (torch.optim.AdamW, "weight_decay", [0.0, 0.1], "['weight_decay']"),
+        (torch.optim.AdamW, "maximize", [False, True], "['maximize']"),
+        (torch.optim.SGD, "momentum", [0.9, 0.8], "['momentum']"),
+    ],
+)
+def test_hyper_parameters_that_come_apart_are_refused(kind: Any, key: str, values: list[Any], place: str) -> None:
+    """A rank that sets its own after sharding trains its shards in another way."""
+
+    def body(rank: int) -> None:
+        base = Net()
+        model, optimizer = tz.shard(base, kind(base.parameters(), lr=0.01), "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        optimizer.param_groups[0][key] = values[rank]
+        optimizer.step()
+        with pytest.raises(tz.RanksApart, match=re.escape(f"param_groups[0]{place} = ")):
+            loss_of(model, batch(1, rank)).backward()
+
+    on_ranks(2, body)
+
+
+def test_what_a_scheduler_of_one_rank_adds_to_groups_is_not_compared() -> None:
+    """Ranks exchange as many numbers as before: those that the groups had when the model was sharded."""
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2")
+        if rank:
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        for number in range(2):
+            loss_of(model, batch(number, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert ("initial_lr" in optimizer.param_groups[0]) == bool(rank)
+
+    on_ranks(2, body)
 
 
 def test_after_a_failed_backward_no_gradient_is_left() -> None:

@@ -16,9 +16,10 @@ class Progress:
     Attributes:
         denominator: of finished gradient sums, as this rank was told; has the loss scaler, if there is one.
         steps: how often this rank's optimizers have stepped.
-        rates: the learning rates of the last step, of each optimizer's param groups, by the number of its first one.
+        hyper_parameters: those of each optimizer's last step as `optim.stock` reads them, by the number of its first
+            param group. On every rank the same names, which are fixed when the optimizer is attached.
     """
 
     denominator: Denominator
     steps: int = 0
-    rates: dict[int, list[float]] = field(default_factory=dict)
+    hyper_parameters: dict[int, dict[str, float]] = field(default_factory=dict)

@@ -6,7 +6,6 @@ import struct
 import zlib
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 
@@ -49,23 +48,23 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
 
 
 def _trail(axes: Axes, progress: Progress) -> int:
-    """A digest of what must be equal on all ranks: optimizer steps and their learning rates, what gradients are divided
-    by, and what has been exchanged on transports whose messages carry no labels.
+    """A digest of what must be equal on all ranks: optimizer steps and their hyper-parameters, what gradients are
+    divided by, and what has been exchanged on transports whose messages carry no labels.
     """
     digest = zlib.crc32(struct.pack("<qd", progress.steps, progress.denominator.unscaled))
-    digest = zlib.crc32(_rates(progress).tobytes(), digest)
+    digest = zlib.crc32(array("d", _hyper_parameters(progress).values()).tobytes(), digest)
     for axis in axes.names:
         digest = zlib.crc32(axes.along(axis).digest.to_bytes(4, "little"), digest)
     return digest
 
 
-def _rates(progress: Progress) -> array[float]:
-    return array("d", chain.from_iterable(progress.rates.values()))
+def _hyper_parameters(progress: Progress) -> dict[tuple[int, str], float]:
+    return {(first, name): value for first, held in progress.hyper_parameters.items() for name, value in held.items()}
 
 
 def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
-    """The trails of the ranks differ. Raises: `RanksApart` naming steps, learning rates, denominators, or the first
-    exchange in which they do.
+    """The trails of the ranks differ. Raises: `RanksApart` naming steps, hyper-parameters, denominators, or the
+    first exchange in which they do.
     """
     own_steps, divisor = progress.steps, progress.denominator.unscaled
     steps = axes.rows(torch.tensor([own_steps], device=axes.control_device)).flatten().tolist()
@@ -75,13 +74,14 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
             f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
             "on it, for example with an all_reduce of whether the loss is finite."
         )
-    rates = axes.rows(torch.tensor([*_rates(progress)], dtype=torch.float64, device=axes.control_device))
-    for own_rate, each in zip(_rates(progress), rates.T.tolist(), strict=True):
+    held = _hyper_parameters(progress)
+    rows = axes.rows(torch.tensor([*held.values()], dtype=torch.float64, device=axes.control_device))
+    for (_, name), used, each in zip(held, held.values(), rows.T.tolist(), strict=True):
         if min(each) != max(each):
             raise RanksApart(
-                f"The ranks have not run the same: before {label}, optimizer.step() has used a learning rate of "
-                f"{own_rate} here, and of {min(each)} to {max(each)} on all ranks. Set the same on every rank: give a "
-                "scheduler that follows a metric, such as ReduceLROnPlateau, the metric's mean over the ranks."
+                f"The ranks have not run the same: before {label}, optimizer.step() has used {name} = {used} here, and "
+                f"{min(each)} to {max(each)} on all ranks. Set the same on every rank: give a scheduler that follows a "
+                "metric, such as ReduceLROnPlateau, the metric's mean over the ranks."
             )
     own = torch.tensor([divisor], dtype=torch.float64, device=axes.control_device)
     chosen = axes.rows(own).flatten().tolist()

@@ -19,6 +19,7 @@ from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.together import check_agreement
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.optim.stock import NOT_HYPER
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
@@ -277,7 +278,7 @@ def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
         {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
         for group in optimizer.param_groups
     ]
-    groups = [{k: v for k, v in g.items() if k not in _NOT_HYPER and isinstance(v, plain)} for g in numbers]
+    groups = [{k: v for k, v in g.items() if k not in NOT_HYPER and isinstance(v, plain)} for g in numbers]
     return [type(optimizer).__name__, *groups, *_state_facts(optimizer)]
 
 
@@ -289,9 +290,6 @@ def _state_facts(optimizer: Optimizer) -> list[object]:
         for number, kept in enumerate(stepped)
         if kept
     ]
-
-
-_NOT_HYPER = ("params", "param_names")
 
 
 def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:

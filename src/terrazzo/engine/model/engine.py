@@ -112,7 +112,7 @@ class Engine:
         for driver in self.drivers:
             driver.retire()
         self.drivers.clear()
-        self.progress.rates.clear()
+        self.progress.hyper_parameters.clear()
         self.progress.denominator.scaler = None
         self.forget_gone()
 

@@ -24,7 +24,7 @@ from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.optim.apart import Apart
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
-from terrazzo.engine.optim.stock import rate_of
+from terrazzo.engine.optim.stock import hyper_parameters
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import LossScaler
@@ -54,7 +54,7 @@ class OptimizerDriver:
 
     Args:
         optimizer: its groups' tensors are replaced by segments.
-        model: whose weights it steps, built; steps and learning rates are noted in its progress.
+        model: whose weights it steps, built; steps and hyper-parameters are noted in its progress.
         first: number of its first param group among those of all the model's optimizers.
 
     Attributes:
@@ -82,7 +82,7 @@ class OptimizerDriver:
         self.reference, self._retired = weakref.ref(optimizer), False
         self._moments_differ = self.recipe.precision.moments != self.recipe.precision.master
         self._fill_groups(optimizer)
-        self._note_rates(optimizer)
+        self.progress.hyper_parameters[self.groups.start] = hyper_parameters(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -201,14 +201,16 @@ class OptimizerDriver:
         self._turn(optimizer, stepping=False)
         self.drop_segment_gradients()
         self.progress.steps += 1
-        self._note_rates(optimizer)
+        self._note_hyper_parameters(optimizer)
         if not self._skipping and (model := self._model()) is not None:  # skipped alike on all ranks
             model.publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
 
-    def _note_rates(self, optimizer: Optimizer) -> None:
-        self.progress.rates[self.groups.start] = [rate_of(group) for group in optimizer.param_groups]
+    def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
+        """Those that there were at the beginning: ranks compare as many as ever, whoever adds a key to a group."""
+        noted, held = self.progress.hyper_parameters[self.groups.start], hyper_parameters(optimizer)
+        noted.update({place: held.get(place, 0.0) for place in noted})
 
     def drop_segment_gradients(self) -> None:
         """Segments have gradients inside a step alone."""

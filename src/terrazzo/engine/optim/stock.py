@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +17,14 @@ from terrazzo.errors import BadInput
 
 __all__ = [
     "ELEMENTWISE",
+    "NOT_HYPER",
     "StateSpec",
     "assign_groups",
     "bare_copy",
     "check_optimizer",
     "choose_kernel",
+    "hyper_parameters",
     "orphans",
-    "rate_of",
     "state_of",
     "unhooked_step",
 ]
@@ -33,6 +34,9 @@ ELEMENTWISE = frozenset(
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 )
 """Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
+
+NOT_HYPER = ("params", "param_names")
+"""Keys of a param group whose values are no hyper-parameters."""
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Where torch keeps what is called around an optimizer's step, and around that of its base class."""
@@ -97,11 +101,21 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
         member.group = owned.get(id(member), member.group)
 
 
-def rate_of(group: Mapping[str, Any]) -> float:
-    """The learning rate of a param group; 0 where it is no number, or on a device, which the host would wait for."""
-    rate: Any = group.get("lr")
-    known = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.numel() == 1 and rate.is_cpu)
-    return float(rate) if known else 0.0
+def hyper_parameters(optimizer: Optimizer) -> dict[str, float]:
+    """Every number in its param groups, by where it is; 0 for one on a device, which the host would wait for."""
+    held = [(number, *item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
+    places = [(f"param_groups[{number}][{key!r}]", value) for number, key, value in held if key not in NOT_HYPER]
+    return {place: number for each in places for place, number in _numbers(*each)}
+
+
+def _numbers(place: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _numbers(f"{place}[{index}]", part)
+    elif isinstance(value, int | float):
+        yield place, float(value)
+    elif isinstance(value, Tensor) and value.numel() == 1:
+        yield place, float(value) if value.is_cpu else 0.0
 
 
 def orphans(members: Sequence[Member]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.stock import bare_copy, unhooked_step
+from terrazzo.engine.optim.stock import NOT_HYPER, bare_copy, unhooked_step
 
 __all__ = ["Twin"]
 
@@ -24,7 +24,7 @@ class Twin:
     def __init__(self, optimizer: Optimizer) -> None:
         self.state: dict[Tensor, dict[str, Any]] = optimizer.state
         self._settings = [
-            {key: _frozen(value) for key, value in group.items() if key not in ("params", "param_names")}
+            {key: _frozen(value) for key, value in group.items() if key not in NOT_HYPER}
             for group in optimizer.param_groups
         ]
         self._twin = bare_copy(optimizer)
