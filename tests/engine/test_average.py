@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_has_it(saved: str, loaded: str, tmp_path: Path) -> None:
     on_ranks(4, body)
 
 
-def test_averages_that_have_come_apart_are_refused_on_every_rank() -> None:
+def test_averages_that_have_come_apart_are_refused_on_every_rank(tmp_path: Path) -> None:
     """By a decay that was set on one rank, also where it is the same again, or an update that one has left out."""
 
     def decays_apart(ema: tz.EMA, rank: int) -> None:
@@ -135,12 +136,16 @@ def test_averages_that_have_come_apart_are_refused_on_every_rank() -> None:
             ema.update()
 
     def body(rank: int) -> None:
+        folder = tmp_path / "a"
         for apart, word in ((decays_apart, "decay"), (decays_once, "updates"), (update_of_one, "updates")):
-            model, _ = tz.shard(Net(), None, "zero2")
+            model, optimizer = tz.shard(Net(), lambda p: torch.optim.SGD(p, lr=0.1), "zero2")
             ema = tz.EMA(model, DECAY)
             apart(ema, rank)
-            with pytest.raises(tz.BadInput, match=rf"different things about: {word}.*ema\.update\(\)"):
-                ema.swapped().__enter__()
+            save = functools.partial(tz.checkpoint.save, folder, model, optimizer, {})
+            for use in (ema.swapped().__enter__, save):
+                with pytest.raises(tz.BadInput, match=rf"different things about: {word}.*ema\.update\(\)"):
+                    use()
+        assert not folder.exists()
 
     on_ranks(2, body)
 

@@ -34,7 +34,7 @@ from terrazzo.engine.axes import data_mesh
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.attach import attach
-from terrazzo.engine.model.average import EMA
+from terrazzo.engine.model.ema import EMA
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.model.full_state import OptimizerStates

@@ -36,8 +36,8 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         Misuse: a model with states on drives.
     """
     engine = engine_of(model)
-    engine.forget_gone()
-    axes, first = engine.axes, len(engine.templates)
+    engine.drivers.forget_gone()
+    axes, first = engine.axes, len(engine.drivers.templates)
     members = [member for bucket in engine.buckets() for member in bucket.members]
 
     def check() -> Templates:
@@ -45,7 +45,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
             raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
         check_optimizer(optimizer)
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
-        templates = [*engine.templates, *(state_of(optimizer, group, axes.device) for group in optimizer.param_groups)]
+        templates = [state_of(optimizer, group, axes.device) for group in optimizer.param_groups]
         assign_groups([optimizer], members, first)
         return templates
 
@@ -53,22 +53,20 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         templates = together(axes, check)
         stepped = [[member.name, member.group] for member in members if member.group >= first]
         check_agreement(axes, {"optimizer": optimizer_facts(optimizer), "parameters": stepped})
-        together(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), templates)))
+        all_templates = [*engine.drivers.templates, *templates]
+        together(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), all_templates)))
     except BaseException:
-        engine.forget_gone()
+        engine.drivers.forget_gone()
         raise
-    engine.templates = templates
-    put_on(engine, optimizer, first)
-    if engine.attached is not None:
-        engine.attached(optimizer)
+    put_on(engine, optimizer, templates)
     return optimizer
 
 
-def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
+def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     """Put the optimizer on the engine's master weights, with whatever state it had.
 
     Args:
-        first: number of its first param group among those of all optimizers; `engine.templates` has them.
+        templates: what is kept for a parameter of each of its param groups.
     """
     states = {
         member.name: dict(optimizer.state.pop(member.parameter))
@@ -76,19 +74,18 @@ def put_on(engine: Engine, optimizer: Optimizer, first: int) -> None:
         for member in bucket.members
         if member.parameter in optimizer.state
     }
-    driver = OptimizerDriver(optimizer, engine, first)
-    engine.drivers.append(driver)
-    engine.progress.denominator.scaler = driver.scaler
+    driver = OptimizerDriver(optimizer, engine, len(engine.drivers.templates))
     apart = [bucket for bucket in driver.buckets if bucket.updated_apart]
     if apart or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
-        chosen = [state_of(optimizer, group, engine.axes.device) for group in optimizer.param_groups]
-        engine.templates = [*engine.templates[:first], *chosen, *engine.templates[first + len(chosen) :]]
+        templates = [state_of(optimizer, group, engine.axes.device) for group in optimizer.param_groups]
+    of_all = [*engine.drivers.templates, *templates]
     for bucket in apart:
-        bucket.build_moments(engine.store, moment_names(bucket, engine.templates))
+        bucket.build_moments(engine.store, moment_names(bucket, of_all))
     if apart:
         updater, mode = Updater(engine.store), engine.store.settings.step
         driver.update_apart(functools.partial(Background, engine.units, engine.schedule, updater, mode))
     if states:
-        restore_optimizer(driver, engine.templates, reading(states))
+        restore_optimizer(driver, of_all, reading(states))
     make_sharded_optimizer(optimizer, driver)
+    engine.drivers.add(driver, templates)

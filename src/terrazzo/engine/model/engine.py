@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,12 @@ from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks, forget_gradients
+from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.description import described
-from terrazzo.engine.offload.needs import Templates
+from terrazzo.engine.model.drivers import Drivers
+from terrazzo.engine.model.together import together
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.clipping import clip_grad_norm
-from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.place import Plan
@@ -51,12 +52,9 @@ class Engine:
         units: in registration order, root first.
         why_units: how the units were found.
         store: memory and files of what does not rest on the device.
-        templates: what is kept for a parameter of each param group, those of all optimizers one after the other.
         drivers: one for each optimizer.
         process: that sharded the model.
-        averages: of trained weights, as `EMA` keeps them; empty without one.
-        swapped: whether they are where the master weights are to be.
-        attached: told of every optimizer that `attach` has put on the model, if anybody wants to know.
+        average: of trained weights, which `begin_average` has begun; None without one.
     """
 
     plan: Plan
@@ -68,12 +66,12 @@ class Engine:
     schedule: Schedule
     hooks: Hooks
     store: Store
-    templates: Templates = ()
-    drivers: list[OptimizerDriver] = field(default_factory=list)
-    process: int = field(default_factory=os.getpid)
-    averages: dict[Bucket, Buffer] = field(default_factory=dict)
-    swapped: bool = False
-    attached: Callable[[Optimizer], None] | None = None
+    drivers: Drivers = field(init=False)
+    process: int = field(default_factory=os.getpid, init=False)
+    average: Average | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.drivers = Drivers(self.trainable(), self.progress)
 
     @property
     def axes(self) -> Axes:
@@ -88,14 +86,10 @@ class Engine:
         """Promised memory of a step with one micro-batch; see `memory_bill`."""
         return self.memory_bill()
 
-    def stepping(self) -> list[OptimizerDriver]:
-        """The drivers whose optimizer somebody still has."""
-        return [driver for driver in self.drivers if driver.reference() is not None]
-
     @property
     def optimizers(self) -> list[Optimizer]:
         """What steps the model, without those that nobody has any more."""
-        return [driver.optimizer for driver in self.stepping()]
+        return [driver.optimizer for driver in self.drivers.stepping()]
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -104,27 +98,12 @@ class Engine:
 
     def param_groups(self) -> list[tuple[int, dict[str, Any]]]:
         """The param groups of all optimizers, each with the number that `ParameterInfo.group` is."""
-        return [pair for d in self.stepping() for pair in zip(d.groups, d.optimizer.param_groups, strict=True)]
+        return [pair for d in self.drivers.stepping() for pair in zip(d.groups, d.optimizer.param_groups, strict=True)]
 
     def release_optimizer(self) -> None:
         """Let go of all optimizers, so that others can be attached; the old ones cannot step again. Collective."""
         self.settle()
-        for driver in self.drivers:
-            driver.retire()
-        self.drivers.clear()
-        self.progress.hyper_parameters.clear()
-        self.progress.denominator.scaler = None
-        self.forget_gone()
-
-    def forget_gone(self) -> None:
-        """Parameters of optimizers that nobody has any more can get another one."""
-        self.drivers = self.stepping()
-        held = {number for driver in self.drivers for number in driver.groups}
-        for bucket in self.trainable():
-            for member in bucket.members:
-                member.group = member.group if member.group in held else -1
-        if not self.drivers:
-            self.templates = []
+        self.drivers.retire()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
@@ -138,10 +117,30 @@ class Engine:
         Raises:
             Misuse: there.
         """
-        if self.swapped:
+        if self.average is not None and self.average.swapped:
             raise Misuse(
                 f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
             )
+
+    def begin_average(self, decay: float) -> Average:
+        """Begin an average of the trained weights, as they are now; see `tz.EMA`. Collective."""
+
+        def made() -> Average:
+            if self.average is not None:
+                raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
+            return Average(decay, self.precision.master)
+
+        average = together(self.axes, made)
+        average.compare(self.axes)
+        self.update_masters()
+        average.begin(self.trainable())
+        self.average = average
+        return average
+
+    @property
+    def averages(self) -> Mapping[Bucket, Buffer]:
+        """Averages of each bucket's master weights; empty where there is none."""
+        return {} if self.average is None else self.average.buffers
 
     def prepare_step(self) -> None:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
@@ -169,7 +168,9 @@ class Engine:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
         """
-        return memory_bill(self.units, self.templates, self.store.settings, self._paper_step(micro_batches, local))
+        return memory_bill(
+            self.units, self.drivers.templates, self.store.settings, self._paper_step(micro_batches, local)
+        )
 
     def _paper_step(self, micro_batches: int, local: bool | None) -> PaperStep:
         return PaperStep(self.schedule.prefetch, micro_batches, self.pass_of(False, local) is Pass.ADDS)
@@ -193,7 +194,7 @@ class Engine:
         buckets = self.buckets()
         held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
         held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_apart]
-        return sum(held) + sum(driver.state_bytes() for driver in self.stepping())
+        return sum(held) + sum(driver.state_bytes() for driver in self.drivers.stepping())
 
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]

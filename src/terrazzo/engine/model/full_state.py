@@ -107,11 +107,11 @@ class OptimizerStates:
         self._engine.settle()
         with torch.no_grad():
             self._driver.mend()
-            restore_optimizer(self._driver, self._engine.templates, read)
+            restore_optimizer(self._driver, self._engine.drivers.templates, read)
 
     def _kept(self, name: str) -> Mapping[str, StateSpec]:
         bucket, index = self._places[name]
-        return self._engine.templates[bucket.members[index].group]
+        return self._engine.drivers.templates[bucket.members[index].group]
 
     def _ranges(self) -> dict[str, tuple[int, int]]:
         """The elements of each parameter whose states this rank has: first, and behind the last."""

@@ -114,10 +114,10 @@ def shard(  # structure: signature fixed by the design
         schedule=schedule,
         hooks=hooks,
         store=store,
-        templates=prepared.templates,
     )
     for built in prepared.optimizers:
-        put_on(engine, built, sum(len(driver.groups) for driver in engine.drivers))
+        first = len(engine.drivers.templates)
+        put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])
     hooks.attach(model)
     make_sharded_module(model, engine)
     show_gradients(model, engine)

@@ -69,7 +69,7 @@ class ModelState:
         if bucket.trainable and group >= 0:
             states = {
                 kind: (slot.numel, bucket.precision.moments) if spec.per_element else (math.prod(spec.shape), None)
-                for kind, spec in self._engine.templates[group].items()
+                for kind, spec in self._engine.drivers.templates[group].items()
             }
         dtype = bucket.master.dtype if bucket.trainable else bucket.weight.dtype
         return ParameterInfo(slot.names, slot.shape, dtype, group, states)
@@ -79,16 +79,18 @@ class ModelState:
         engine = self._engine
         if with_optimizer:
             engine.require_own_weights("Saving the optimizer's state")
+            if engine.average is not None:
+                engine.average.compare(engine.axes)
         engine.settle()
         yield from model_pieces(engine.buckets())
-        for driver in engine.stepping() if with_optimizer else ():
+        for driver in engine.drivers.stepping() if with_optimizer else ():
             yield from optimizer_pieces(driver)
         yield from average_pieces(engine.averages) if with_optimizer else ()
 
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
         self._engine.settle()
-        yield from copied_pieces(self._engine.buckets(), self._engine.stepping())
+        yield from copied_pieces(self._engine.buckets(), self._engine.drivers.stepping())
 
     def restore(self, read: Read, with_optimizer: bool = True) -> None:
         """Set the weights, and unless told otherwise the optimizers' state, from `read`. Collective.
@@ -110,7 +112,7 @@ class ModelState:
             for driver in engine.drivers:
                 driver.mend()
                 if with_optimizer and driver.reference() is not None:
-                    restore_optimizer(driver, engine.templates, read)
+                    restore_optimizer(driver, engine.drivers.templates, read)
 
     def missing(self, state: Mapping[str, Tensor]) -> set[str]:
         """Parameters that `state` does not have, under any of their names."""

@@ -139,7 +139,7 @@ def _complete(root: Any, ahead: int) -> None:
         if (model := reference()) is not None:
             take_over(optimizer, model, rows)
 
-    engine.attached = attached
+    engine.drivers.on_added(attached)
     if ahead:
         engine.gather_ahead(ahead)
 

@@ -106,7 +106,7 @@ class _Begun(defaultdict[Any, dict[str, Any]]):
         if (engine := self._engine()) is not None and isinstance(key, nn.Parameter):
             members = (member for bucket in engine.trainable() for member in bucket.members)
             if (member := next((each for each in members if each.parameter is key), None)) is not None:
-                return dict.fromkeys(engine.templates[member.group])
+                return dict.fromkeys(engine.drivers.templates[member.group])
         return super().__missing__(key)
 
 

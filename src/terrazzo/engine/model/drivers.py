@@ -1,0 +1,84 @@
+"""What steps one model: the drivers of its optimizers, put on it and let go of here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.offload.needs import Templates
+from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.progress import Progress
+
+__all__ = ["Drivers"]
+
+
+class Drivers:
+    """The drivers of a model's optimizers, in the order in which these have come. None is in it to begin with.
+
+    Param groups of all optimizers are numbered one after the other; `ParameterInfo.group` is such a number.
+
+    Args:
+        buckets: the model's trainable ones.
+        progress: follows what is driven.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], progress: Progress) -> None:
+        self._buckets, self._progress = buckets, progress
+        self._drivers: list[OptimizerDriver] = []
+        self._templates: Templates = ()
+        self._added: Callable[[Optimizer], None] = _ignore
+
+    def __iter__(self) -> Iterator[OptimizerDriver]:
+        return iter(self._drivers)
+
+    def __len__(self) -> int:
+        return len(self._drivers)
+
+    @property
+    def templates(self) -> Templates:
+        """What is kept for a parameter of each param group."""
+        return self._templates
+
+    def add(self, driver: OptimizerDriver, templates: Templates) -> None:
+        """Have another one, whose optimizer is ready to step.
+
+        Args:
+            templates: what is kept for a parameter of each of its param groups.
+        """
+        self._drivers.append(driver)
+        self._templates = [*self._templates, *templates]
+        self._progress.denominator.scaler = driver.scaler
+        self._added(driver.optimizer)
+
+    def on_added(self, call: Callable[[Optimizer], None]) -> None:
+        """Have `call` called with each optimizer that is put on the model from now on."""
+        self._added = call
+
+    def stepping(self) -> list[OptimizerDriver]:
+        """Those whose optimizer somebody still has."""
+        return [driver for driver in self._drivers if driver.reference() is not None]
+
+    def retire(self) -> None:
+        """Let go of all optimizers; nothing may be under way."""
+        for driver in self._drivers:
+            driver.retire()
+        self._drivers = []
+        self._progress.hyper_parameters.clear()
+        self._progress.denominator.scaler = None
+        self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Parameters of optimizers that nobody has any more can get another one."""
+        self._drivers = self.stepping()
+        held = {number for driver in self._drivers for number in driver.groups}
+        for bucket in self._buckets:
+            for member in bucket.members:
+                member.group = member.group if member.group in held else -1
+        if not self._drivers:
+            self._templates = ()
+
+
+def _ignore(_: Optimizer) -> None:
+    """Nobody wants to know."""

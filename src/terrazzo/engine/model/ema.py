@@ -1,0 +1,80 @@
+"""The moving average of a sharded model's weights, as a training loop has it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from terrazzo.engine.model.engine import engine_of
+
+__all__ = ["EMA"]
+
+
+class EMA:
+    """The average of a sharded model's trained weights: `update` after each step, `swapped` to evaluate with it.
+
+    average = decay * average + (1 - decay) * weight, of master weights, in their dtype. It begins as they are now.
+    The values are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, whose first update
+    takes the weights as they are. Checkpoints that have the optimizer's state have the average, too.
+
+    Memory: as much as the master weights take on a rank; in host memory where the optimizer's state is not on the
+    device. The memory bill does not have it.
+
+    Making one is collective.
+
+    Args:
+        model: sharded, with one average at most. Frozen weights and buffers are not averaged.
+        decay: from 0 to 1, the same on every rank. It may be set to another value between updates.
+
+    Raises:
+        BadInput: a decay that is none, or 16-bit master weights, whose average would stand still; on every rank where
+            ranks give others. Saving raises it, too, where decays of ranks, or how often they have updated, have
+            differed.
+        Misuse: a model that is not sharded, or has an average.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        self._engine = engine_of(model)
+        self._average = self._engine.begin_average(decay)
+
+    @property
+    def decay(self) -> float:
+        """How much of the average stays at an update."""
+        return self._average.decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        self._average.decay = decay
+
+    def update(self) -> None:
+        """Take in the weights of now. To be called after `optimizer.step()`, on every rank.
+
+        Raises:
+            Misuse: inside `swapped`.
+        """
+        self._engine.require_own_weights("ema.update()")
+        self._engine.update_masters()
+        self._average.update()
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The model has the averages as its weights inside, and its own after, to the bit. Collective.
+
+        Raises:
+            BadInput: on every rank, where the decays of ranks, or how often they have updated, have differed.
+            Misuse: inside itself. Inside, `optimizer.step()`, loading, and saving more than weights raise it, too.
+        """
+        self._engine.require_own_weights("ema.swapped()")
+        self._average.compare(self._engine.axes)
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        self._engine.settle()
+        self._average.swap()
+        self._engine.publish()
