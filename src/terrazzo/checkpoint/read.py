@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from terrazzo.checkpoint.shard import file_name
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.store import Folder
 from terrazzo.checkpoint.stores import store_and_name
-from terrazzo.engine import ModelState, Read, engine_of, parameter_names, persistent_buffers
+from terrazzo.engine import ModelState, Read, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, Damaged, Misuse, printable
 from terrazzo.exchange import gather_json, together
 
@@ -92,8 +93,8 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
     together(lambda: _check_generators(source), Misuse)
     beside = [rank for rank, (_, cache) in enumerate(seen) if cache is not None and cache == source.cache]
     together(lambda: _check_bytes(source, optimizer is not None, beside), Misuse)
-    together(lambda: ModelState(model).fill(_reads(source, model), optimizer is not None), Misuse)
-    engine_of(model).publish()
+    all_or_none = functools.partial(together, failed=Misuse)
+    ModelState(model).restore(_reads(source, model), optimizer is not None, all_or_none)
     together(lambda: _restore_rest(source, model, optimizer is not None), Misuse)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from terrazzo.engine.model.together import together
 from terrazzo.errors import BadInput
 
 __all__ = ["ModelState", "ParameterInfo"]
+
+AllOrNone = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True)
@@ -92,17 +95,19 @@ class ModelState:
         self._engine.settle()
         yield from copied_pieces(self._engine.buckets(), self._engine.drivers.stepping())
 
-    def restore(self, read: Read, with_optimizer: bool = True) -> None:
+    def restore(self, read: Read, with_optimizer: bool = True, all_or_none: AllOrNone | None = None) -> None:
         """Set the weights, and unless told otherwise the optimizers' state, from `read`. Collective.
 
         Args:
             read: may come from any plan and number of ranks.
+            all_or_none: does what can fail on one rank alone, or raises on all; by default as `tz.shard` does.
         """
-        together(self._engine.axes, lambda: self.fill(read, with_optimizer))
+        as_one = all_or_none or functools.partial(together, self._engine.axes)
+        as_one(lambda: self._fill(read, with_optimizer))
         self._engine.publish()
 
-    def fill(self, read: Read, with_optimizer: bool = True) -> None:
-        """The part of `restore` that can fail: this rank's own ranges. `Engine.publish` has to follow, on all ranks."""
+    def _fill(self, read: Read, with_optimizer: bool) -> None:
+        """This rank's own ranges; weights at rest have to follow, on all ranks."""
         engine = self._engine
         engine.require_own_weights("Loading a checkpoint")
         engine.settle()

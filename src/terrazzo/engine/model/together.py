@@ -1,4 +1,8 @@
-"""What ranks do as one: each does its part, or all raise; and all have been told the same, or all raise."""
+"""What ranks do as one: each does its part, or all raise; and all have been told the same, or all raise.
+
+They exchange numbers, over the axes of one model's mesh, which need not have all ranks and may be on paper.
+`terrazzo.exchange` is for what all ranks of the default group do, and carries the error itself.
+"""
 
 from __future__ import annotations
 
