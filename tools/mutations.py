@@ -218,8 +218,8 @@ MUTATIONS = [
     ),
     Mutation(
         "weights on other ranks stay as they were after loading",
-        "checkpoint/read.py",
-        "    engine_of(model).publish()\n",
+        "engine/model/state.py",
+        "        self._engine.publish()\n",
         "",
         "checkpoint/test_save_load.py",
     ),

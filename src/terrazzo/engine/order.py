@@ -113,13 +113,22 @@ class Program:
         self.visits: list[Visit] = []
         self.together: set[tuple[int, int]] = set()
         self.strayed = False
+        self._begun: dict[int, int] = {}  # in this forward, on this rank: unit to its place among those that began
 
     def begin_forward(self) -> None:
         self.visits.clear()
+        self._begun.clear()
 
     def note(self, unit: int, event: Event) -> None:
         """A visit, in the forward that runs."""
         self.visits.append((unit, event))
+        if event is Event.ENTER:
+            self._begun.setdefault(unit, len(self._begun))
+
+    def is_over(self, unit: int, running: int) -> bool:
+        """Whether the backward of `unit` is over on this rank, where that of `running`, if any, has begun."""
+        begun = self._begun
+        return not self.strayed or unit not in begun or begun[unit] > begun.get(running, len(begun))
 
     def join(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Each pair of units is recomputed in one region."""

@@ -10,7 +10,9 @@ from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.runnable import Runnable
 
-__all__ = ["Reductions"]
+__all__ = ["Divisor", "Reductions"]
+
+Divisor = Callable[[], float]
 
 
 class _Sum(NamedTuple):
@@ -35,7 +37,7 @@ class Reductions:
         on_finished: called with the index of each unit whose gradients are finished, once, when they are there.
     """
 
-    def __init__(self, denominator: Callable[[], float]) -> None:
+    def __init__(self, denominator: Divisor) -> None:
         self._denominator = denominator
         self.on_finished: Callable[[int], None] = lambda unit: None
         self._sums: list[_Sum] = []
@@ -63,11 +65,13 @@ class Reductions:
         self._sums = [each for each in self._sums if not each.transfer.done]
 
     def start(self, unit: Runnable, label: Label) -> None:
-        """Start summing a unit's gradients.
+        """Start summing a unit's gradients; where the host waits for that, earlier sums move one collective on.
 
         Args:
             label: its purpose says whether this finishes them.
         """
+        if unit.side is None:
+            self.advance()
         last = label.purpose is Purpose.GRADIENT
         moves = unit.reduce(self._denominator() if last else None)
         self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.side)))

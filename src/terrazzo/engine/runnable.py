@@ -71,6 +71,9 @@ class Runnable(Protocol):
     def expect_gradients(self, this_pass: Pass) -> None:
         """Have memory for gradients that its backward, which begins, will bring."""
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget its gradients, or set finished ones to zero."""
+
     def reduce(self, denominator: float | None) -> Moves:
         """Sum its gradients over ranks.
 

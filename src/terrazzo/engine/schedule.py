@@ -19,11 +19,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.order import Event, Order, Program, position_from
-from terrazzo.engine.reductions import Reductions
+from terrazzo.engine.reductions import Divisor, Reductions
 from terrazzo.engine.runnable import Runnable
 from terrazzo.engine.spec import Pass
 from terrazzo.errors import do_all
@@ -31,7 +31,6 @@ from terrazzo.errors import do_all
 __all__ = ["Schedule"]
 
 Meet = Callable[[Label, int], int]
-Divisor = Callable[[], float]
 
 
 class Schedule:
@@ -64,7 +63,6 @@ class Schedule:
         self._names = tuple(unit.name for unit in units)
         self._here: set[int] = set()  # gathered, and not put down yet, by the program: the same on every rank
         self._running: Counter[int] = Counter()
-        self._begun: dict[int, int] = {}  # in this forward, on this rank: unit to its place among those that began
         self._awaited: set[int] = set()
         self._kept_until_end: set[int] = set()  # of these, whose weights stay until backward ends
         self._reductions = Reductions(denominator)
@@ -97,7 +95,6 @@ class Schedule:
         self.in_forward, self._training, self._forward_cursor = True, training, 0
         self._forwards += 1
         self._running.clear()
-        self._begun.clear()
         self.program.begin_forward()
 
     def enter_forward(self, unit: Runnable) -> None:
@@ -108,7 +105,6 @@ class Schedule:
             unit.wait()
             return
         self.program.note(unit.index, Event.ENTER)
-        self._begun.setdefault(unit.index, len(self._begun))
         if (position := position_from(self._forward_cursor, self.order.forward, unit.index)) is not None:
             self._pass_forward(position)
             self._forward_at(position)
@@ -288,15 +284,21 @@ class Schedule:
         self._finish_backward()
         self._serve(Purpose.END_OF_BACKWARD)
         self.rest()
-        for index in self.order.remaining:
-            self._close(self.units[index])
+        self._close(self.units[index] for index in self.order.remaining)
 
     def finish(self) -> None:
         """Wait for every reduction under way."""
         self._reductions.finish()
         self.in_backward = False
 
-    def abandon_backward(self) -> None:
+    def forget_gradients(self, set_to_none: bool = True) -> None:
+        """Forget every gradient, or set finished ones to zero; those on their way from a backward that raised, too."""
+        if self.in_backward:
+            self._abandon_backward()
+        for unit in self.units:
+            unit.zero_grad(set_to_none)
+
+    def _abandon_backward(self) -> None:
         """A backward raised, here and on every other rank: let go of what it left behind."""
         self._reductions.abandon()
         with contextlib.suppress(RuntimeError, OSError):
@@ -321,33 +323,32 @@ class Schedule:
             ended = [self.units[index] for index in order.closes[step]]
             for unit in ended:
                 self._here.discard(unit.index)
-                if self._has_ended(unit):
+                if unit.index not in self._awaited and self.program.is_over(unit.index, self._announced):
                     unit.rest()
             running = self.units[order.backward[step]]
             self._gather_again(order.backward[step : order.together[step] + 1])
-            if running.side is not None:  # its gradient's memory comes behind what has had a unit's time, and no more
-                running.wait()
-                self._reductions.advance()
-                running.expect_gradients(self.this_pass)
-            for unit in ended:
-                self._close(unit)
-            ahead = order.backward[step + 1 : step + 1 + self.prefetch]
-            self._postponed = [index for index in ahead if self.units[index].regathered]
-            if running.side is not None:
-                self.halfway()
-            elif not (self._reductions.under_way and running.fills_gradually):
-                self._fetch_postponed()
+            ahead = [i for i in order.backward[step + 1 : step + 1 + self.prefetch] if self.units[i].regathered]
+            go_on = self._go_on_in_step if running.side is None else self._go_on_beside
+            go_on(running, ended, ahead)
             if step < position:
                 running.wait()
         self._backward_cursor = position + 1
 
-    def _has_ended(self, unit: Runnable) -> bool:
-        """Whether the backward of `unit` is over on this rank, which may run in another order than the program's."""
-        if unit.index in self._awaited:
-            return False
-        if not self.program.strayed or unit.index not in self._begun:
-            return True
-        return self._announced in self._begun and self._begun[unit.index] > self._begun[self._announced]
+    def _go_on_beside(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
+        """Reductions run beside the computation: gathers of what comes next follow right behind them."""
+        running.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
+        self._reductions.advance()
+        running.expect_gradients(self.this_pass)
+        self._close(ended)
+        self._postponed = ahead
+        self.halfway()
+
+    def _go_on_in_step(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
+        """The host waits for reductions: gathers of what comes next wait for half of the running unit's gradient."""
+        self._close(ended)
+        self._postponed = ahead
+        if not (self._reductions.under_way and running.fills_gradually):
+            self._fetch_postponed()
 
     def awaits_half_of(self, unit: Runnable) -> bool:
         """Whether a gather waits for half of the gradient of `unit`."""
@@ -367,16 +368,15 @@ class Schedule:
         for index in units:
             self._take_part(index, Purpose.BACKWARD, self._backwards)
 
-    def _close(self, unit: Runnable) -> None:
-        """The unit's gradients are complete: start summing them over ranks, unless this micro-batch only adds."""
-        self.closed.add(unit.index)
-        if unit.has_gradients and self.this_pass is not Pass.ADDS:
-            self.start_reducing(unit)
+    def _close(self, units: Iterable[Runnable]) -> None:
+        """The gradients of units are complete: start summing them over ranks, unless this micro-batch only adds."""
+        for unit in units:
+            self.closed.add(unit.index)
+            if unit.has_gradients and self.this_pass is not Pass.ADDS:
+                self.start_reducing(unit)
 
     def start_reducing(self, unit: Runnable) -> None:
-        """Start summing a unit's gradients; where the host waits for that, earlier sums move one collective on."""
-        if unit.side is None:
-            self._reductions.advance()
+        """Start summing a unit's gradients over ranks."""
         purpose = Purpose.GRADIENT if self.this_pass is Pass.FINISHES else Purpose.PARTIAL
         self._reductions.start(unit, self._label(purpose, unit.index, self._backwards))
 

@@ -224,6 +224,11 @@ class Unit:
             data = yield from bucket.gradient.reduce(denominator)
         return data
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget its gradients, or set finished ones to zero."""
+        for bucket in self.trainable():
+            bucket.zero_grad(set_to_none)
+
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Start bringing resting weights in line with master weights that have been written or stepped on this thread.
 

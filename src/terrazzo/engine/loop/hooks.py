@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
 
-__all__ = ["Hooks", "forget_gradients"]
+__all__ = ["Hooks"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -107,7 +107,7 @@ class Hooks:
             self.scaler.in_use = False
             restore_asides(model)
         if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
-            forget_gradients(self.units, self.schedule)
+            self.schedule.forget_gradients()
         self.schedule.begin_forward(torch.is_grad_enabled())
         self._regions.begin()
         if torch.is_grad_enabled() and (self._surprised or unsettled):
@@ -288,15 +288,6 @@ class Hooks:
             return tensor.to(self._compute) if tensor.is_floating_point() else tensor
 
         return tree_map_only(Tensor, cast, inputs)
-
-
-def forget_gradients(units: Iterable[Unit], schedule: Schedule, set_to_none: bool = True) -> None:
-    """Forget every gradient, those on their way from a backward that raised included."""
-    if schedule.in_backward:
-        schedule.abandon_backward()
-    for unit in units:
-        for bucket in unit.trainable():
-            bucket.zero_grad(set_to_none)
 
 
 def _ignore() -> None:

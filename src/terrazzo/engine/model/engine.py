@@ -17,7 +17,7 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
-from terrazzo.engine.loop.hooks import Hooks, forget_gradients
+from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
@@ -109,7 +109,7 @@ class Engine:
         """Forget every gradient, or set finished ones to zero."""
         for driver in self.drivers:
             driver.leave_gradients(set_to_none)
-        forget_gradients(self.units, self.schedule, set_to_none)
+        self.schedule.forget_gradients(set_to_none)
 
     def require_own_weights(self, what: str) -> None:
         """Refuse `what` where the averages are in the place of the weights.

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
-from terrazzo.engine.loop.hooks import forget_gradients
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.optim.apart import Apart
 from terrazzo.engine.optim.clipping import stacked
@@ -261,7 +260,7 @@ class OptimizerDriver:
         """Forget the gradients of its own parameters, or set finished ones to zero."""
         self.leave_gradients(set_to_none)
         if self.schedule.in_backward:  # a backward raised: gradients of all optimizers hold a part of it, or not
-            forget_gradients(self.units, self.schedule, set_to_none)
+            self.schedule.forget_gradients(set_to_none)
             return
         for bucket, own in self._owned.items():
             if len(own) == len(bucket.members):

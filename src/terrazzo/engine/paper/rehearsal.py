@@ -163,6 +163,9 @@ class PaperUnit:
             if bucket.spec.ranks:
                 bucket.take_gradients(this_pass)
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """A step on paper forgets nothing."""
+
     def reduce(self, denominator: float | None) -> Moves:
         for bucket in self.buckets:
             if bucket.spec.trainable:
