@@ -130,7 +130,7 @@ class BucketSpec:
         resident: whether modules see the resting weights themselves.
         keeps_full: whether full weights stay from forward to backward.
         regathered: whether backward gathers weights again that forward has put down.
-        updated_apart: whether the optimizer steps it away from the device.
+        updated_off_device: whether the optimizer steps it away from the device.
         gathers_apart: whether new weights are gathered in device memory of their own, on their way to where they rest.
         sum_axes: of its gradients.
     """
@@ -160,7 +160,7 @@ class BucketSpec:
         fetched_again = self.between_axes == self.weight_axes and not on_device
         self.keeps_full = self.keep or (self.between_axes == () and not fetched_again)
         self.regathered = not self.resident and not self.keeps_full
-        self.updated_apart = trainable and tiers.optim != "device"
+        self.updated_off_device = trainable and tiers.optim != "device"
         reached = on_device or (tiers.weight == "cpu" and self.on_host)
         self.gathers_apart = not reached and self.weight_axes != self.optim_axes
         replicas = tuple(axis for axis in self.ranks if axis not in self.optim_axes)

@@ -165,7 +165,7 @@ class Unit:
 
     def wait(self) -> None:
         """Return once modules can read the full weights, which are at hand."""
-        self.land()
+        self.finish_publishing()
         self.advance()
         for transfer in self._gathering:
             transfer.finish()
@@ -186,7 +186,7 @@ class Unit:
 
     def catch_up(self) -> None:
         """Wait for the update that is under way, and bring resting weights in line."""
-        self.land()
+        self.finish_publishing()
         if self._gathering:
             self.wait()
         elif self._updates:
@@ -204,7 +204,7 @@ class Unit:
 
     def rest(self) -> None:
         """Go back to the plan's `weight` place alone."""
-        self.land()
+        self.finish_publishing()
         self._finish_gather()
         do_all(bucket.rest for bucket in self.buckets)
 
@@ -232,8 +232,8 @@ class Unit:
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Start bringing resting weights in line with master weights that have been written or stepped on this thread.
 
-        `land` must follow, and does where chains run beside the computation: before the unit's next forward, or as soon
-        as anything touches one of its parameters.
+        `finish_publishing` must follow, and does where chains run beside the computation: before the unit's next
+        forward, or as soon as anything touches one of its parameters.
 
         Args:
             among: the buckets that have been; all if None.
@@ -244,9 +244,9 @@ class Unit:
             return
         self._publishing = moving
         for bucket in written if self.side is not None else ():
-            bucket.hide(functools.partial(_land, weakref.ref(self)))
+            bucket.hide(functools.partial(_finish_publishing, weakref.ref(self)))
 
-    def land(self) -> None:
+    def finish_publishing(self) -> None:
         """Return once resting weights are in line with what `publish` found."""
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
@@ -259,9 +259,9 @@ class Unit:
 # collector where a forward or a backward has left them unfinished.
 
 
-def _land(unit: Callable[[], Unit | None]) -> None:
+def _finish_publishing(unit: Callable[[], Unit | None]) -> None:
     if (found := unit()) is not None:
-        found.land()
+        found.finish_publishing()
 
 
 def _publish_written(buckets: Sequence[Bucket], moved: Tensor) -> Moves:

@@ -75,16 +75,16 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         if member.parameter in optimizer.state
     }
     driver = OptimizerDriver(optimizer, engine, len(engine.drivers.templates))
-    apart = [bucket for bucket in driver.buckets if bucket.updated_apart]
-    if apart or devices.is_cuda(engine.axes.device):
+    off_device = [bucket for bucket in driver.buckets if bucket.updated_off_device]
+    if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
         templates = [state_of(optimizer, group, engine.axes.device) for group in optimizer.param_groups]
     of_all = [*engine.drivers.templates, *templates]
-    for bucket in apart:
+    for bucket in off_device:
         bucket.build_moments(engine.store, moment_names(bucket, of_all))
-    if apart:
+    if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step
-        driver.update_apart(functools.partial(Background, engine.units, engine.schedule, updater, mode))
+        driver.update_off_device(functools.partial(Background, engine.units, engine.schedule, updater, mode))
     if states:
         restore_optimizer(driver, of_all, reading(states))
     make_sharded_optimizer(optimizer, driver)

@@ -60,6 +60,11 @@ class Drivers:
         """Those whose optimizer somebody still has."""
         return [driver for driver in self._drivers if driver.reference() is not None]
 
+    def catch_up(self) -> None:
+        """Return once no update of any is under way, and weights at rest are in line."""
+        for driver in self._drivers:
+            driver.catch_up()
+
     def retire(self) -> None:
         """Let go of all optimizers; nothing may be under way."""
         for driver in self._drivers:

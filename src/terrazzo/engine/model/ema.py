@@ -54,9 +54,7 @@ class EMA:
         Raises:
             Misuse: inside `swapped`.
         """
-        self._engine.require_own_weights("ema.update()")
-        self._engine.update_masters()
-        self._average.update()
+        self._engine.update_average()
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:

@@ -44,6 +44,13 @@ __all__ = ["Engine", "engine_of"]
 class Engine:
     """What `tz.shard` builds behind a model.
 
+    It becomes quiet at two levels. A word means the same in each class that has it:
+
+        catch_up    No update of master weights is under way, and weights at rest are in line with them. Gathered
+                    weights stay. Drivers and units do so, too; of a unit, `finish_publishing` is the half that does not
+                    wait for an update away from the device.
+        settle      All of that, and what users have written is taken over; nothing is gathered, and no copy is queued.
+
     Attributes:
         plan: as asked for, in the mesh's axes.
         recipe: the same with only the axes that have more than one rank, and the precision.
@@ -108,7 +115,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
         for driver in self.drivers:
-            driver.leave_gradients(set_to_none)
+            driver.forget(set_to_none)
         self.schedule.forget_gradients(set_to_none)
 
     def require_own_weights(self, what: str) -> None:
@@ -132,10 +139,17 @@ class Engine:
 
         average = together(self.axes, made)
         average.compare(self.axes)
-        self.update_masters()
+        self._have_masters()
         average.begin(self.trainable())
         self.average = average
         return average
+
+    def update_average(self) -> None:
+        """Have the average take in the weights of now; see `tz.EMA.update`."""
+        self.require_own_weights("ema.update()")
+        self._have_masters()
+        if self.average is not None:
+            self.average.update()
 
     @property
     def averages(self) -> Mapping[Bucket, Buffer]:
@@ -148,11 +162,10 @@ class Engine:
         self.hooks.adopt_edits()
         self.hooks.before_use()
 
-    def update_masters(self) -> None:
+    def _have_masters(self) -> None:
         """Have all in the master weights: what the user has written into weights, and what updates do to them."""
         self.hooks.adopt_edits()
-        for driver in self.drivers:
-            driver.finish_updates()
+        self.drivers.catch_up()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See `tz.clip_grad_norm_`."""
@@ -193,7 +206,7 @@ class Engine:
         """Weights, master weights and optimizer state on the device, measured."""
         buckets = self.buckets()
         held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
-        held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_apart]
+        held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_off_device]
         return sum(held) + sum(driver.state_bytes() for driver in self.drivers.stepping())
 
     def buckets(self) -> list[Bucket]:
@@ -265,23 +278,22 @@ class Engine:
             self.schedule.put_back(unit)
 
     def settle(self) -> None:
-        """Return once every state is at rest: no update is under way, nothing is still to be written. Collective."""
+        """Return once every state is at rest, the second level. Collective."""
         require_own(self.process)
         self.hooks.adopt_edits()
         self.schedule.rest()
-        self.finish_updates()
+        self.catch_up()
         if (queued := Stream.current(self.axes.device).mark()) is not None:
             queued.synchronize()  # copies from host memory may still be under way
 
-    def finish_updates(self) -> None:
-        """Return once no update is under way; gathered weights stay. Collective."""
-        self._land()
-        for driver in self.drivers:
-            driver.finish_updates()
+    def catch_up(self) -> None:
+        """Return once no update is under way, the first level. Collective."""
+        self._finish_publishing()
+        self.drivers.catch_up()
 
-    def _land(self) -> None:
+    def _finish_publishing(self) -> None:
         for unit in self.units:
-            unit.land()
+            unit.finish_publishing()
 
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring resting compute weights in line with the master weights; those that are being updated follow later.
@@ -293,7 +305,7 @@ class Engine:
         for unit in (unit for unit in self.units if not unit.updating):
             unit.publish(among)
         if self.axes.side is None:
-            self._land()
+            self._finish_publishing()
 
     def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
         """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.

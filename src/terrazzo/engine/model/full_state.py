@@ -106,7 +106,7 @@ class OptimizerStates:
 
         self._engine.settle()
         with torch.no_grad():
-            self._driver.mend()
+            self._driver.restored()
             restore_optimizer(self._driver, self._engine.drivers.templates, read)
 
     def _kept(self, name: str) -> Mapping[str, StateSpec]:

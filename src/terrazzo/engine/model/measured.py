@@ -35,7 +35,7 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     member, slot = bucket.members[index], bucket.slots[index]
     if (func not in _ELEMENTWISE and func not in _MEASURES) or not args or args[0] is not member.parameter:
         return None
-    engine.finish_updates()
+    engine.catch_up()
     part = bucket.weight.copied(slot.range, engine.axes.device).to(member.parameter.dtype)
     whole = Measured.of(part, member.parameter, member.name, engine.axes, bucket.weight_axes)
     whole.tracked = member.trainable and func not in _ALIASES

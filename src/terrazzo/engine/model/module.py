@@ -51,7 +51,7 @@ class ShardedModule(nn.Module):
         Raises:
             Misuse: where a plan splits weights; it names the calls that have them. Inside `tz.gathered` they are there.
         """
-        self._terrazzo.finish_updates()
+        self._terrazzo.catch_up()
         away = next((name for name, each in self.named_parameters() if isinstance(each, AtRest)), None)
         if away is not None and not (kwargs.get("keep_vars") or args[2:3] == (True,)):
             raise Misuse(

@@ -91,7 +91,7 @@ def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tenso
     """A state per element, in the memory of the one `before` it where that fits: fresh memory would cost its pages."""
     dtype = segment.bucket.precision.moments
     if kind in segment.bucket.moments:
-        return _read_apart(segment, kind, read)
+        return _read_off_device(segment, kind, read)
     if isinstance(before, Tensor) and (before.shape, before.dtype) == (segment.parameter.shape, dtype):
         whole = before.zero_()
     else:
@@ -103,7 +103,7 @@ def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tenso
     return whole
 
 
-def _read_apart(segment: Segment, kind: str, read: Read) -> Tensor:
+def _read_off_device(segment: Segment, kind: str, read: Read) -> Tensor:
     """A state per element of a segment that is updated away from the device; for one in files, its stand-in."""
     home = segment.bucket.moments[kind]
     for part in home.cuts(segment.range):

@@ -202,7 +202,7 @@ class _StandIns:
                     f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
                     "updated while backward runs. Use tz.Offload(step='overlapped')."
                 )
-            driver.finish_updates()  # an update may still read it
+            driver.catch_up()  # an update may still read it
 
     def _check_finished(self, name: str) -> None:
         if any(bucket.gradient.unfinished for bucket in self._buckets):

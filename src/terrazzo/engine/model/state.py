@@ -115,7 +115,7 @@ class ModelState:
             restore_model(engine.buckets(), read)
             restore_averages(engine.averages if with_optimizer else {}, read)
             for driver in engine.drivers:
-                driver.mend()
+                driver.restored()
                 if with_optimizer and driver.reference() is not None:
                     restore_optimizer(driver, engine.drivers.templates, read)
 

@@ -35,7 +35,7 @@ class Background:
     ) -> None:
         self.units, self.schedule, self.mode = units, schedule, mode
         self._updater, self._segments = updater, segments
-        self._apart = [unit for unit in units if any(bucket.updated_apart for bucket in unit.buckets)]
+        self._off_device = [unit for unit in units if any(bucket.updated_off_device for bucket in unit.buckets)]
         self._early: Twin | None = None
         self._begun: set[int] = set()
         self._torn = False
@@ -54,7 +54,7 @@ class Background:
                 "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and "
                 "optimizer.step() follows it. Or use tz.Offload(step='overlapped')."
             )
-        if self.steps_in_backward and unit in self._apart and all(all(b.gradient.seen) for b in unit.trainable()):
+        if self.steps_in_backward and unit in self._off_device and all(all(b.gradient.seen) for b in unit.trainable()):
             if self._early is None:
                 self._early = Twin(optimizer)
             self._begun.add(index)
@@ -76,14 +76,14 @@ class Background:
         twin = early or Twin(optimizer)
         order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
         for unit in (self.units[index] for index in order if index not in begun):
-            if unit in self._apart:
+            if unit in self._off_device:
                 unit.catch_up()
                 self._begin(unit, twin)
 
     def end_step(self) -> None:
         """`optimizer.step()` returns."""
         if self.mode == "synchronous":
-            self.finish_updates()
+            self.catch_up()
 
     def forget(self, abandoned: bool = False) -> None:
         """Gradients are forgotten.
@@ -96,7 +96,7 @@ class Background:
         self._early = None
         self._begun.clear()
 
-    def mend(self) -> None:
+    def restored(self) -> None:
         """All states have been restored."""
         self.forget()
         self._torn = False
@@ -112,13 +112,13 @@ class Background:
 
     def _begin(self, unit: Unit, twin: Twin) -> None:
         segments: dict[Bucket, list[Segment]] = {}
-        buckets = [bucket for bucket in unit.buckets if bucket.updated_apart]
+        buckets = [bucket for bucket in unit.buckets if bucket.updated_off_device]
         for segment in self._segments() or ():
             if segment.bucket in buckets:
                 segments.setdefault(segment.bucket, []).append(segment)
         unit.begin_update(self._updater.begin(segments, twin))
 
-    def finish_updates(self) -> None:
+    def catch_up(self) -> None:
         """Wait for every update, bring all weights at rest in line, and let everything be written."""
         for unit in self.units:
             unit.catch_up()
@@ -127,8 +127,8 @@ class Background:
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on. Raises: `Misuse` where they have been used already."""
         if not self.steps_in_backward:
-            if any(unit.updating for unit in self._apart):
-                self.finish_updates()
+            if any(unit.updating for unit in self._off_device):
+                self.catch_up()
         elif max_norm != float("inf"):
             raise Misuse(
                 "tz.clip_grad_norm_ was called, but with offload step 'backward' units have been updated while "

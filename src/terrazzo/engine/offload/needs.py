@@ -70,7 +70,7 @@ def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> lis
     return [
         bucket.numel(bucket.optim_axes) * bucket.precision.moments.itemsize
         for bucket in buckets
-        for _ in (moment_names(bucket, templates)[bucket.moments_room :] if bucket.updated_apart else ())
+        for _ in (moment_names(bucket, templates)[bucket.moments_room :] if bucket.updated_off_device else ())
     ]
 
 
@@ -81,7 +81,7 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
         templates: none without an optimizer.
         cell: elements of states on drives that are handled at once.
     """
-    moments = [_moments(bucket, templates) if bucket.updated_apart else [] for bucket in buckets]
+    moments = [_moments(bucket, templates) if bucket.updated_off_device else [] for bucket in buckets]
     resting = [state for bucket, states in zip(buckets, moments, strict=True) for state in bucket.at_rest(states)]
     trays = (tray_bytes(bucket, states, cell) for bucket, states in zip(buckets, moments, strict=True))
     return Need(
@@ -122,7 +122,7 @@ def tray_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> int:
 
 def send_bytes(bucket: BucketSpec, cell: int) -> int:
     """One cell of new weights, cast in host memory before they cross to the device: fewer bytes than the masters."""
-    crosses = bucket.updated_apart and bucket.tiers.weight == "device" and not bucket.on_host
+    crosses = bucket.updated_off_device and bucket.tiers.weight == "device" and not bucket.on_host
     if not crosses or bucket.weight_dtype == bucket.precision.master:
         return 0
     return min(cell, bucket.numel(bucket.optim_axes)) * bucket.weight_dtype.itemsize

@@ -1,4 +1,4 @@
 """The optimizer's side: stock `torch.optim` optimizers over flat runs of master weights.
 
-Read segment, stock, optimizer, clipping, foreign, in that order; apart is what the driver asks of `offload`.
+Read segment, stock, optimizer, clipping, foreign, in that order; around is what the driver asks of later folders.
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +20,15 @@ from torch.optim import Optimizer
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
 from terrazzo.engine.loop.listeners import weakly
-from terrazzo.engine.optim.apart import Apart
+from terrazzo.engine.optim.around import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.stock import hyper_parameters
 from terrazzo.engine.optim.twin import Twin
-from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import LossScaler
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
 
 __all__ = ["OptimizerDriver", "ShardedOptimizer", "make_sharded_optimizer"]
-
-
-class Driven(Protocol):
-    """What the driver of an optimizer asks of a model."""
-
-    units: Sequence[Unit]
-    progress: Progress
-    schedule: Schedule
-
-    def prepare_step(self) -> None:
-        """Gradients are about to be taken, and master weights to be changed."""
-
-    def publish(self, among: Collection[Bucket] | None = None) -> None:
-        """Bring compute weights of some buckets in line with updated master weights."""
 
 
 class OptimizerDriver:
@@ -75,7 +58,7 @@ class OptimizerDriver:
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
         self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
-        self.background: Apart | None = None
+        self.background: OffDeviceUpdates | None = None
         scaling = self.recipe.precision.loss_scaling
         self.scaler = LossScaler(scaling) if scaling else None
         self.reference, self._retired = weakref.ref(optimizer), False
@@ -109,7 +92,7 @@ class OptimizerDriver:
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
 
-    def update_apart(self, make: Callable[[Callable[[], list[Segment] | None]], Apart]) -> None:
+    def update_off_device(self, make: Callable[[Callable[[], list[Segment] | None]], OffDeviceUpdates]) -> None:
         """Have segments away from the device updated by what `make` returns; it is given what returns them."""
         self.background = make(weakly(self, lambda driver: driver.segments))
         self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
@@ -118,15 +101,15 @@ class OptimizerDriver:
         if self.background is not None:
             self.background.unit_reduced(unit, self.optimizer)
 
-    def finish_updates(self) -> None:
+    def catch_up(self) -> None:
         """Return once no update is under way."""
         if self.background is not None:
-            self.background.finish_updates()
+            self.background.catch_up()
 
-    def mend(self) -> None:
+    def restored(self) -> None:
         """All states are about to be restored."""
         if self.background is not None:
-            self.background.mend()
+            self.background.restored()
 
     @property
     def steps_in_backward(self) -> bool:
@@ -135,7 +118,7 @@ class OptimizerDriver:
 
     def state_bytes(self) -> int:
         """What the optimizer keeps on the device, as it lies in memory."""
-        here = [segment.parameter for segment in self.segments if not segment.bucket.updated_apart]
+        here = [segment.parameter for segment in self.segments if not segment.bucket.updated_off_device]
         kept = [value for parameter in here for value in self.optimizer.state.get(parameter, {}).values()]
         return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
@@ -177,7 +160,7 @@ class OptimizerDriver:
         self._turn(optimizer, stepping=True)
         self.drop_segment_gradients()
         for unit in self.units:
-            unit.land()  # a step behind a step, with no forward between: what is sent is about to change
+            unit.finish_publishing()  # a step behind a step, with no forward between: what is sent is about to change
         if self.scaler is not None:
             self._skipping = self._overflowed()
             self.scaler.update(self._skipping)
@@ -186,7 +169,7 @@ class OptimizerDriver:
         self._cut_segments(optimizer)
         if self.background is not None:
             self.background.begin(optimizer)
-        here = [segment for segment in self.segments if not segment.bucket.updated_apart and segment.due]
+        here = [segment for segment in self.segments if not segment.bucket.updated_off_device and segment.due]
         finished = {bucket: bucket.gradient.handed_over() for bucket in {segment.bucket: None for segment in here}}
         if self._moments_differ:
             self._step_one_by_one(optimizer, here, finished)
@@ -248,17 +231,17 @@ class OptimizerDriver:
         flag = every.logical_not().long().view(1)
         return bool(axes.maximum(flag).item())  # the one number of an fp16 step that the host waits for
 
-    def leave_gradients(self, set_to_none: bool) -> None:
+    def forget(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""
         if not set_to_none:
-            self.finish_updates()  # an update may still read what is going to be zero
+            self.catch_up()  # an update may still read what is going to be zero
         if self.background is not None:
             self.background.forget(abandoned=True)
         self.drop_segment_gradients()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients of its own parameters, or set finished ones to zero."""
-        self.leave_gradients(set_to_none)
+        self.forget(set_to_none)
         if self.schedule.in_backward:  # a backward raised: gradients of all optimizers hold a part of it, or not
             self.schedule.forget_gradients(set_to_none)
             return
@@ -270,7 +253,7 @@ class OptimizerDriver:
 
     def _zero_some(self, bucket: Bucket, own: Sequence[int], set_to_none: bool) -> None:
         """What other optimizers have of a bucket, or none has, stays."""
-        self.finish_updates()
+        self.catch_up()
         bucket.gradient.forget(own, set_to_none)
         with torch._C.DisableTorchFunctionSubclass():
             for index in own if set_to_none else ():

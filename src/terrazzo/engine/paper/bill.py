@@ -75,7 +75,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     trainable = [bucket for bucket in buckets if bucket.trainable]
-    updated_here = [bucket for bucket in trainable if not bucket.updated_apart]
+    updated_here = [bucket for bucket in trainable if not bucket.updated_off_device]
     need = need_of(buckets, templates, offload.cell_numel)
     here = resting_bytes(buckets)
     return MemoryBill(

@@ -87,7 +87,7 @@ class PlannedBucket(BucketSpec):
         for state, tier, nbytes in self.at_rest(self.moments):
             before = found.get(state, (tier, 0))[1]
             found[state] = tier, before + (nbytes if tier == "device" else padded_bytes(nbytes))
-        if self.trainable and not self.updated_apart:
+        if self.trainable and not self.updated_off_device:
             counts = sum(run > 0 for run in self.runs) * self._fixed_bytes if self.padded else 0
             found["moments"] = "device", self.updated_numel * sum(self.moments) + counts
         return found

@@ -97,13 +97,13 @@ def updated_numels(units: Sequence[Sequence[PlannedBucket]]) -> list[int]:
 
     Matrices of all units come first, then their vectors.
     """
-    found = [bucket.runs for unit in units for bucket in unit if bucket.trainable and not bucket.updated_apart]
+    found = [bucket.runs for unit in units for bucket in unit if bucket.trainable and not bucket.updated_off_device]
     return [numel for numel in (*(first for first, _ in found), *(rest for _, rest in found)) if numel]
 
 
 def updated_apart_numel(units: Sequence[Sequence[PlannedBucket]], cell: int) -> int:
     """Elements of the largest tensor that is stepped away from the device; those on drives are stepped cell by cell."""
-    apart = [bucket for unit in units for bucket in unit if bucket.updated_apart]
+    apart = [bucket for unit in units for bucket in unit if bucket.updated_off_device]
     most = [min(max(bucket.runs), cell if bucket.tiers.optim == "nvme" else math.inf) for bucket in apart]
     return int(max(most, default=0))
 
@@ -111,7 +111,7 @@ def updated_apart_numel(units: Sequence[Sequence[PlannedBucket]], cell: int) -> 
 def _states(found: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
     """Bytes of the states at rest on the device, and of finished gradients."""
     here = resting_bytes(found)
-    updated = [bucket for bucket in found if bucket.trainable and not bucket.updated_apart]
+    updated = [bucket for bucket in found if bucket.trainable and not bucket.updated_off_device]
     moments = round(sum(bucket.updated_numel * sum(bucket.moments) for bucket in updated))
     return {"weights": here["weight"], "master": here["master"], "moments": moments}, here["grad"]
 

@@ -1,0 +1,58 @@
+"""What the driver of an optimizer asks of what comes later in the engine: the model, and updates off the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from torch.optim import Optimizer
+
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.progress import Progress
+from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.unit import Unit
+
+__all__ = ["Driven", "OffDeviceUpdates"]
+
+
+class Driven(Protocol):
+    """A model whose weights an optimizer steps: its `Engine`."""
+
+    units: Sequence[Unit]
+    progress: Progress
+    schedule: Schedule
+
+    def prepare_step(self) -> None:
+        """Gradients are about to be taken, and master weights to be changed."""
+
+    def publish(self, among: Collection[Bucket] | None = None) -> None:
+        """Bring compute weights of some buckets in line with updated master weights."""
+
+
+class OffDeviceUpdates(Protocol):
+    """Updates of one model's units, however and when they are made: `Background`, where any state is off the device."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether units are updated while backward runs."""
+
+    def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
+        """The gradients of a unit are finished."""
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()`: start the updates that are not under way."""
+
+    def end_step(self) -> None:
+        """`optimizer.step()` returns."""
+
+    def forget(self, abandoned: bool = False) -> None:
+        """Gradients are forgotten; `abandoned`: because a backward raised."""
+
+    def restored(self) -> None:
+        """All states have been restored."""
+
+    def catch_up(self) -> None:
+        """Wait for every update, and bring all weights at rest in line."""
+
+    def prepare_clipping(self, max_norm: float) -> None:
+        """No update reads or scales gradients from now on. Raises: `Misuse` where they have been used already."""
