@@ -22,6 +22,7 @@ from terrazzo.errors import BadInput, did_you_mean
 __all__ = ["checkpoint_activations", "compile_units"]
 
 Forward = Callable[..., Any]
+Layer = Callable[[Forward], Forward]
 
 MODES = ("none", "full", "selective")
 SAVED_OPS = (
@@ -78,9 +79,9 @@ def checkpoint_activations(
     context = _selective_context(SAVED_OPS if ops is None else ops) if mode == "selective" else None
     offloading = OffloadedActivations() if offload else None
     for module in _unit_modules(model, units)[::every]:
-        module.forward = Wrapped(functools.partial(_checkpointed, context, offload), module.forward)
+        _surround(module, functools.partial(_checkpointed, context, offload))
         if offloading is not None:
-            module.forward = Wrapped(offloading.wrap, module.forward)
+            _surround(module, offloading)
 
 
 def compile_units(model: nn.Module, *, units: Units | None = None, **options: Any) -> None:
@@ -95,46 +96,45 @@ def compile_units(model: nn.Module, *, units: Units | None = None, **options: An
         return torch.compile(forward, **options)
 
     for module in _unit_modules(model, units):
-        forward: Any = module.forward
-        offloading: OffloadedActivations | None = getattr(forward, "offloading", None)
-        if offloading is None:
-            module.forward = Wrapped(compiled, forward)
-        elif not isinstance(forward, Wrapped):
+        if hasattr(module.forward, "offloading") and not isinstance(module.forward, LayeredForward):
             raise BadInput(
                 f"The forward of a {type(module).__name__}, whose activations are offloaded, has been wrapped since: "
                 "compile units before that, right behind checkpoint_activations."
             )
-        else:  # copies stay out of compiled graphs
-            module.forward = Wrapped(offloading.wrap, Wrapped(compiled, forward.inner))
+        _surround(module, compiled)
 
 
-class Wrapped:
-    """A module's forward with something around it, which a deep copy of the module has around its own forward.
+class LayeredForward:
+    """A module's forward with layers around it, which a deep copy of the module has around its own forward.
 
     A function in its place would be shared by both, and the copy would compute with the weights of the original. What
-    the function has of attributes, this object has too: they tell that it is compiled.
+    the outermost function has of attributes, this object has too: they tell that it is compiled.
 
     Args:
-        wrap: makes a function of a forward.
-        inner: a bound method, or one that is wrapped already.
-
-    Attributes:
-        run: the function that `wrap` has made.
+        inner: a bound method, or what somebody else has put in its place.
+        layers: from the innermost; each makes a function of a forward.
     """
 
-    run: Forward
-
-    def __init__(self, wrap: Callable[[Forward], Forward], inner: Forward) -> None:
-        # Of functions, so that the compiler sees the same code for all units.
-        run = wrap(inner.run if isinstance(inner, Wrapped) else inner)
-        functools.update_wrapper(self, run)
-        self._wrap, self.inner, self.run = wrap, inner, run
+    def __init__(self, inner: Forward, layers: Sequence[Layer]) -> None:
+        self.inner, self.layers, self._run = inner, layers, inner
+        for layer in layers:
+            self._run = layer(self._run)  # of functions, so that the compiler sees the same code for all units
+        functools.update_wrapper(self, self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapped:
-        return Wrapped(copy.deepcopy(self._wrap, memo), copy.deepcopy(self.inner, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayeredForward:
+        return LayeredForward(copy.deepcopy(self.inner, memo), copy.deepcopy(self.layers, memo))
+
+
+def _surround(module: nn.Module, layer: Layer) -> None:
+    """Put a layer around a module's forward, but inside of offloading: copies stay out of compiled graphs."""
+    forward: Any = module.forward
+    inner, layers = (forward.inner, forward.layers) if isinstance(forward, LayeredForward) else (forward, ())
+    is_offloaded = bool(layers) and isinstance(layers[-1], OffloadedActivations)
+    place = len(layers) - 1 if is_offloaded else len(layers)
+    module.forward = LayeredForward(inner, (*layers[:place], layer, *layers[place:]))
 
 
 def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:

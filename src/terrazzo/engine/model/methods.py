@@ -38,7 +38,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 class _AsForward:
-    """A method that runs in place of its module's forward. A deep copy of the module has one of its own."""
+    """A method that runs in place of its module's forward, without layers that are around that one.
+
+    A deep copy of the module has one of its own.
+    """
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         functools.update_wrapper(self, method)

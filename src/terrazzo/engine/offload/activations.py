@@ -45,7 +45,7 @@ _ALIGNMENT_BYTES = 16
 
 
 class OffloadedActivations:
-    """Wraps the forwards of one model's units, so that what they keep of their inputs is kept in host memory.
+    """A layer around the forwards of one model's units: what they keep of their inputs is kept in host memory.
 
     Units may be called any number of times, in any number of forwards, before a backward.
 
@@ -62,7 +62,7 @@ class OffloadedActivations:
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedActivations:
         return OffloadedActivations(self.pin)  # a copy of the model has calls of its own
 
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward`, with what it keeps of its inputs in host memory.
 
         Inside a checkpointed region around the unit nothing is moved: the region keeps its own inputs, and runs this
