@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,11 +136,7 @@ def test_nodes_are_replicas_where_a_launcher_tells_them(node: int, name: str, mo
 def told(monkeypatch: pytest.MonkeyPatch, *sizes: str | None) -> None:
     """Each rank, a thread, is told of as many ranks on its node."""
 
-    def get(name: str, default: str) -> str:
-        size = sizes[dist.get_rank()]
-        return default if size is None else size
-
-    monkeypatch.setattr("terrazzo.integrations.setup.os", SimpleNamespace(environ=SimpleNamespace(get=get)))
+    monkeypatch.setattr("terrazzo.integrations.setup.told_ranks_here", lambda: sizes[dist.get_rank()] or "")
 
 
 def test_nodes_alike_are_replicas_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
@@ -27,6 +26,7 @@ from terrazzo.engine import (
     data_mesh,
     shard,
 )
+from terrazzo.engine.offload.topology import told_ranks_here
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
 
@@ -288,7 +288,7 @@ def _nodes(description: Description, world: int) -> tuple[int, int]:
 
     What each rank was told is compared first: else some would make one mesh, and others another, or none.
     """
-    told = gather_json(os.environ.get("LOCAL_WORLD_SIZE", "") or os.environ.get("LOCAL_SIZE", ""))
+    told = gather_json(told_ranks_here())
     sizes = [int(size) if size.isdecimal() else 0 for size in told]
     on_each = sizes[0]
     if not on_each or len(set(sizes)) > 1 or world % on_each:

@@ -32,15 +32,21 @@ __all__ = [
     "physical_cores",
     "ranks_here",
     "step_threads",
+    "told_ranks_here",
 ]
 
 
-def ranks_here(otherwise: int) -> int:
-    """How many ranks share this host, as a launcher tells each of them; `otherwise` if none has.
+def told_ranks_here() -> str:
+    """How many ranks share this host, in the words of the launcher; empty if none has said it.
 
     torchrun's name for it is LOCAL_WORLD_SIZE, that of the deepspeed launcher LOCAL_SIZE.
     """
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
+    return os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
+
+
+def ranks_here(otherwise: int) -> int:
+    """How many ranks share this host, as a launcher tells each of them; `otherwise` if none has."""
+    return int(told_ranks_here() or otherwise)
 
 
 def step_threads(device: torch.device, local_ranks: int, root: Path = SYS) -> tuple[int, frozenset[int]]:
