@@ -125,6 +125,15 @@ def test_a_deep_copy_registers_a_method_of_its_own() -> None:
     assert not twin.encode(torch.ones(3)).any() and encoder.encode(torch.ones(3)).any()
 
 
+def test_a_method_that_is_registered_twice_runs_hooks_once() -> None:
+    encoder, calls = Encoder(3, 3), []
+    encoder.register_forward_pre_hook(lambda module, args: calls.append(module))
+    for _ in range(2):
+        tz.register_forward_method(encoder, "encode")
+    encoder.encode(torch.ones(3))
+    assert calls == [encoder]
+
+
 def test_a_penalty_outside_of_forward_is_not_lost_in_silence() -> None:
     def body(rank: int) -> None:
         model, _ = sharded(Net(), "zero3")

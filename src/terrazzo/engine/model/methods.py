@@ -19,6 +19,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     For a method other than `forward` that computes with weights itself, such as `model.encode`. One that only calls
     the module, such as `generate` of transformers, needs nothing.
 
+    Once is enough, and twice is the same.
+
     Args:
         module: a sharded model, or a module inside that is a unit of its own.
 
@@ -34,7 +36,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: {name!r} is what weights are gathered around in any case, if {kind} is called "
             "as model(...) and not as model.forward(...). Remove this line, or name another method."
         )
-    module.__dict__[name] = _AsForward(module, method)
+    if not isinstance(method, _AsForward):
+        module.__dict__[name] = _AsForward(module, method)
 
 
 class _AsForward:
