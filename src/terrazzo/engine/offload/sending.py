@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -15,7 +14,7 @@ __all__ = ["Sending"]
 
 
 class Sending:
-    """Copies from host memory to wherever weights rest; threads take turns.
+    """Copies from host memory to wherever weights rest, by one thread: that of a model's updates off the device.
 
     Args:
         stream: in which the callers' work on the device is queued.
@@ -23,7 +22,7 @@ class Sending:
     """
 
     def __init__(self, stream: Stream, cells: Iterable[Tensor]) -> None:
-        self._stream, self._turn = stream, threading.Lock()
+        self._stream = stream
         self._cells: deque[tuple[Tensor, torch.Event | None]] = deque((cell, None) for cell in cells)
 
     def copy(self, values: Tensor, into: Tensor) -> None:
@@ -32,9 +31,8 @@ class Sending:
             into.copy_(values, non_blocking=True)
             return
         room = self._cells[0][0].numel() // into.element_size()
-        with self._turn:
-            for part, target in zip(values.split(room), into.split(room), strict=True):
-                self._copy(part, target)
+        for part, target in zip(values.split(room), into.split(room), strict=True):
+            self._copy(part, target)
 
     def _copy(self, values: Tensor, into: Tensor) -> None:
         cell, sent = self._cells[0]
