@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "BadInput",
@@ -30,7 +30,6 @@ __all__ = [
     "SwapFailed",
     "TerrazzoError",
     "did_you_mean",
-    "do_all",
     "install",
     "listed",
     "printable",
@@ -74,24 +73,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'zero3'?"` when a known word is close to `word`, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
-
-
-def do_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make every call, also after one that has raised.
-
-    Raises:
-        Exception: the first of their errors, with a note of each other.
-    """
-    errors: list[Exception] = []
-    for call in calls:
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-    for other in errors[1:]:
-        errors[0].add_note(f"After that, {type(other).__name__}: {other}")
-    if errors:
-        raise errors[0]
 
 
 def install(extra: str) -> str:

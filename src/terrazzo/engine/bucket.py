@@ -18,10 +18,11 @@ from terrazzo.engine.links.transfer import Ledger, Moves
 from terrazzo.engine.parameter import Guard
 from terrazzo.engine.partition import Member
 from terrazzo.engine.place import ON_DEVICE, Tiers
+from terrazzo.engine.process.calls import do_all
 from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import BucketSpec
-from terrazzo.errors import Misuse, do_all, listed
+from terrazzo.errors import Misuse, listed
 
 __all__ = ["Bucket"]
 
@@ -94,8 +95,8 @@ class Bucket(BucketSpec):
         self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = view(self.full.data, slot)
-        hidden = self.resident and self.trainable and self.has_own_master
-        self._edits = Edits(self.members, self.slots, self.full.data, hidden)
+        watches_data = self.resident and self.trainable and self.has_own_master
+        self._edits = Edits(self.members, self.slots, self.full.data, watches_data)
         self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         if not self.resident:
             self.ledger.take(self.full.data.nbytes)

@@ -27,18 +27,18 @@ class Edits:
 
     Args:
         flat: the full weights that the parameters are views of.
-        hidden: whether what is written by way of `parameter.data` matters too, which leaves no trace.
+        watches_data: whether what is written by way of `parameter.data` matters too, which leaves no trace.
 
     Attributes:
         asked: names of parameters whose `.data` somebody has asked for, if that matters. They stay, as who has it may
             write to it at any time.
     """
 
-    def __init__(self, members: Sequence[Member], slots: Sequence[Slot], flat: Tensor, hidden: bool) -> None:
+    def __init__(self, members: Sequence[Member], slots: Sequence[Slot], flat: Tensor, watches_data: bool) -> None:
         self._members, self._slots, self._flat = members, slots, flat
         self._trainable = members[0].trainable
         self.asked: set[str] = set()
-        for member in members if hidden else ():
+        for member in members if watches_data else ():
             watch_data(member.parameter, self.asked)
         self._versions = self._current()
         self._places = [

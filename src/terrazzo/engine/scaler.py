@@ -37,7 +37,11 @@ class LossScaler:
         self._patience = settings.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Adapt the scale after a step. Raises: `Diverged` on an overflow at the minimum scale."""
+        """Adapt the scale after a step.
+
+        Raises:
+            Diverged: on an overflow at the minimum scale.
+        """
         settings = self.settings
         if not overflow:
             self._good_steps += 1

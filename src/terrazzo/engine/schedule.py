@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.order import Event, Order, Program, position_from
+from terrazzo.engine.process.calls import do_all
 from terrazzo.engine.reductions import Divisor, Reductions
 from terrazzo.engine.runnable import Runnable
 from terrazzo.engine.spec import Pass
-from terrazzo.errors import do_all
 
 __all__ = ["Schedule"]
 

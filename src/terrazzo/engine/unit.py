@@ -13,10 +13,10 @@ from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.label import Label, Purpose, title_of
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
+from terrazzo.engine.process.calls import do_all
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import Pass
-from terrazzo.errors import do_all
 
 __all__ = ["Unit", "compilation_of"]
 

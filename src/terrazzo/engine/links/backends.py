@@ -24,7 +24,8 @@ _KINDS: dict[str, type[Collectives]] = {
 def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger) -> Collectives:
     """The collectives of the backend that serves `device` in `group`.
 
-    Raises: `BadInput` for a backend whose order of sums this version does not know.
+    Raises:
+        BadInput: for a backend whose order of sums this version does not know.
     """
     backend = backend_of(group, device)
     if backend not in _KINDS:

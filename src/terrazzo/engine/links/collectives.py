@@ -35,13 +35,17 @@ class Collectives(ABC):
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
         self._group, self.traffic, self.ledger = group, traffic, ledger
         self.size, self.rank = group.size(), group.rank()
-        self.trail, self.digest = deque[int](maxlen=TRAIL), 0
+        self.trail, self.checksum = deque[int](maxlen=TRAIL), 0
         self._process = os.getpid()
         leaves_to_parent(self)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Raises: `Misuse` in a forked child, which has no part in it."""
+        """The process group.
+
+        Raises:
+            Misuse: in a forked child, which has no part in it.
+        """
         require_own(self._process)
         return self._group
 
@@ -136,7 +140,7 @@ class NativeCollectives(Collectives):
         """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""
         code = moving.get().code
         self.trail.append(code)
-        self.digest = zlib.crc32(code.to_bytes(8, "little"), self.digest)
+        self.checksum = zlib.crc32(code.to_bytes(8, "little"), self.checksum)
 
     def receive_bytes(self, full_bytes: int) -> int:
         return 0

@@ -166,8 +166,8 @@ def columns_of(rank: int, size: int, near: Collection[int], all_gather: Callable
         all_gather: every rank's 1-D int64 tensor, as rows; blocks.
     """
     together = sorted([rank, *near])
-    digest = int.from_bytes(hashlib.sha256(repr(together).encode()).digest()[:7])
-    told = all_gather(torch.tensor([digest, len(together)])).tolist()
+    checksum = int.from_bytes(hashlib.sha256(repr(together).encode()).digest()[:7])
+    told = all_gather(torch.tensor([checksum, len(together)])).tolist()
     if size - min(count for _, count in told) <= MANY_FAR:
         return None
     rows: dict[int, list[int]] = {}

@@ -60,7 +60,8 @@ class Met:
 class Door:
     """A socket that ranks of this machine can call at, in Linux's abstract namespace: no file, and gone with it.
 
-    Raises: `OSError` where the system does not allow it.
+    Raises:
+        OSError: where the system does not allow it.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 Ranks issue their exchanges in one order that all of them share (see `order`). Should they ever not, chunks of different
 units could meet, of the same size and without an error. So each exchange says what it is for: in its messages, or where
-those have no room for it (NCCL) in a digest that ranks compare when they meet (see `pass_end`).
+those have no room for it (NCCL) in a checksum that ranks compare when they meet (see `pass_end`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,11 @@ class Label:
         return replace(self, purpose=purpose, unit=rest % (1 << _UNIT_BITS), number=rest >> _UNIT_BITS)
 
     def check(self, code: int, who: str) -> None:
-        """Raises: `RanksApart` naming both, if `code` of another rank is not this one's."""
+        """Refuse the `code` of another rank that is not this one's.
+
+        Raises:
+            RanksApart: there; it names both.
+        """
         if code != self.code:
             raise RanksApart(
                 f"The ranks have not run the same: here it is the turn of {self}, and on {who} of "

@@ -139,7 +139,11 @@ class Neighbour:
         self._send(kind, _OFFER.pack(label.code, self._count[kind], tensor.nbytes, tensor.data_ptr()))
 
     def offered(self, kind: str, size_bytes: int, label: Label) -> Memory:
-        """The memory that it offers; waits for it. Raises: `RanksApart` if that is not what this rank expects."""
+        """The memory that it offers; waits for it.
+
+        Raises:
+            RanksApart: if that is not what this rank expects.
+        """
         code, count, offered_bytes, address = _OFFER.unpack(self._receive(kind, _OFFER.size))
         label.check(code, self.name)
         if (count, offered_bytes) != (self._count[kind], size_bytes):

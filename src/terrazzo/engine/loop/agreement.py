@@ -37,8 +37,8 @@ class Agreement:
         """Compare what the ranks ran, and make it the program; see `Order`."""
         program, axes = self._schedule.program, self._axes
         numbers = _encoded(program.visits, program.together)
-        digest = zlib.crc32(array("q", numbers).tobytes())
-        if all(axes.equal(torch.tensor([len(numbers), digest], device=axes.control_device))):
+        checksum = zlib.crc32(array("q", numbers).tobytes())
+        if all(axes.equal(torch.tensor([len(numbers), checksum], device=axes.control_device))):
             ranks = [_decoded(numbers)]
         else:
             ranks = [_decoded(row) for row in self._rows(numbers)]
@@ -59,7 +59,8 @@ class Agreement:
         Args:
             late: units to which a gradient came after their reduction had been started.
 
-        Raises: `RanksApart` if the ranks have not run the same.
+        Raises:
+            RanksApart: if the ranks have not run the same.
         """
         schedule = self._schedule
         if schedule.this_pass is Pass.FINISHES:

@@ -160,8 +160,8 @@ class Hooks:
                 self.schedule.expect_backward(unit)
             return
         training = torch.is_grad_enabled()
-        announced, hidden = self._watch(unit, output) if training else (False, False)
-        if hidden:
+        announced, opaque = self._watch(unit, output) if training else (False, False)
+        if opaque:
             self._surprised = True  # what holds it ends with any backward, be it another forward's
             self._begun()  # nothing else may announce its backward
             self.schedule.hold_until_backward_ends(unit)
@@ -274,14 +274,14 @@ class Hooks:
         tensor, and a unit that returns none has put its result where nobody can see it.
         """
         leaves = leaves_of(output)
-        hidden = any(not isinstance(leaf, PLAIN) for leaf in leaves)
-        hidden = hidden or not any(isinstance(leaf, Tensor) for leaf in leaves)
+        opaque = any(not isinstance(leaf, PLAIN) for leaf in leaves)
+        opaque = opaque or not any(isinstance(leaf, Tensor) for leaf in leaves)
         differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         differentiable += put_aside([unit.module, *self._inside[unit.index]])
         hook = on_backward(self, unit.index, unit.generation)
         for leaf in differentiable:
             before_gradient(leaf, hook)
-        return bool(differentiable), hidden
+        return bool(differentiable), opaque
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def put_aside(modules: Iterable[nn.Module]) -> list[Tensor]:
 def scale_output(output: Any, scaler: LossScaler) -> Any:
     """The structure of `output` in fp32, whose gradients are multiplied by the scale on their way in.
 
-    Raises: `Misuse` for an object that cannot be opened and has a tensor with a gradient, which would lack the scale.
+    Raises:
+        Misuse: for an object that cannot be opened and has a tensor with a gradient, which would lack the scale.
     """
 
     def scaled(leaf: Any) -> Any:

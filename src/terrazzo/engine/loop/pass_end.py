@@ -16,22 +16,23 @@ from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import RanksApart
 
-__all__ = ["MEETING_NUMEL", "meet", "meets"]
+__all__ = ["MEETING_NUMEL", "meet", "weights_are_split"]
 
 MEETING_NUMEL = 4
 """int64 elements that each meeting exchanges over every axis, besides its numbers."""
 
 
-def meets(recipe: Recipe) -> bool:
-    """Whether a rank can need another's weights in the middle of a pass."""
+def weights_are_split(recipe: Recipe) -> bool:
+    """Whether weights at rest are, so that a rank can need those of another in the middle of a pass."""
     return bool(recipe.plan.weight.axes)
 
 
 def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:
     """The elementwise maximum of the `numbers` of all data ranks, which meet at `label`; blocks.
 
-    Raises: `RanksApart` if another rank has come with another label, or has issued other exchanges than this one on a
-    transport whose messages carry no labels.
+    Raises:
+        RanksApart: if another rank has come with another label, or has issued other exchanges than this one on a
+            transport whose messages carry no labels.
     """
     trail = _trail(axes, progress)
     values = torch.tensor([label.code, ~label.code, trail, ~trail, *numbers], device=axes.control_device)
@@ -48,14 +49,14 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
 
 
 def _trail(axes: Axes, progress: Progress) -> int:
-    """A digest of what must be equal on all ranks: optimizer steps and their hyper-parameters, what gradients are
+    """A checksum of what must be equal on all ranks: optimizer steps and their hyper-parameters, what gradients are
     divided by, and what has been exchanged on transports whose messages carry no labels.
     """
-    digest = zlib.crc32(struct.pack("<qd", progress.steps, progress.denominator.unscaled))
-    digest = zlib.crc32(array("d", _hyper_parameters(progress).values()).tobytes(), digest)
+    checksum = zlib.crc32(struct.pack("<qd", progress.steps, progress.denominator.unscaled))
+    checksum = zlib.crc32(array("d", _hyper_parameters(progress).values()).tobytes(), checksum)
     for axis in axes.names:
-        digest = zlib.crc32(axes.along(axis).digest.to_bytes(4, "little"), digest)
-    return digest
+        checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
+    return checksum
 
 
 def _hyper_parameters(progress: Progress) -> dict[tuple[int, str], float]:
@@ -63,8 +64,10 @@ def _hyper_parameters(progress: Progress) -> dict[tuple[int, str], float]:
 
 
 def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
-    """The trails of the ranks differ. Raises: `RanksApart` naming steps, hyper-parameters, denominators, or the
-    first exchange in which they do.
+    """The trails of the ranks differ.
+
+    Raises:
+        RanksApart: naming steps, hyper-parameters, denominators, or the first exchange in which they do.
     """
     own_steps, divisor = progress.steps, progress.denominator.unscaled
     steps = axes.rows(torch.tensor([own_steps], device=axes.control_device)).flatten().tolist()

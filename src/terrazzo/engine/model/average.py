@@ -53,7 +53,11 @@ class Average:
         self._decay = decay
 
     def compare(self, axes: Axes) -> None:
-        """Raises: `BadInput` on every rank where those of the ranks have come apart. Collective."""
+        """Compare the averages of the ranks, which may have come apart. Collective.
+
+        Raises:
+            BadInput: on every rank, where they have.
+        """
         fix = "Give tz.EMA the same decay on every rank, and call ema.update() on all of them."
         updates = f"{self._updates}, the checksum of their decays {self._decays:08x}"
         check_agreement(axes, {"decay": self.decay, "updates": updates}, fix)

@@ -46,7 +46,11 @@ __all__ = [
 
 
 def _check_module(model: object) -> None:
-    """Raises: `BadInput` for what is no module, such as an optimizer that came first."""
+    """Refuse what is no module, such as an optimizer that came first.
+
+    Raises:
+        BadInput: there.
+    """
     if isinstance(model, Optimizer):
         raise BadInput(
             f"tz.shard was given a {type(model).__name__} in place of a model: the model comes first, as in "
@@ -57,7 +61,11 @@ def _check_module(model: object) -> None:
 
 
 def check_group() -> None:
-    """Raises: `Misuse` without a process group, through which ranks hear of each other's errors."""
+    """Refuse to go on without a process group, through which ranks hear of each other's errors.
+
+    Raises:
+        Misuse: there.
+    """
     if not dist.is_initialized():
         raise Misuse(
             "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first; "
@@ -66,7 +74,12 @@ def check_group() -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises: `Misuse` for a sharded model, `BadInput` for what cannot be laid out flat."""
+    """Refuse a sharded model, and what cannot be laid out flat.
+
+    Raises:
+        Misuse: for a sharded model.
+        BadInput: for what cannot be laid out flat.
+    """
     _check_module(model)
     sharded = [name for name, module in model.named_modules() if hasattr(module, "_terrazzo")]
     if sharded:
@@ -99,7 +112,11 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_sparse(model: nn.Module) -> None:
-    """Raises: `BadInput` for embeddings whose gradients would be sparse tensors."""
+    """Refuse embeddings whose gradients would be sparse tensors.
+
+    Raises:
+        BadInput: there.
+    """
     embeddings = (
         (name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
     )
@@ -116,8 +133,10 @@ def check_dtypes(model: nn.Module, precision: Precision) -> None:
 
     16 and 32 bits stand for each other, as when a model that was loaded in bf16 is trained in fp32.
 
-    Raises: `BadInput` for float64 parameters that the precision would round. Warns of trainable parameters in several
-    dtypes, which all become one.
+    Warns of trainable parameters in several dtypes, which all become one.
+
+    Raises:
+        BadInput: for float64 parameters that the precision would round.
     """
     floating = [(name, each) for name, each in model.named_parameters() if each.is_floating_point()]
     doubles = [name for name, each in floating if each.dtype == torch.float64]
@@ -145,7 +164,11 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_kind(kind: str) -> None:
-    """Raises: `BadInput` for a mesh on devices whose streams and pinned memory this version does not know."""
+    """Refuse a mesh on devices whose streams and pinned memory this version does not know.
+
+    Raises:
+        BadInput: there.
+    """
     if kind not in devices.KINDS:
         raise BadInput(
             f"The mesh is on {kind!r}; this version runs on {' and '.join(devices.KINDS)}, AMD's GPUs being cuda to "
@@ -154,7 +177,11 @@ def check_kind(kind: str) -> None:
 
 
 def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
-    """Raises: `BadInput` for a mesh without data axes, with unknown axes, or with a backend that cannot serve it."""
+    """Refuse a mesh without data axes, with unknown axes, or with a backend that cannot serve it.
+
+    Raises:
+        BadInput: there.
+    """
     dims = mesh.mesh_dim_names or ()
     beside = [dim for dim in dims if dim not in axes.names]
     if not axes.names or beside:
@@ -173,7 +200,11 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
 
 
 def check_device(model: nn.Module, device: torch.device) -> None:
-    """Raises: `BadInput` for parameters on an accelerator that is not the mesh's device."""
+    """Refuse parameters on an accelerator that is not the mesh's device.
+
+    Raises:
+        BadInput: there.
+    """
     for name, parameter in model.named_parameters():
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise BadInput(
@@ -183,7 +214,11 @@ def check_device(model: nn.Module, device: torch.device) -> None:
 
 
 def check_precision(precision: Precision, axes: Axes) -> None:
-    """Raises: `BadInput` where the device cannot compute in the dtype asked for, or NCCL would lose gradients."""
+    """Refuse a dtype in which the device cannot compute, or with which NCCL would lose gradients.
+
+    Raises:
+        BadInput: there.
+    """
     device = axes.device
     groups = [axes.along(axis).group for axis in axes.live(axes.names)]
     if precision.reduce == torch.float16 and any(backend_of(group, device) == "nccl" for group in groups):
@@ -202,7 +237,11 @@ def check_precision(precision: Precision, axes: Axes) -> None:
 
 
 def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
-    """Raises: `BadInput` for units captured in CUDA graphs whose weights come and go: a graph reads fixed addresses."""
+    """Refuse units captured in CUDA graphs whose weights come and go: a graph reads fixed addresses.
+
+    Raises:
+        BadInput: there.
+    """
     for unit in units:
         if devices.is_cuda(device) and unit.captured and unit.transient:
             raise BadInput(
@@ -214,7 +253,11 @@ def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
 
 
 def check_versions(axes: Axes) -> None:
-    """Raises: `BadInput` on every rank where ranks run other versions; before anything else is exchanged."""
+    """Refuse ranks that run other versions; before anything else is exchanged.
+
+    Raises:
+        BadInput: on every rank.
+    """
     check_agreement(axes, versions(), "Install the same on every machine.")
 
 
@@ -225,7 +268,11 @@ def versions() -> dict[str, object]:
 
 
 def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
-    """Raises: `BadInput` for several optimizers where only one can be."""
+    """Refuse several optimizers where only one can be.
+
+    Raises:
+        BadInput: there.
+    """
     if count < 2:
         return
     if precision.loss_scaling:
@@ -243,7 +290,11 @@ def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -
 
 
 def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:
-    """Raises: `BadInput` for settings of offload that cannot work with the tiers in use."""
+    """Refuse settings of offload that cannot work with the tiers in use.
+
+    Raises:
+        BadInput: there.
+    """
     if "nvme" in tiers and not offload.folders:
         raise BadInput(
             "The plan places states on nvme, but no folder is given for them: pass offload=tz.Offload(path=...), or "

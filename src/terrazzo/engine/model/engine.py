@@ -246,9 +246,10 @@ class Engine:
         return self.schedule.this_pass is Pass.FINISHES
 
     def sync(self, required: bool, *, each: bool) -> None:
-        """From now on, backward passes are those of a step's last micro-batch, or they are not.
+        """Say what backward passes are from now on.
 
         Args:
+            required: of a step's last micro-batch, which finishes its gradients; else of one before.
             each: reduce every micro-batch before the last, too, where `grad` is split; else add it up on this rank.
         """
         self.schedule.set_pass(self.pass_of(required, not each))

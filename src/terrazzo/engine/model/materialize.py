@@ -70,7 +70,11 @@ def _kept(module: nn.Module, fresh: Collection[Tensor], loaded: Collection[Tenso
 
 
 def check_initializable(model: nn.Module) -> None:
-    """Raises: `BadInput` for meta parameters or buffers in a module that has no way to initialise them."""
+    """Refuse meta parameters or buffers in a module that has no way to initialise them.
+
+    Raises:
+        BadInput: there.
+    """
     if callable(getattr(model, "_init_weights", None)):
         return
     for module in model.modules():

@@ -135,7 +135,11 @@ def _tensors(rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 
 def _refuse(name: str, value: Measured, **given: Any) -> None:
-    """Raises: `Misuse` where a measure is asked for along a dimension, or in a way that only torch knows."""
+    """Refuse a measure along a dimension, or in a way that only torch knows.
+
+    Raises:
+        Misuse: there.
+    """
     asked = ", ".join(f"{key}={each!r}" for key, each in given.items() if each is not None and each is not False)
     if asked:
         raise Misuse(

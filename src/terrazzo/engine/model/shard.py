@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.loop.hooks import Hooks
-from terrazzo.engine.loop.pass_end import meet, meets
+from terrazzo.engine.loop.pass_end import meet, weights_are_split
 from terrazzo.engine.model.attach import put_on
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.materialize import (
@@ -101,7 +101,7 @@ def shard(  # structure: signature fixed by the design
     prepared.tally.reset()
 
     progress = Progress(Denominator(axes.size()))
-    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if meets(recipe) else None
+    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(recipe) else None
     schedule = Schedule(planned, prefetch, meeting, progress.denominator)
     hooks = Hooks(planned, schedule, recipe, progress)
     engine = Engine(

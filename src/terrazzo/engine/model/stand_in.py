@@ -67,13 +67,17 @@ class _Shelf:
         for _, parameter, stand_in in self.shown:
             parameter.grad = stand_in
 
-    def hide(self) -> None:
+    def take_away(self) -> None:
         for _, parameter, _ in self.shown if self.wanted else ():  # else the optimizer's zero_grad has done so
             parameter.grad = None
         self.shown = []
 
     def dropped(self) -> list[int]:
-        """Parameters whose `.grad` someone has set to None. Raises: `Misuse` for one that was set to a tensor."""
+        """Parameters whose `.grad` someone has set to None.
+
+        Raises:
+            Misuse: for one that was set to a tensor.
+        """
         seen, indices = self.bucket.gradient.seen, list[int]()
         for index, parameter, stand_in in self.shown:
             grad = parameter.grad
@@ -102,7 +106,7 @@ class _StandIns:
         self._refusals: weakref.WeakKeyDictionary[Segment, _Refusal] = weakref.WeakKeyDictionary()
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
-        engine.hooks.tell_of_gradients(begun=self.hide, ended=self.show, before_use=self.notice_dropped)
+        engine.hooks.tell_of_gradients(begun=self.take_away, ended=self.show, before_use=self.notice_dropped)
         before = weakly(self, _StandIns.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
@@ -131,13 +135,13 @@ class _StandIns:
                 self._refusals[segment] = _refusal(segment)
             segment.parameter.grad = self._refusals[segment]
 
-    def hide(self) -> None:
+    def take_away(self) -> None:
         """A backward pass begins, which must find none."""
         if self._shown:
             self.notice_dropped()
             with _PLAINLY():
                 for shelf in self._shown:
-                    shelf.hide()
+                    shelf.take_away()
             self._shown = []
         for segment in self._segments():
             segment.parameter.grad = None
@@ -145,7 +149,7 @@ class _StandIns:
     def begin(self, *_: Any) -> None:
         """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
         if self._shown:
-            self.hide()
+            self.take_away()
 
     def show_again(self, *_: Any) -> None:
         """A forward has ended; one inside backward recomputes a part of it."""
@@ -194,7 +198,11 @@ class _StandIns:
         bucket.gradient.change(index, change)
 
     def _prepare_change(self, name: str) -> None:
-        """Raises: `Misuse` where the gradient of `name` cannot be changed now."""
+        """Refuse a change of the gradient of `name` where there can be none now.
+
+        Raises:
+            Misuse: there.
+        """
         self._check_finished(name)
         for driver in self._engine.drivers:
             if driver.steps_in_backward:
@@ -306,7 +314,11 @@ def _divide(grad: _StandIn, divisor: Any) -> _StandIn:
 
 
 def _check_numbers(*numbers: Any) -> None:
-    """Raises: `Misuse` for one per element, which ranks that hold other elements would take from the wrong places."""
+    """Refuse a number for each element, which ranks that hold other elements would take from the wrong places.
+
+    Raises:
+        Misuse: there.
+    """
     for number in numbers:
         if torch.is_tensor(number) and number.numel() != 1:
             raise Misuse(

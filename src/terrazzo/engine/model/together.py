@@ -23,7 +23,12 @@ T = TypeVar("T")
 
 
 def together(axes: Axes, action: Callable[[], T]) -> T:
-    """What `action` returns. Raises: what it raises here, and `BadInput` where it raises on another rank."""
+    """What `action` returns.
+
+    Raises:
+        Exception: what it raises here.
+        BadInput: where it raises on another rank.
+    """
     problem: Exception | None = None
     try:
         result = action()
@@ -40,15 +45,18 @@ def together(axes: Axes, action: Callable[[], T]) -> T:
 def check_agreement(
     axes: Axes, facts: Mapping[str, object], fix: str = "Give every rank the same model and arguments."
 ) -> None:
-    """Compare what each rank was told. Raises: `BadInput` on every rank, naming the facts that differ.
+    """Compare what each rank was told.
 
     Args:
         facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.
         fix: what the message ends with.
+
+    Raises:
+        BadInput: on every rank, naming the facts that differ.
     """
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts.items()}
-    digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
-    values = torch.tensor(digests, dtype=torch.int64, device=axes.device)
+    checksums = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
+    values = torch.tensor(checksums, dtype=torch.int64, device=axes.device)
     differing = [key for key, same in zip(texts, axes.equal(values), strict=True) if not same]
     if differing:
         mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)

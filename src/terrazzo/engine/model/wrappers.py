@@ -21,7 +21,11 @@ _WATCH: list[Any] = []
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises: `BadInput` for a model that torch's data parallelism already averages, or shards."""
+    """Refuse a model that torch's data parallelism already averages, or shards.
+
+    Raises:
+        BadInput: there.
+    """
     for name, module in model.named_modules():
         if (kind := _kind(type(module))) is not None:
             at = f"module {name!r}" if name else "the model"
@@ -39,7 +43,11 @@ def watch_wrapping() -> None:
 
 
 def refuse_class(kind: type) -> None:
-    """Raises: `Misuse` for the class that torch's fully_shard makes of a sharded model's."""
+    """Refuse the class that torch's fully_shard makes of a sharded model's.
+
+    Raises:
+        Misuse: there.
+    """
     if _kind(kind) is not None:
         raise _wrapped("fully_shard", kind.__mro__[2].__name__, _INSTEAD["FSDPModule"])
 

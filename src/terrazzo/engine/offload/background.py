@@ -125,7 +125,11 @@ class Background:
         self._updater.flush().wait()
 
     def prepare_clipping(self, max_norm: float) -> None:
-        """No update reads or scales gradients from now on. Raises: `Misuse` where they have been used already."""
+        """No update reads or scales gradients from now on.
+
+        Raises:
+            Misuse: where they have been used already.
+        """
         if not self.steps_in_backward:
             if any(unit.updating for unit in self._off_device):
                 self.catch_up()

@@ -68,7 +68,11 @@ class Pending:
         self._blocks = blocks
 
     def wait(self) -> None:
-        """Return once no block is in flight any more. Raises: what went wrong with the first that failed."""
+        """Return once no block is in flight any more.
+
+        Raises:
+            Exception: what went wrong with the first that failed.
+        """
         failures = [failure for block in self._blocks if (failure := block.failure()) is not None]
         if failures:
             raise again(failures[0])
@@ -93,7 +97,11 @@ class Disk:
     """
 
     def __init__(self, settings: Offload, rank: int, size_bytes: int) -> None:
-        """Take the space; stale files of earlier runs go first. Raises: `BadInput` if a folder cannot be used."""
+        """Take the space; stale files of earlier runs go first.
+
+        Raises:
+            BadInput: if a folder cannot be used.
+        """
         self.size_bytes = padded_bytes(size_bytes)
         self.traffic = DiskTraffic()
         self._settings, self._block_bytes, self._reserved_bytes = settings, settings.block_bytes, 0

@@ -28,7 +28,11 @@ class SwapFile:
     """A file of `size_bytes` in `folder` whose space is taken at once; nobody else may read it."""
 
     def __init__(self, folder: Path, name: str, size_bytes: int, direct: bool) -> None:
-        """`name` holds `{nonce}`, which is replaced by random letters. Raises: `BadInput` where it cannot be made."""
+        """`name` holds `{nonce}`, which is replaced by random letters.
+
+        Raises:
+            BadInput: where it cannot be made.
+        """
         require_folder(folder)
         self.folder, self.size_bytes = folder, size_bytes
         try:
@@ -46,7 +50,11 @@ class SwapFile:
             raise self._not_begun(error) from None
 
     def read(self, position: int, into: memoryview) -> None:
-        """Fill `into` from `position`. Raises: `SwapFailed` if the file was cut off or the disk reports an error."""
+        """Fill `into` from `position`.
+
+        Raises:
+            SwapFailed: if the file was cut off or the disk reports an error.
+        """
         self._require_whole()
         done = 0
         while done < len(into):
@@ -59,7 +67,11 @@ class SwapFile:
             done += count
 
     def write(self, position: int, data: memoryview) -> None:
-        """Write all of `data` at `position`. Raises: as `read`, and if the disk is full."""
+        """Write all of `data` at `position`.
+
+        Raises:
+            SwapFailed: as `read`, and if the disk is full.
+        """
         self._require_whole()
         done = 0
         while done < len(data):

@@ -40,7 +40,8 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
 def inspect_folder(path: str | os.PathLike[str], root: Path = SYS) -> list[str]:
     """What speaks against swap files in `path`, one sentence each; of the system as `root` has it.
 
-    Raises: `BadInput` if it is missing, not a folder, or cannot be written to.
+    Raises:
+        BadInput: if it is missing, not a folder, or cannot be written to.
     """
     folder = Path(path)
     require_folder(folder)
@@ -52,7 +53,11 @@ def inspect_folder(path: str | os.PathLike[str], root: Path = SYS) -> list[str]:
 
 
 def require_folder(folder: Path) -> None:
-    """Raises: `BadInput` if `folder` is missing or something else than a folder."""
+    """Refuse a `folder` that is missing, or something else than a folder.
+
+    Raises:
+        BadInput: there.
+    """
     if folder.is_dir():
         return
     if os.path.lexists(folder):

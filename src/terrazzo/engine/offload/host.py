@@ -40,7 +40,8 @@ class HostArena:
 
     Tensors stay valid for as long as they are used, but once the arena is closed or gone they are not pinned any more.
 
-    Raises: `BadInput` when the system refuses the memory, or to pin it.
+    Raises:
+        BadInput: when the system refuses the memory, or to pin it.
     """
 
     def __init__(self, size_bytes: int, pin_for: torch.device | None) -> None:
@@ -60,7 +61,8 @@ class HostArena:
     def take(self, count_bytes: int) -> Tensor:
         """The next `count_bytes`, as uint8 [count_bytes] that starts on a page of its own; zero at first.
 
-        Raises: `Misuse` when there is not so much left, or the arena is closed.
+        Raises:
+            Misuse: when there is not so much left, or the arena is closed.
         """
         if self._memory is None:
             raise Misuse("Memory was asked of a host arena that is closed: take all that is needed before close().")

@@ -55,4 +55,8 @@ class OffDeviceUpdates(Protocol):
         """Wait for every update, and bring all weights at rest in line."""
 
     def prepare_clipping(self, max_norm: float) -> None:
-        """No update reads or scales gradients from now on. Raises: `Misuse` where they have been used already."""
+        """No update reads or scales gradients from now on.
+
+        Raises:
+            Misuse: where they have been used already.
+        """

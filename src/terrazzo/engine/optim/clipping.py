@@ -22,7 +22,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
-    Raises: `Diverged`, with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
+    Raises:
+        Diverged: with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
     gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
     total = norms([(gradient.whole() for gradient in gradients)], recipe, norm_type)[0]

@@ -125,7 +125,8 @@ class OptimizerDriver:
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on; a `max_norm` of infinity only measures them.
 
-        Raises: `Misuse` where they have been used already.
+        Raises:
+            Misuse: where they have been used already.
         """
         if self.background is not None:
             self.background.prepare_clipping(max_norm)

@@ -78,7 +78,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], first: int = 0) -> None:
     """Note on each member which param group owns it, counting those of all optimizers on from `first`.
 
-    Raises: `BadInput`, with nothing noted, for parameters that are not the model's or have an optimizer already.
+    Raises:
+        BadInput: with nothing noted, for parameters that are not the model's or have an optimizer already.
     """
     by_parameter = {member.parameter: member for member in members}
     groups = enumerate((group for each in optimizers for group in each.param_groups), first)

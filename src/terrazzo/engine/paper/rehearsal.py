@@ -15,7 +15,7 @@ from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Handle, Moves, Released, Traffic
 from terrazzo.engine.loop.agreement import flags_numel
-from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meets
+from terrazzo.engine.loop.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.order import contains
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.schedule import Schedule
@@ -50,7 +50,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
     tally, recipe = Tally(), units[0].recipe
     traffic, side = tally.traffic, recipe.axes.side and Side(torch.device("meta"))
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, side) for unit in units]
-    meeting = (lambda label, wanted: _meet(recipe, traffic)) if meets(recipe) else None
+    meeting = (lambda label, wanted: _meet(recipe, traffic)) if weights_are_split(recipe) else None
     schedule = Schedule(paper, step.prefetch, meeting)
     earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
     for index in range(step.micro_batches):

@@ -50,7 +50,11 @@ class Job(Future[None]):
         self._process = os.getpid()
 
     def wait(self) -> None:
-        """Return once it is done. Raises: what it raised."""
+        """Return once it is done.
+
+        Raises:
+            Exception: what it raised.
+        """
         error = self.failure()
         if error is not None:
             raise again(error)  # a copy: with frames of whoever waits, the job would hold on to who holds it
