@@ -13,25 +13,23 @@ __all__ = ["EMA"]
 
 
 class EMA:
-    """The average of a sharded model's trained weights: `update` after each step, `swapped` to evaluate with it.
+    """The exponential moving average of a sharded model's trained weights. Making one is collective.
 
-    average = decay * average + (1 - decay) * weight, of master weights, in their dtype. It begins as they are now.
-    The values are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, whose first update
-    takes the weights as they are. Checkpoints that have the optimizer's state have the average, too.
+    Call `update` after each step, and evaluate inside `swapped`. An update sets average = decay * average +
+    (1 - decay) * weight, of master weights and in their dtype, each rank its own part. The average begins as the
+    weights are when it is made: the values are those of `torch.optim.swa_utils.AveragedModel` with
+    `get_ema_multi_avg_fn(decay)` whose first `update_parameters` was called then.
 
-    Memory: as much as the master weights take on a rank; in host memory where the optimizer's state is not on the
-    device. The memory bill does not have it.
-
-    Making one is collective.
+    Checkpoints with the optimizer's state have the average, too. Its memory, which the memory bill does not count, is
+    that of the master weights on a rank: on the device, or in host memory where the optimizer's state is off it.
 
     Args:
         model: sharded, with one average at most. Frozen weights and buffers are not averaged.
         decay: from 0 to 1, the same on every rank. It may be set to another value between updates.
 
     Raises:
-        BadInput: a decay that is none, or 16-bit master weights, whose average would stand still; on every rank where
-            ranks give others. Saving raises it, too, where decays of ranks, or how often they have updated, have
-            differed.
+        BadInput: a decay that is not from 0 to 1, or 16-bit master weights, whose average would stand still; on every
+            rank, where ranks give different ones.
         Misuse: a model that is not sharded, or has an average.
     """
 
@@ -61,7 +59,8 @@ class EMA:
         """The model has the averages as its weights inside, and its own after, to the bit. Collective.
 
         Raises:
-            BadInput: on every rank, where the decays of ranks, or how often they have updated, have differed.
+            BadInput: on every rank, where the decays of ranks, or how often they have updated, have differed. Saving
+                with the optimizer raises it, too.
             Misuse: inside itself. Inside, `optimizer.step()`, loading, and saving more than weights raise it, too.
         """
         self._engine.require_own_weights("ema.swapped()")
