@@ -284,6 +284,23 @@ def test_a_run_that_cannot_be_opened_leaves_no_swap_files(
     assert caught.type is (Damaged if why == "damaged" else BadInput)
 
 
+def test_what_a_resumed_run_has_learnt_is_counted_from_its_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, steps = {"validation_fraction": 0.2}, {"steps": 4, "eval_every": 2}
+    trained(config_in(tmp_path, data=data, train=steps), stop_after=2)
+    trained(config_in(tmp_path, data=data, train=steps))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, *_, last = [found for line in lines if (found := json.loads(line))["kind"] == "validation"]
+    assert (first["step"], last["step"]) == (0, 4)
+    learnt = f"; {first['bits_per_byte']:.2f} → {last['bits_per_byte']:.2f} bits per byte\n"
+    assert learnt in capsys.readouterr().out.partition("done ")[2]
+
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "other" / "checkpoints")
+    trained(config_in(tmp_path, data=data, train={**steps, "steps": 6}, log={"folder": str(tmp_path / "other")}))
+    assert "bits per byte" not in capsys.readouterr().out.partition("done ")[2]  # measured once: there is no first
+
+
 def test_changed_data_are_refused_unless_allowed(tmp_path: Path) -> None:
     trained(config_in(tmp_path))
     changed = {"max_bytes": 3000}

@@ -54,7 +54,8 @@ class Session:
     """The objects of a run. `step` counts finished optimizer steps, `tokens` the targets trained on.
 
     `newest` and `best` are the newest and the lowest validation `loss`, each with its `step`.
-    `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
+    `resume_notes` has a line for whatever is not as in the checkpoint that was loaded, and `same_evaluation` says
+    whether the validation data are. `base_bytes` of a CPU run is
     what was resident before the model took memory, `notes` what was said of it before the start.
     `asked` is what samples answer, where they do, `initial` what the reference of DPO is of.
     """
@@ -75,6 +76,7 @@ class Session:
     newest: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
+    same_evaluation: bool = True
     _restored: dict[str, Any] = field(default_factory=dict)
     asked: Asked | None = None
     initial: dict[str, Any] = field(default_factory=dict)
@@ -180,7 +182,8 @@ class Session:
             self.resume_notes.append(
                 f"resume: the learning rate goes on at {group['lr']:.1e}, where this schedule has it; it was {due:.1e}"
             )
-        if self._evaluation != extra["evaluation"]:
+        self.same_evaluation = self._evaluation == extra["evaluation"]
+        if not self.same_evaluation:
             self.resume_notes.append("resume: the validation data are not those of the checkpoint")
         if not resumed.generators:
             torch.manual_seed(_seed(self.config.train.seed, self.step, ranks.rank))
