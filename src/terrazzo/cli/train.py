@@ -18,7 +18,7 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="[section.key=value]...",
-            help="Settings that replace the file's, such as train.steps=100.",
+            help="Settings that replace the file's, without dashes, such as train.steps=100 plan=zero1.",
         ),
     ] = None,
 ) -> None:
