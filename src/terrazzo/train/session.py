@@ -21,7 +21,14 @@ from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
-from terrazzo.train.checkpoints.resume import clear_checkpoints, is_restored, resume_from, resume_notes
+from terrazzo.train.checkpoints.resume import (
+    clear_checkpoints,
+    data_changes,
+    is_restored,
+    resume_from,
+    resume_notes,
+    stamps,
+)
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
@@ -139,6 +146,7 @@ class Session:
             "best": self.best,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
+            "files": stamps(self.data.files),
             "evaluation": self._evaluation,
             "reference": reference_state(self.data),
             "initial": self.initial,
@@ -172,7 +180,8 @@ class Session:
         group = self.optimizer.param_groups[0]
         due = group["lr"]
         resume_schedule(self.schedule, extra["schedule"])
-        self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
+        why = data_changes(self.config, extra, self.data.files)
+        self.loader.load_state_dict(extra["data"], self.config.checkpoint.allow_changed_data, why)
         self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
         self.resume_notes += resume_notes(self.config, extra["config"])
         self._restored = {
