@@ -139,6 +139,14 @@ def test_an_option_that_is_a_setting_is_answered_with_how_it_is_written(words: s
     assert str(caught).endswith(said)
 
 
+@pytest.mark.parametrize(("verb", "file", "other"), [("train", "a.py", "run"), ("run", "a.yaml", "train")])
+def test_a_script_and_a_configuration_have_each_a_verb(tmp_path: Path, verb: str, file: str, other: str) -> None:
+    (tmp_path / file).write_text("")
+    caught = CliRunner().invoke(cli.app, [verb, str(tmp_path / file)]).exception
+    assert isinstance(caught, BadInput)
+    assert str(caught).endswith(f" {other} {tmp_path / file}.")
+
+
 @pytest.mark.parametrize("words", ["train a.yaml --quite", "plan --plan zero1", "run --lr 3 a.py", "init --quite"])
 def test_any_other_option_has_the_usual_answer(words: str) -> None:
     done = CliRunner().invoke(cli.app, words.split())

@@ -131,7 +131,15 @@ def _sentence(error: dict[str, Any]) -> str:
         choices = re.findall(r"'([^']*)'", context["expected"])
         near = did_you_mean(str(found), choices)
         return f"{where} is {found!r}, expected one of {', '.join(choices)}.{near}"
-    return f"{where} is {_shown(found)}, expected {_expected(kind, context)}{_or_null(where)}."
+    return f"{where} is {_shown(found)}, expected {_expected(kind, context)}{_or_null(where)}.{_keys_of(where, found)}"
+
+
+def _keys_of(where: str, found: Any) -> str:
+    """What stands in a section that was given as one value: `optimizer=adamw` for `optimizer.name=adamw`."""
+    keys = [key.removeprefix(f"{where}.") for key in KEYS if key.startswith(f"{where}.")]
+    if "name" in keys and isinstance(found, str):
+        return f" Write {where}.name: {found}, or on the command line {where}.name={found}."
+    return f" It has {', '.join(keys)}." if keys else ""
 
 
 def _or_null(where: str) -> str:

@@ -183,8 +183,14 @@ class Console:
     def begin(self, steps: int, first_step: int = 0) -> None:
         """Show how far the run has come, on a terminal."""
         if self._console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._progress = Progress(TextColumn("training"), *columns, console=self._console, transient=True)
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeElapsedColumn(),
+                TextColumn("elapsed"),
+            )
+            self._progress = Progress(*columns, console=self._console, transient=True)
             self._task = self._progress.add_task("training", total=steps, completed=first_step)
             self._progress.start()
 

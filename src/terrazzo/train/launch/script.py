@@ -49,6 +49,8 @@ def run_script(script: Script, ranks: int | None) -> int:
         raise BadInput(
             f"There is no file '{script.target}' to run. A module is named by -m: {program()} run -m MODULE."
         )
+    if not script.is_module and Path(script.target).suffix in (".yaml", ".yml", ".json", ".toml"):
+        raise BadInput(f"'{script.target}' is a configuration, and no script: write {program()} train {script.target}.")
     if not _is_lone_task():
         adopt_slurm()
     if is_rank():
