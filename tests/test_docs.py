@@ -26,6 +26,7 @@ import terrazzo as tz
 from terrazzo import checkpoint, cli, engine, planner
 from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Topology
 from terrazzo.engine import PLANS, PRECISIONS, Plan
+from terrazzo.engine.place import ROWS
 from terrazzo.engine.precision import DTYPE_FIELDS
 from terrazzo.train.launch import telling
 from tests.helpers.fake import fake_group
@@ -103,23 +104,36 @@ def test_blocks_run_on_two_ranks(page: Path, two_processes: Pool, tmp_path: Path
             assert "".join(outputs) == block.prints
 
 
-def losses_of(script: str) -> list[float]:
-    """Of a loop that computes a `loss` in each step, in a group that is there already."""
-    begins = "from torch import distributed as dist\n"
+def losses_of(script: str, folder: Path) -> list[float]:
+    """Of a loop that computes a `loss` in each step, run in `folder` and in a group that is there already."""
     looped = re.sub(r"^( +)loss\.backward\(\)", r"\1losses.append(loss.item())\n\g<0>", script, flags=re.MULTILINE)
     names: dict[str, Any] = {"losses": []}
-    exec(compile(begins + looped.replace("dist.init_process_group()", ""), "<diff>", "exec"), names)
+    with contextlib.chdir(folder):
+        exec(compile(looped.replace("dist.init_process_group()", ""), "<diff>", "exec"), names)
     return list(names["losses"])
 
 
 @pytest.mark.processes
-def test_the_diff_on_the_first_screen_keeps_the_losses(two_processes: Pool) -> None:
+def test_the_diff_on_the_first_screen_keeps_the_losses_and_goes_on(two_processes: Pool, tmp_path: Path) -> None:
+    """Started twice, it is the plain loop of two epochs."""
     diff = next(block.code for block in blocks_of(ROOT / "README.md") if block.kind == "diff")
     lines = diff.splitlines()
     before, after = ("\n".join(line[1:] for line in lines if line[:1] != out) for out in "+-")
-    whole, parts = losses_of(before), two_processes.run(losses_of, after)
+    whole = losses_of(before.replace("in loader:", "in 2 * list(loader):"), tmp_path)
+    parts = [two_processes.run(losses_of, after, tmp_path) for _ in range(2)]
     assert whole[-1] < whole[0]
-    assert [sum(both) / 2 for both in zip(*parts, strict=True)] == pytest.approx(whole, rel=1e-4)
+    found = [sum(both) / 2 for ranks in parts for both in zip(*ranks, strict=True)]
+    assert found == pytest.approx(whole, rel=1e-4)
+
+
+def test_the_number_of_plans_is_that_of_the_table() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs/README.md"):
+        assert "nine rows" in " ".join(page.read_text().split())
+    assert len(ROWS) == 9
+    with pytest.raises(
+        tz.BadInput, match=r"Plans are zero0 \(or ddp, no_shard\), zero1, zero2, zero3 \(or full_shard\),"
+    ):
+        Plan.named("zero9")
 
 
 def test_the_extras_on_the_start_page_are_the_packages() -> None:

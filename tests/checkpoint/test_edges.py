@@ -115,7 +115,7 @@ def test_a_whole_checkpoint_in_a_model_without_an_optimizer_gives_its_weights(ro
 def test_weights_alone_do_not_pass_for_a_run(root: Path) -> None:
     def body(rank: int) -> None:
         model, optimizer = build(1)
-        checkpoint.save(step_path(root, 1), model, None, {})
+        checkpoint.save(step_path(root, 1), model, None)
         put(model, optimizer, 5)
         before = state_of(model, optimizer)
         with pytest.raises(BadInput, match="holds no optimizer state"):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from terrazzo.checkpoint import Source
+from terrazzo.checkpoint import Source, open_source
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.importers.parts.boxes import Box, boxes_of, tiling_problem, whole
 from terrazzo.errors import BadInput
@@ -262,6 +262,15 @@ def test_files_that_are_none(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "file.pt").write_bytes(data)
     with pytest.raises(BadInput, match=r"file\.pt"):
         open_foreign(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [({"model": {}, "optim": {}}, "a dict with 'model', 'optim',"), (torch.nn.Linear(1, 1), "a Linear,")],
+)
+def test_what_stands_in_place_of_a_path_is_refused_by_what_it_is(path: Any, said: str) -> None:
+    with pytest.raises(BadInput, match=rf"is {said} expected the path .*checkpoint.load\(path, model, optimizer\)"):
+        open_source(path)
 
 
 def test_folders_and_paths_that_are_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -26,6 +27,15 @@ def test_help_lists_the_verbs_and_their_arguments() -> None:
     shown = runner.invoke(cli.app, ["train", "--help"])
     assert shown.exit_code == 0
     assert all(word in shown.output for word in ("CONFIG", "section.key=value", "exit", "75"))
+
+
+@pytest.mark.parametrize("verb", ["init", "train", "run", "plan", "bench", "checkpoint verify", "config convert"])
+def test_paragraphs_of_the_help_fill_the_terminal(verb: str) -> None:
+    """Whatever the width that docstrings are written in."""
+    runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"})
+    lines = [line.strip() for line in runner.invoke(cli.app, [*verb.split(), "--help"]).output.splitlines()]
+    for line, following in itertools.pairwise(lines[: next(i for i, line in enumerate(lines) if line[:1] == "╭")]):
+        assert not following or not line or len(line) + 1 + len(following.split()[0]) > 78, line
 
 
 def test_version_is_the_projects() -> None:
@@ -103,6 +113,45 @@ def test_a_misspelt_key_under_torchrun_is_one_paragraph_of_one_rank(tmp_path: Pa
     assert done.stderr.count("unknown key 'trian'") == 2  # and in torchrun's own report
     assert len(re.findall(r"exitcode +: 2", done.stderr)) == 1
     assert "terrazzo/train" not in done.stderr, "no frames of ours"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train a.yaml --plan zero1", "Write plan=zero1."),
+        ("train a.yaml --train.steps=50", "Write train.steps=50."),
+        ("train a.yaml --eval-every 5", "Write train.eval_every=5."),
+        ("train a.yaml --lr 1e-3 --steps 9", "Write optimizer.lr=1e-3."),
+        ("train a.yaml --folder x", "Write checkpoint.folder=x or log.folder=x."),
+        ("train a.yaml --compile", "Write train.compile=true."),
+        ("train --config a.yaml", "the file stands without one: a.yaml."),
+        ("plan a.yaml --plan zero1", "Write plan=zero1."),
+        ("init --output y.yaml", " init y.yaml."),
+        ("init --plan zero1", "change the file that it writes, or train with plan=zero1 behind that."),
+        ("run --nproc-per-node 2 a.py", "write --ranks 2."),
+    ],
+)
+def test_an_option_that_is_a_setting_is_answered_with_how_it_is_written(words: str, said: str) -> None:
+    caught = CliRunner().invoke(cli.app, words.split()).exception
+    assert isinstance(caught, BadInput)
+    verb, option = words.split()[0], next(word for word in words.split() if word.startswith("--")).partition("=")[0]
+    assert str(caught).startswith(f"'{option}' is no option of `terrazzo {verb}`: ")
+    assert str(caught).endswith(said)
+
+
+@pytest.mark.parametrize(("verb", "file", "other"), [("train", "a.py", "run"), ("run", "a.yaml", "train")])
+def test_a_script_and_a_configuration_have_each_a_verb(tmp_path: Path, verb: str, file: str, other: str) -> None:
+    (tmp_path / file).write_text("")
+    caught = CliRunner().invoke(cli.app, [verb, str(tmp_path / file)]).exception
+    assert isinstance(caught, BadInput)
+    assert str(caught).endswith(f" {other} {tmp_path / file}.")
+
+
+@pytest.mark.parametrize("words", ["train a.yaml --quite", "plan --plan zero1", "run --lr 3 a.py", "init --quite"])
+def test_any_other_option_has_the_usual_answer(words: str) -> None:
+    done = CliRunner().invoke(cli.app, words.split())
+    assert done.exit_code == 2
+    assert "No such option" in done.output
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,13 @@ def folder_of_a_model() -> Path:
 # -- what is written -----------------------------------------------------------------------------------------------
 
 
+def test_comments_are_broken_between_words() -> None:
+    written("--ranks", 1)
+    comments = [line for line in Path("mine.yaml").read_text().splitlines() if line.startswith("#")]
+    assert any("micro-batches" in line for line in comments)
+    assert not any(line.endswith("-") for line in comments)
+
+
 @pytest.mark.parametrize("arguments", [("--ranks", 2), ("--model", "gpt2")], ids=str)
 def test_what_is_written_for_this_machine_is_planned_and_would_start(arguments: tuple[Any, ...]) -> None:
     document = written(*arguments)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import terrazzo as tz
 from terrazzo import cli
+from terrazzo.cli import planning
 from terrazzo.errors import BadInput
 from terrazzo.planner.report.schema import ExplainedReport, Report, StatesReport
 
@@ -531,6 +532,17 @@ def test_what_does_not_fit_is_not_said_how_to_run() -> None:
     text = shown(config, "model.dim=20480", "model.layers=100", "launch.device=cpu")
     assert text.startswith("does not fit")
     assert "To run it" not in text
+
+
+def test_a_printed_command_starts_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a shell that has no `terrazzo` on its path."""
+    monkeypatch.setattr(planning, "program", lambda: "my/terrazzo")
+    monkeypatch.setattr(sys, "argv", ["terrazzo", "plan", *EIGHT])
+    small = [*EIGHT, "--strategy", "zero3"]
+    emitted = " ".join(EIGHT) + " --emit plan.yaml && my/terrazzo train plan.yaml"
+    assert shown(*small).splitlines()[-1] == f"To run it: my/terrazzo plan {emitted}"
+    path = tmp_path / "a.yaml"
+    assert shown(*small, "--emit", str(path)).splitlines()[-1].endswith(f"To run it: my/terrazzo train {path}")
 
 
 def test_plans_for_several_hosts_are_started_on_each() -> None:

@@ -59,14 +59,34 @@ def test_unknown_names_are_answered_with_the_nearest_known_one(raw: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("raw", "meant"),
+    [
+        ({"lr": 1e-3}, "'optimizer.lr'"),
+        ({"train": {"lr": 1e-3}}, "'optimizer.lr'"),
+        ({"eval_evry": 5}, "'train.eval_every'"),
+        ({"data": {"folder": "runs"}}, "'checkpoint.folder' or 'log.folder'"),
+        ({"batch": {"micro_batches": 2}}, "'micro_batch'"),
+    ],
+)
+def test_a_key_of_another_section_is_found_by_its_last_part(raw: dict[str, Any], meant: str) -> None:
+    assert f"Did you mean {meant}?" in refusal(raw)
+
+
+def test_a_name_of_many_sections_is_no_answer() -> None:
+    assert "Known: model, lora" in refusal({"name": "x"})
+
+
+@pytest.mark.parametrize(
     ("raw", "words"),
     [
         ({"optimizer": {"lr": -1.0}}, ["optimizer.lr", "-1.0", "at least 0"]),
         ({"optimizer": {"lr": float("nan")}}, ["optimizer.lr", "nan", "finite"]),
         ({"train": {"clip": float("inf")}}, ["train.clip", "inf"]),
         ({"train": {"steps": "many"}}, ["train.steps", "'many'", "whole number"]),
-        ({"train": {"steps": 0}}, ["train.steps", "above 0"]),
-        ({"train": []}, ["train", "section"]),
+        ({"train": {"steps": 0}}, ["train.steps", "above 0."]),
+        ({"train": {"eval_every": 0}}, ["train.eval_every is 0", "above 0, or null: only at the end."]),
+        ({"train": []}, ["train", "section", "It has steps, clip,"]),
+        ({"optimizer": "Adam"}, ["expected a section of keys. Write optimizer.name: Adam,"]),
         ({"train": {"activation_checkpointing": "every_0"}}, ["every_0", "every_N"]),
         ({"model": {"kind": "huggingface"}}, ["model.path"]),
         ({"plan": {"name": "zero3", "grad": "D"}}, ["'zero3'", "grad"]),
@@ -143,6 +163,8 @@ def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
         ("a.yaml", "train: {steps: 1, steps: 2}", "'steps' appears twice"),
         ("a.json", '{"train": {"steps": 1, "steps": 2}}', "'steps' appears twice"),
         ("a.yaml", "train: [", "not valid YAML"),
+        ("a.yaml", "train:\n  steps: 5\n   lr: 3", r"a.yaml' is not valid YAML: line 3, column 6: mapping values are"),
+        ("a.yaml", "train: {\nsteps: 5\nlr: [", r"YAML: line 3, column \d+: did not find .* that begins in line \d.$"),
         ("a.json", "{", "not valid JSON"),
         ("a.toml", "train: 1", "not valid TOML"),
         ("a.yaml", "- 1", "expected sections"),

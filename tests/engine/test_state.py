@@ -287,7 +287,7 @@ def test_a_module_under_two_names_takes_its_own_state_dict() -> None:
     with fake_group(1):
         sharded_model, _ = tz.shard(model(), None, "zero3")
         neither = {name: value for name, value in state.items() if not name.endswith("running_mean")}
-        with pytest.raises(tz.BadInput, match=r"missing \['first.1.running_mean'\]"):
+        with pytest.raises(tz.BadInput, match=r"missing 'first.1.running_mean',"):
             sharded_model.load_state_dict(neither)
 
 
@@ -318,6 +318,15 @@ def test_missing_and_unexpected_names_are_listed_and_nothing_is_changed() -> Non
     refused(
         {**state, "hed.bias": torch.ones(17)}, "head.bias", "blocks.1.up.weight", "count", "hed.bias", "strict=False"
     )
+
+
+def test_what_is_no_state_dict_is_refused_with_what_to_pass() -> None:
+    """A program's whole file, a wrapper's names, a path."""
+    refused({"epoch": 3, "net": ones(), "opt": {"state": {}}}, "unexpected 'epoch', 'net'", "pass state_dict['net']")
+    refused({"net": {f"module.{name}": one for name, one in ones().items()}}, "pass state_dict['net']")
+    refused({f"module.{name}": one for name, one in ones().items()}, "begin with 'module.'", "removeprefix('module.')")
+    refused({"opt": {"state": {}}}, "unexpected 'opt'. Pass strict=False")
+    refused("model.pt", "not a str", "tz.checkpoint.load_weights(model, path)")  # type: ignore[arg-type]
 
 
 def test_wrong_shapes_are_all_listed_and_nothing_is_changed() -> None:

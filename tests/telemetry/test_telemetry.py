@@ -229,3 +229,16 @@ def test_peak_memory_of_a_cpu_run_is_that_of_the_process() -> None:
     assert 50 * 2**20 < peak < 2**40
     ballast = torch.ones(2**26)  # 256 MiB
     assert PeakMemory(torch.device("cpu")).peak_bytes >= max(peak, ballast.nbytes)
+
+
+def test_the_bar_of_a_terminal_says_what_it_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console()
+    console.begin(10, 3)
+    console.advance()
+    console.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert re.search(r"step +4/10 \S+.* 0:00:0\d elapsed", shown)

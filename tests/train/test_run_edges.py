@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,14 +23,16 @@ from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import ModelState
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train import loop
+from terrazzo.train.command import Command, program
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.data import load as load_module
 from terrazzo.train.evaluate import evaluate
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.launch.stop import Notices, StopRequest
 from terrazzo.train.launch.telling import INTERRUPTED
 from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.preflight import check
+from terrazzo.train.run import _cut_short
 from terrazzo.train.session import Session, open_session
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers import programs
@@ -240,15 +244,85 @@ def test_a_stop_within_an_evaluation_or_the_first_step_saves(
     assert newest is not None and newest.endswith("step-00000001")
 
 
-@pytest.mark.parametrize(("times", "code"), [(1, 0), (2, INTERRUPTED)])
-def test_a_second_interrupt_ends_at_once(times: int, code: int) -> None:
+@pytest.mark.parametrize(("times", "code", "said"), [(1, 0, "asked\n"), (2, INTERRUPTED, "asked\ncut short\n")])
+def test_a_second_interrupt_ends_at_once(tmp_path: Path, times: int, code: int, said: str) -> None:
+    """Each is said as it comes, by the rank itself where no launcher of ours hears it."""
+
     def work() -> None:
-        stop = StopRequest()
-        for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
+        stop = StopRequest(Notices("asked", lambda: "cut short"))
+        with (tmp_path / "stderr").open("w") as sys.stderr:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+            _wait_until(lambda: times == 1 and (tmp_path / "stderr").stat().st_size > 0)
         assert stop._requested
 
     assert reap(spawn_child(work)) == code
+    assert (tmp_path / "stderr").read_text() == said
+
+
+@pytest.mark.parametrize("notices", [None, Notices("asked", lambda: str(1 / 0))], ids=["no line", "no line found"])
+def test_a_second_interrupt_ends_at_once_without_its_line_too(notices: Notices | None) -> None:
+    def work() -> None:
+        sys.stderr = io.StringIO()
+        stop = StopRequest(notices)
+        for _ in range(2):
+            stop._receive(signal.SIGINT, None)
+        _wait_until(lambda: False)
+
+    assert reap(spawn_child(work)) == INTERRUPTED
+
+
+def _wait_until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_what_is_lost_at_a_second_interrupt_is_said_with_the_way_on(tmp_path: Path) -> None:
+    config = config_in(tmp_path, train={"steps": 3})
+    command = Command(Path("mine.yaml"), ["train.steps=3"])
+    again = f"{program()} train mine.yaml train.steps=3"
+    assert _cut_short(config, command) == (
+        f"Ended at once, without saving: there is no checkpoint, and all steps are lost. To begin anew: {again}"
+    )
+    trained(config)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000003"
+    lost = f"steps after the newest checkpoint, {newest}, are lost"
+    assert _cut_short(config, command) == f"Ended at once, without saving: {lost}. To go on from it: {again}"
+    anew = config_in(tmp_path, checkpoint={"resume": "never", "overwrite": True})
+    assert _cut_short(anew, command).endswith(f"{again} checkpoint.resume=if_exists")
+
+
+RANK_THAT_SLEEPS = """
+import os, time
+os.write(int(os.environ["TERRAZZO_REPORT"]), b'{"begun": true}\\n')
+print("begun", flush=True)
+import signal
+signal.signal(signal.SIGINT, lambda *_: None)
+time.sleep(60)
+"""
+
+LAUNCH_WITH_NOTICES = """
+import sys
+from terrazzo.train.launch.starting import launch_ranks
+from terrazzo.train.launch.stop import Notices
+sys.exit(launch_ranks(1, sys.argv[1:], notices=Notices("asked", lambda: "cut short")))
+"""
+
+
+@pytest.mark.processes
+def test_the_launcher_says_at_once_what_an_interrupt_does(tmp_path: Path) -> None:
+    """Before the rank, which here never heeds it, has come to the end of a step."""
+    (tmp_path / "rank.py").write_text(RANK_THAT_SLEEPS)
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    launcher = programs.Program("-c", LAUNCH_WITH_NOTICES, str(tmp_path / "rank.py"), env=kept)
+    assert launcher.stdout.readline() == "begun\n"
+    time.sleep(0.3)  # until the launcher has heard of it
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stderr.readline() == "asked\n"
+    launcher.send_signal(signal.SIGINT)
+    done = launcher.communicate()
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "cut short\n")
 
 
 STARTS = """
@@ -357,7 +431,8 @@ def test_counters_rate_and_best_are_those_of_the_uninterrupted_run(tmp_path: Pat
             trained(config_in(tmp_path / name, **options), stop)
         newest = latest(tmp_path / name / "run" / "checkpoints")
         assert newest is not None
-        return {key: value for key, value in open_source(newest).extra.items() if key != "config"}
+        where = ("config", "files")  # folders and the times of files, which are written for each run
+        return {key: value for key, value in open_source(newest).extra.items() if key not in where}
 
     whole = extra("whole", None)
     assert whole == extra("part", 3, None)

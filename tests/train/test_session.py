@@ -15,7 +15,7 @@ from torch import Tensor
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
-from terrazzo.config import Config, config_from_dict
+from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
 from terrazzo.train import loop, session
 from terrazzo.train.launch.ranks import Ranks
@@ -284,12 +284,59 @@ def test_a_run_that_cannot_be_opened_leaves_no_swap_files(
     assert caught.type is (Damaged if why == "damaged" else BadInput)
 
 
+def test_what_a_resumed_run_has_learnt_is_counted_from_its_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, steps = {"validation_fraction": 0.2}, {"steps": 4, "eval_every": 2}
+    trained(config_in(tmp_path, data=data, train=steps), stop_after=2)
+    trained(config_in(tmp_path, data=data, train=steps))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, *_, last = [found for line in lines if (found := json.loads(line))["kind"] == "validation"]
+    assert (first["step"], last["step"]) == (0, 4)
+    learnt = f"; {first['bits_per_byte']:.2f} → {last['bits_per_byte']:.2f} bits per byte\n"
+    assert learnt in capsys.readouterr().out.partition("done ")[2]
+
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "other" / "checkpoints")
+    trained(config_in(tmp_path, data=data, train={**steps, "steps": 6}, log={"folder": str(tmp_path / "other")}))
+    assert "bits per byte" not in capsys.readouterr().out.partition("done ")[2]  # measured once: there is no first
+
+
 def test_changed_data_are_refused_unless_allowed(tmp_path: Path) -> None:
     trained(config_in(tmp_path))
     changed = {"max_bytes": 3000}
     with pytest.raises(BadInput, match=r"another dataset.*checkpoint\.allow_changed_data"):
         trained(config_in(tmp_path, data=changed, train={"steps": 6}))
     assert trained(config_in(tmp_path, data=changed, train={"steps": 6}, checkpoint={"allow_changed_data": True})) == 0
+
+
+def test_changed_data_are_named_with_the_ways_on(tmp_path: Path) -> None:
+    """The setting, or else the file, and the commands of a new run from the weights."""
+
+    def refused(**sections: dict[str, Any]) -> str:
+        with pytest.raises(BadInput, match="another dataset") as caught:
+            trained(config_in(tmp_path, train={"steps": 6}, **sections))
+        return str(caught.value)
+
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (folder / name).write_text(f"the first text of {name}\n" * 20)
+    source = {"source": str(folder)}
+    trained(config_in(tmp_path, data=source))
+    assert "What has changed: data.max_bytes is 700 and was null. Put it" in refused(data={**source, "max_bytes": 700})
+    (folder / "a.txt").write_text("the other text of a.txt\n" * 20)
+    assert "in data.source, 'a.txt' was written anew. Put it back" in refused(data=source)
+    (folder / "b.txt").write_text("short")
+    (folder / "c.txt").rename(folder / "d.txt")
+    said = refused(data=source)
+    assert "What has changed: in data.source, 'c.txt' is gone, 'd.txt' is new, 'b.txt' has 5 bytes and had 480." in said
+
+    (converting,) = re.findall(r"checkpoint convert (\S+ \S+) --to hf, then", said)
+    open_source(converting.split()[0])
+    (settings,) = re.findall(r"the same command with (.*)\. checkpoint\.allow", said)
+    (tmp_path / "a.json").write_text(config_in(tmp_path, data=source).model_dump_json())
+    config = load_config(tmp_path / "a.json", settings.split())
+    assert (config.log.folder, str(config.model.path)) == (tmp_path / "run-new", converting.split()[1])
 
 
 def test_the_best_checkpoint_by_validation_loss_is_kept(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.store import Folder
 from terrazzo.checkpoint.stores import store_and_name
 from terrazzo.engine import ModelState, Read, parameter_names, persistent_buffers
-from terrazzo.errors import BadInput, Damaged, Misuse, printable
+from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable
 from terrazzo.exchange import gather_json, together
 
 __all__ = ["SourceWeights", "load", "load_weights", "open_source", "own_folder", "restore"]
@@ -39,6 +39,7 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
         Damaged: it is Terrazzo's, and its manifest is not what was written.
         BadInput: there is nothing, or nothing that is known.
     """
+    _check_path(path)
     if (folder := own_folder(path)) is not None:
         return Checkpoint(folder)
     store, name = store_and_name(path)
@@ -48,6 +49,17 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
         return open_foreign(Path(path))
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return open_foreign(Path(path), [names[0] for names in parameter_names(model)], frozen)
+
+
+def _check_path(path: object) -> None:
+    """Raises `BadInput` for what has been read already, or is another argument."""
+    if not isinstance(path, str | os.PathLike):
+        held = f" with {listed([*map(repr, path)], 8)}" if isinstance(path, Mapping) else ""
+        raise BadInput(
+            f"The first argument is a {type(path).__name__}{held}, expected the path of a checkpoint, or of a file of"
+            " torch.save: write tz.checkpoint.load(path, model, optimizer), or tz.checkpoint.load_weights(model, path)."
+            " A state dict that is in memory goes into the model by model.load_state_dict."
+        )
 
 
 def own_folder(path: str | os.PathLike[str]) -> Folder | None:

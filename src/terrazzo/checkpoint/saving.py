@@ -20,7 +20,7 @@ def save(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: Optimizers,
-    extra: dict[str, Any],
+    extra: dict[str, Any] | None = None,
     *,
     run: str = "",
 ) -> None:
@@ -31,15 +31,15 @@ def save(
 
     Args:
         path: the checkpoint's folder, or a URL that fsspec knows; it must not exist yet.
-        extra: plain JSON values that `load` gives back, such as the step and the data cursor. Its `step` is noted in
-            the manifest. The random generators of every rank are saved without being asked for.
+        extra: plain JSON values that `load` gives back, such as the step and the data cursor; by default none. Its
+            `step` is noted in the manifest. The random generators of every rank are saved without being asked for.
         run: what tells this run from others that save in the same place; retention goes by it.
 
     Raises:
         BadInput: `path` exists, `extra` holds what JSON cannot, or `optimizer` is not what steps the model.
         SaveFailed: a rank could not write its part; nothing is visible under the name `path`.
     """
-    snapshot = take(path, model, optimizer, extra, run)
+    snapshot = take(path, model, optimizer, extra or {}, run)
     job = snapshot.job
     draft = job.draft()
     expected: tuple[type[Exception], ...] = (SaveFailed,)

@@ -22,6 +22,7 @@ from terrazzo.cli.plan import plan
 from terrazzo.cli.run import SETTINGS, run
 from terrazzo.cli.train import train
 from terrazzo.cli.unread import ending_unread
+from terrazzo.cli.verb import Verb, answering, as_setting, in_the_file, of_torchrun
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, printable
 
@@ -52,11 +53,11 @@ def _root(
     """Options that stand before the verb."""
 
 
-app.command()(init)
-app.command()(train)
-app.command(context_settings=SETTINGS)(run)
-app.command()(plan)
-app.command()(bench)
+app.command(cls=answering(in_the_file))(init)
+app.command(cls=answering(as_setting))(train)
+app.command(context_settings=SETTINGS, cls=answering(of_torchrun))(run)
+app.command(cls=answering(as_setting))(plan)
+app.command(cls=Verb)(bench)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(config, name="config")
 

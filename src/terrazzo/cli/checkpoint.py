@@ -33,6 +33,7 @@ from terrazzo.checkpoint.source import WEIGHT, Watched
 from terrazzo.checkpoint.stores import check_new
 from terrazzo.cli.checkpoint_text import differences_text, inspect_text, listing_text, tensors_text
 from terrazzo.cli.terminal import columns, say, say_json
+from terrazzo.cli.verb import Verb
 from terrazzo.engine import dtype_named
 from terrazzo.errors import BadInput, Damaged
 
@@ -57,7 +58,7 @@ class Target(StrEnum):
     DCP = "dcp"
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Verb)
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint of any format, or a folder of them.")],
     tensors: Annotated[bool, Option("--tensors", help="list every tensor with its shape and states")] = False,
@@ -83,7 +84,7 @@ def inspect(
         say(tensors_text(listed))
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Verb)
 def verify(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")],
     threads: Annotated[int | None, Option(min=1, help="threads that read and hash; default: one per core")] = None,
@@ -112,7 +113,7 @@ def verify(
     raise typer.Exit(EXIT_CODES[states[-1]])
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Verb)
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format.")],
@@ -141,7 +142,7 @@ def diff(
     raise typer.Exit(0 if equal else 1)
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Verb)
 def prune(  # structure: signature fixed by the command line
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.")],
     keep_last: Annotated[int, Option(min=1, help="how many of the highest steps are kept")],
@@ -170,7 +171,7 @@ def prune(  # structure: signature fixed by the command line
     say(columns(sorted([*([name, gone] for name in removed), *([name, "kept"] for name in kept)]), "<<"))
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Verb)
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="What is to be written; it must not exist.")],

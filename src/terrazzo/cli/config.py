@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from terrazzo.cli.verb import Verb
 from terrazzo.errors import BadInput
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ HELP = (
 config = typer.Typer(no_args_is_help=True, help=HELP)
 
 
-@config.command()
+@config.command(cls=Verb)
 def explain(  # structure: signature fixed by the command line
     file: File,
     name: From = None,
@@ -72,7 +73,7 @@ def explain(  # structure: signature fixed by the command line
     config_text.say_report(page) if as_json else config_text.say_page(str(file), page, everything=everything)
 
 
-@config.command()
+@config.command(cls=Verb)
 def check(  # structure: signature fixed by the command line
     file: File,
     name: From = None,
@@ -99,7 +100,7 @@ def check(  # structure: signature fixed by the command line
     raise typer.Exit(1 if any(finding.level == "error" for finding in findings) else 0)
 
 
-@config.command()
+@config.command(cls=Verb)
 def convert(  # structure: signature fixed by the command line
     file: File,
     to: Annotated[str, Option(metavar="DIALECT", help="the dialect to write; terrazzo is one of them")],
@@ -147,7 +148,7 @@ def convert(  # structure: signature fixed by the command line
     raise typer.Exit(0 if written else 1)
 
 
-@config.command()
+@config.command(cls=Verb)
 def diff(  # structure: signature fixed by the command line
     a: Annotated[Path, typer.Argument(metavar="A", help="A configuration in YAML, JSON or TOML.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any dialect.")],

@@ -232,6 +232,7 @@ def _text(document: Mapping[str, Any], reasons: Mapping[str, list[str]], file: P
     ]
     parts = ["\n".join(f"# {line}".rstrip() for line in head) + "\n"]
     for name, section in document.items():
-        comment = [f"# {line}" for reason in reasons.get(name, []) for line in textwrap.wrap(reason, WIDTH)]
+        lines = [textwrap.wrap(reason, WIDTH, break_on_hyphens=False) for reason in reasons.get(name, [])]
+        comment = [f"# {line}" for wrapped in lines for line in wrapped]
         parts.append("\n".join([*comment, yaml.safe_dump({name: section}, sort_keys=False)]))
     return "\n".join(parts)

@@ -258,14 +258,14 @@ def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
         return [Line(f"\nwritten: {written}. To run it: {start} train {shlex.quote(written)}", copied=True)]
     if answer.best.memory.fits is False or not runnable(answer.best.setup):
         return []
-    command = shlex.join(["terrazzo", *sys.argv[1:], "--emit", "plan.yaml"])
-    return [Line(f"\nTo run it: {command} && {start} train plan.yaml", copied=True)]
+    command = shlex.join([*sys.argv[1:], "--emit", "plan.yaml"])
+    return [Line(f"\nTo run it: {program()} {command} && {start} train plan.yaml", copied=True)]
 
 
 def _start(cluster: Cluster) -> str:
-    """What starts ranks on every host; on one `terrazzo` does."""
+    """What starts ranks on every host; on one this command does."""
     if cluster.nodes == 1 or cluster.device.kind == "cpu":
-        return "terrazzo"
+        return program()
     ranks = min(cluster.count, cluster.device.per_node)
     meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return f"torchrun --nnodes {cluster.nodes} --nproc-per-node {ranks} {meeting} -m terrazzo"

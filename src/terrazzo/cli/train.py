@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from terrazzo.errors import BadInput
+
 __all__ = ["train"]
 
 
@@ -18,7 +20,7 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="[section.key=value]...",
-            help="Settings that replace the file's, such as train.steps=100.",
+            help="Settings that replace the file's, without dashes, such as train.steps=100 plan=zero1.",
         ),
     ] = None,
 ) -> None:
@@ -29,6 +31,9 @@ def train(
     saved a checkpoint from which the same command continues. When nobody reads its lines any more (`| head`), it goes
     on, and log.folder has them.
     """
+    from terrazzo.train.command import program
     from terrazzo.train.run import train_command  # the trainer, which other verbs do without
 
+    if config.suffix == ".py":
+        raise BadInput(f"'{config}' is a script, and no configuration: write {program()} run {config}.")
     raise typer.Exit(train_command(config, overrides or []))

@@ -5,7 +5,7 @@ Open to other packages:
     files   any configuration's file as plain data, for those who read other libraries'
 """
 
-from terrazzo.config.keys import KEYS
+from terrazzo.config.keys import KEYS, keys_meant
 from terrazzo.config.reading import config_from_dict, flatten, load_config
 from terrazzo.config.schema import (
     BatchConfig,
@@ -38,6 +38,7 @@ __all__ = [
     "Section",
     "config_from_dict",
     "flatten",
+    "keys_meant",
     "load_config",
     "tier_text",
     "without_passwords",

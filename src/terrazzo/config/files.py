@@ -86,13 +86,23 @@ def parse_value(text: str, kind: Format, origin: str) -> Any:
     except BadInput:
         raise
     except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadInput(f"'{origin}' is not valid {kind.upper()}: {' '.join(str(error).split())[:300]}.") from None
+        raise BadInput(f"'{origin}' is not valid {kind.upper()}: {_why(error)}.") from None
     except LookupError as error:  # of YAML's constructors, for a word that is none of the kind its tag says
         raise BadInput(f"'{origin}' is not valid {kind.upper()}: {type(error).__name__}: {error}.") from None
     except (RecursionError, ValueError, OverflowError) as error:
         raise BadInput(f"'{origin}' holds a value that cannot be read: {str(error).partition(';')[0][:200]}.") from None
     _check(value, origin)
     return value
+
+
+def _why(error: Exception) -> str:
+    """What a parser says, on one line, with places in the file said once."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())[:300]
+    mark, begun = error.problem_mark, error.context_mark
+    within = f", {error.context}" if error.context else ""
+    since = f" that begins in line {begun.line + 1}" if within and begun and begun.line != mark.line else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{within}{since}"[:300]
 
 
 # -- the file ------------------------------------------------------------------------------------------------------

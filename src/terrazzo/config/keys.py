@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -10,9 +11,12 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from terrazzo.config.schema import Config
-from terrazzo.config.section import Section
+from terrazzo.config.section import Named, Section
 
-__all__ = ["KEYS"]
+__all__ = ["KEYS", "SHORTHANDS", "keys_meant"]
+
+_MOST_MEANT = 3
+"""More keys that end alike, such as `name`, are no answer."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +68,19 @@ def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Itera
 
 KEYS: dict[str, Key] = dict(_walk(Config(), Config().model_dump(mode="json")))
 """Every leaf of the schema by its dotted key, in the schema's order."""
+
+SHORTHANDS = {name for name in Config.model_fields if isinstance(getattr(Config(), name), Named)}
+"""Sections that may be given as just their name."""
+
+
+def keys_meant(word: str) -> list[str]:
+    """The dotted keys that `word` may mean: itself, those that end like it, or the one that ends nearly so."""
+    if word in KEYS or word in SHORTHANDS:
+        return [word]
+    last = word.rpartition(".")[2]
+    ends: dict[str, list[str]] = {}
+    for key in KEYS:
+        ends.setdefault(key.rpartition(".")[2], []).append(key)
+    near = [last] if last in ends else difflib.get_close_matches(last, ends, n=1, cutoff=0.75)
+    found = ends[near[0]] if near else []
+    return found if len(found) <= _MOST_MEANT else []

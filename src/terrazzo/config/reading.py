@@ -14,15 +14,12 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from terrazzo.config.files import parse_value, read_text
+from terrazzo.config.keys import KEYS, SHORTHANDS, keys_meant
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
-from terrazzo.config.section import Named
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["config_from_dict", "flatten", "load_config"]
-
-SHORTHANDS = {name for name in Config.model_fields if isinstance(getattr(Config(), name), Named)}
-
 
 # How pydantic's kinds of error read in plain words: bounds by (name of the limit, comparison), types by their
 # family.
@@ -134,7 +131,22 @@ def _sentence(error: dict[str, Any]) -> str:
         choices = re.findall(r"'([^']*)'", context["expected"])
         near = did_you_mean(str(found), choices)
         return f"{where} is {found!r}, expected one of {', '.join(choices)}.{near}"
-    return f"{where} is {_shown(found)}, expected {_expected(kind, context)}."
+    return f"{where} is {_shown(found)}, expected {_expected(kind, context)}{_or_null(where)}.{_keys_of(where, found)}"
+
+
+def _keys_of(where: str, found: Any) -> str:
+    """What stands in a section that was given as one value: `optimizer=adamw` for `optimizer.name=adamw`."""
+    keys = [key.removeprefix(f"{where}.") for key in KEYS if key.startswith(f"{where}.")]
+    if "name" in keys and isinstance(found, str):
+        return f" Write {where}.name: {found}, or on the command line {where}.name={found}."
+    return f" It has {', '.join(keys)}." if keys else ""
+
+
+def _or_null(where: str) -> str:
+    """`, or null: only at the end`, of a key that may be null, where its description says what that means."""
+    known = KEYS.get(where)
+    meaning = known.meaning.partition("null: ")[2].partition(";")[0] if known is not None and known.null else ""
+    return f", or null: {meaning}" if meaning else ""
 
 
 def _expected(kind: str, context: dict[str, Any]) -> str:
@@ -155,6 +167,9 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
     for name in parents:
         section = cast(type[BaseModel], section.model_fields[name].annotation)
     known = list(section.model_fields)
-    near = did_you_mean(key, known)
+    meant = keys_meant(key)
+    elsewhere = f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+    is_key = any(each.rpartition(".")[2] == key for each in meant)  # of another section
+    near = elsewhere if is_key else did_you_mean(key, known) or elsewhere
     place = f"section '{'.'.join(parents)}'" if parents else "the configuration"
     return f"unknown key '{key}' in {place}.{near or ' Known: ' + ', '.join(known) + '.'}"

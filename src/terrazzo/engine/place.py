@@ -169,6 +169,13 @@ _ELSEWHERE = {
 }  # fmt: skip
 """Names of strategies in other libraries: too loosely to be taken, and close in letters to something else."""
 
+
+def _with_aliases(row: str) -> str:
+    """`zero3 (or full_shard)`."""
+    others = [alias for alias, same in _ALIASES.items() if same == row]
+    return f"{row} (or {', '.join(others)})" if others else row
+
+
 ROWS = tuple(_TABLE)
 """Names of the rows of the table."""
 
@@ -229,7 +236,7 @@ class Plan:
         row = _TABLE.get(_ALIASES.get(key, key))
         if row is None:
             near = f" Did you mean '{_ELSEWHERE[key]}'?" if key in _ELSEWHERE else did_you_mean(key, PLANS)
-            raise BadInput(f"There is no plan {name!r}.{near} Plans are {', '.join(PLANS)}.")
+            raise BadInput(f"There is no plan {name!r}.{near} Plans are {', '.join(map(_with_aliases, ROWS))}.")
         if at and offload not in OFFLOADS:
             raise BadInput(
                 f"There is no offload {offload!r} in plan {name!r}.{did_you_mean(offload, OFFLOADS)} "

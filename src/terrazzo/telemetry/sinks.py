@@ -84,6 +84,11 @@ class JsonLines(Sink):
             self._file.truncate(end)
             raise
 
+    def first(self, kind: str) -> dict[str, Any] | None:
+        """The file's first line of that kind, if it has one."""
+        lines = map(json.loads, self.path.read_bytes().splitlines())
+        return next((line for line in lines if line["kind"] == kind), None)
+
     def in_place(self) -> bool:
         """Whether the file at `path` is still the one that is written: neither it nor a folder above was moved."""
         try:
@@ -178,8 +183,14 @@ class Console:
     def begin(self, steps: int, first_step: int = 0) -> None:
         """Show how far the run has come, on a terminal."""
         if self._console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._progress = Progress(TextColumn("training"), *columns, console=self._console, transient=True)
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeElapsedColumn(),
+                TextColumn("elapsed"),
+            )
+            self._progress = Progress(*columns, console=self._console, transient=True)
             self._task = self._progress.add_task("training", total=steps, completed=first_step)
             self._progress.start()
 

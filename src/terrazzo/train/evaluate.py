@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,11 @@ class Validation:
     def number(self, digits: int) -> str:
         """The number beside the loss, with so many digits behind the point if it is no share."""
         return f"{self.bits_per_byte:.{digits}f}" if self.accuracy is None else f"{self.accuracy:.1%}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `as_dict`; other names are left out."""
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def as_dict(self) -> dict[str, float]:
         """What is known."""

@@ -66,7 +66,7 @@ class Report:
         self._traffic: dict[str, int] = {}  # bytes of the newest step, by kind of collective
         self._pace, self._peak_bytes = Pace(), 0
         self._usage = self._engine.usage()  # of memory and files beside the device, at the last log step
-        self._first_validation: Validation | None = None
+        self._first_validation: tuple[int, Validation] | None = None  # of the run, where its metrics are here
         self._last_validation: Validation | None = None
         self._last_sample = ""
         if session.ranks.is_first and session.step < session.config.train.steps:
@@ -81,6 +81,8 @@ class Report:
         plan = without_passwords(f"{self._engine.describe()}\n\nmemory of each rank:\n{bill.table()}")
         (log.folder / "plan.txt").write_text(plan + "\n", encoding="utf-8")
         self._metrics_file = JsonLines(log.folder / "metrics.jsonl", session.step)
+        if session.same_evaluation and (line := self._metrics_file.first("validation")) is not None:
+            self._first_validation = line["step"], Validation.from_dict(line)
         title = f"{self._model()}: {self._engine.plan.name}, {_precision(session.config)}"
         details = {"Plan": plan, "Configuration": text}
         page = ReportPage(log.folder / "report.html", self._metrics_file.path, title, details, summary_lines)
@@ -146,7 +148,7 @@ class Report:
         """A validation loss."""
         if found is None:
             return
-        self._first_validation = self._first_validation or found
+        self._first_validation = self._first_validation or (self._session.step, found)
         self._last_validation = found
         self._log("validation", found.as_dict())
         self._remark(f"held out, {found.number(4)} {found.unit}", f"{found.loss:.4f}")
@@ -164,7 +166,7 @@ class Report:
 
     def stopping(self) -> None:
         """Somebody has asked for it: what is left is to save."""
-        self._remark("stopping and saving; Ctrl-C once more ends at once")
+        self._remark("stopping as asked: saving")
 
     def exported(self, path: Path) -> None:
         """A Hugging Face folder was written."""
@@ -201,10 +203,13 @@ class Report:
         self._say_how_to_go_on(finished=not stopped)
 
     def _learnt(self) -> str:
-        first, last = self._first_validation, self._last_validation
-        if first is None or last is None or first is last:
+        if self._first_validation is None or self._last_validation is None:
             return ""
-        return f"; {first.number(2)} → {last.number(2)} {first.unit}"
+        (step, first), last = self._first_validation, self._last_validation
+        if step == self._session.step or first.unit != last.unit:
+            return ""
+        since = f" since step {step}" if step else ""
+        return f"; {first.number(2)} → {last.number(2)} {first.unit}{since}"
 
     def failed(self) -> None:
         """The run ends with an error, which others say: what there is to go on from, and the end of all files."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from terrazzo.config import LaunchConfig, load_config
+from terrazzo.checkpoint import latest
+from terrazzo.config import Config, LaunchConfig, load_config, without_passwords
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import together
 from terrazzo.telemetry import Console
@@ -16,7 +17,7 @@ from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.ranks import agree_on_config, join
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
-from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.launch.stop import Notices, StopRequest
 from terrazzo.train.launch.telling import REPORT
 from terrazzo.train.loop import Trainer
 from terrazzo.train.preflight import check
@@ -34,21 +35,37 @@ def train_command(path: Path, overrides: list[str]) -> int:
         BadInput: found before any process was started.
     """
     adopt_slurm()
-    command = Command(path, overrides) if REPORT in os.environ or not is_rank() else Command()
+    launched = REPORT in os.environ  # by this command, which says what there is to say of a stop
+    command = Command(path, overrides) if launched or not is_rank() else Command()
+    notices = Notices(_ASKED, lambda: _cut_short(load_config(path, overrides), command))
     if not is_rank():
         config = load_config(path, overrides)
         ranks = ranks_to_start(config.launch)
         check(config, ranks)
         Console().say(f"starting {ranks} {resolve_device(config.launch).upper()} rank{'s' if ranks > 1 else ''} ...")
         if ranks > 1:
-            return launch_ranks(ranks, ["-m", "terrazzo", "train", str(path), *overrides])
+            return launch_ranks(ranks, ["-m", "terrazzo", "train", str(path), *overrides], notices=notices)
         os.environ.update(ALONE, MASTER_ADDR="localhost", MASTER_PORT="0")
-    return run_rank(int(os.environ["RANK"]), lambda: _train_rank(path, overrides, command))
+    rank = int(os.environ["RANK"])
+    stop = StopRequest(notices if rank == 0 and not launched else None)
+    return run_rank(rank, lambda: _train_rank(path, overrides, command, stop))
 
 
-def _train_rank(path: Path, overrides: list[str], command: Command) -> int:
+_ASKED = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
+
+
+def _cut_short(config: Config, command: Command) -> str:
+    """What is lost with a run that is ended at once, what is left, and how to go on from there."""
+    folder, again = config.checkpoint_folder, command.going_on(config, finished=False)
+    newest = folder if "://" in folder else latest(folder)  # nothing is asked of a network now
+    lost, how = "there is no checkpoint, and all steps are lost.", "To begin anew"
+    if newest is not None:
+        lost, how = f"steps after the newest checkpoint, {newest}, are lost.", "To go on from it"
+    return str(without_passwords(f"Ended at once, without saving: {lost} {how}: {again}"))
+
+
+def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRequest) -> int:
     """One rank's whole life; its exit code. What is wrong on one is raised on all: each reads its own file."""
-    stop = StopRequest()
     announce_ready()
     ranks = join(_launch_of(path, overrides))
     config = together(lambda: load_config(path, overrides), TerrazzoError)

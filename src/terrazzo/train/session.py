@@ -21,7 +21,14 @@ from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
-from terrazzo.train.checkpoints.resume import clear_checkpoints, is_restored, resume_from, resume_notes
+from terrazzo.train.checkpoints.resume import (
+    clear_checkpoints,
+    data_changes,
+    is_restored,
+    resume_from,
+    resume_notes,
+    stamps,
+)
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
@@ -54,7 +61,8 @@ class Session:
     """The objects of a run. `step` counts finished optimizer steps, `tokens` the targets trained on.
 
     `newest` and `best` are the newest and the lowest validation `loss`, each with its `step`.
-    `resume_notes` has a line for whatever is not as in the checkpoint that was loaded. `base_bytes` of a CPU run is
+    `resume_notes` has a line for whatever is not as in the checkpoint that was loaded, and `same_evaluation` says
+    whether the validation data are. `base_bytes` of a CPU run is
     what was resident before the model took memory, `notes` what was said of it before the start.
     `asked` is what samples answer, where they do, `initial` what the reference of DPO is of.
     """
@@ -75,6 +83,7 @@ class Session:
     newest: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
     resume_notes: list[str] = field(default_factory=list)
+    same_evaluation: bool = True
     _restored: dict[str, Any] = field(default_factory=dict)
     asked: Asked | None = None
     initial: dict[str, Any] = field(default_factory=dict)
@@ -137,6 +146,7 @@ class Session:
             "best": self.best,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
+            "files": stamps(self.data.files),
             "evaluation": self._evaluation,
             "reference": reference_state(self.data),
             "initial": self.initial,
@@ -170,7 +180,8 @@ class Session:
         group = self.optimizer.param_groups[0]
         due = group["lr"]
         resume_schedule(self.schedule, extra["schedule"])
-        self.loader.load_state_dict(extra["data"], changed=self.config.checkpoint.allow_changed_data)
+        why = data_changes(self.config, extra, self.data.files)
+        self.loader.load_state_dict(extra["data"], self.config.checkpoint.allow_changed_data, why)
         self.resume_notes = [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
         self.resume_notes += resume_notes(self.config, extra["config"])
         self._restored = {
@@ -180,7 +191,8 @@ class Session:
             self.resume_notes.append(
                 f"resume: the learning rate goes on at {group['lr']:.1e}, where this schedule has it; it was {due:.1e}"
             )
-        if self._evaluation != extra["evaluation"]:
+        self.same_evaluation = self._evaluation == extra["evaluation"]
+        if not self.same_evaluation:
             self.resume_notes.append("resume: the validation data are not those of the checkpoint")
         if not resumed.generators:
             torch.manual_seed(_seed(self.config.train.seed, self.step, ranks.rank))

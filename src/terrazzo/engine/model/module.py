@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from terrazzo.engine.model.names import persistent_buffers
 from terrazzo.engine.model.state import ModelState
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.engine.parameter import AtRest
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = ["ShardedModule", "make_sharded_module"]
 
@@ -93,8 +93,14 @@ class ShardedModule(nn.Module):
             `missing_keys` and `unexpected_keys`, as torch does.
 
         Raises:
-            BadInput: for names, if `strict`, and for tensors of other shapes; nothing has been changed.
+            BadInput: for what is no state dict, for names, if `strict`, and for tensors of other shapes; nothing has
+                been changed.
         """
+        if not isinstance(state_dict, Mapping):
+            raise BadInput(
+                f"load_state_dict takes names with full tensors, not a {type(state_dict).__name__}. A file is read by"
+                " tz.checkpoint.load_weights(model, path), and a module gives its state_dict()."
+            )
         engine, own, buffers = self._terrazzo, ModelState(self), persistent_buffers(self)
         known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
         known |= {name for buffer in buffers for name in buffer.names}
@@ -102,10 +108,9 @@ class ShardedModule(nn.Module):
         missing = sorted(own.missing(state_dict) | {name for name, present in given.items() if not present})
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
-            raise BadInput(
-                f"load_state_dict: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. Pass "
-                "strict=False to load what matches."
-            )
+            how = _meant(state_dict, unexpected, known) or "Pass strict=False to load what matches."
+            lists = [listed([*map(repr, names)], _NAMED) or "nothing" for names in (missing, unexpected)]
+            raise BadInput(f"load_state_dict: missing {lists[0]}, unexpected {lists[1]}. {how}")
         own.load(state_dict, {names[0]: buffer.tensor for buffer in buffers if (names := given[buffer.name])})
         return _Loaded(missing, unexpected)
 
@@ -137,6 +142,29 @@ class ShardedModule(nn.Module):
             "the model before tz.shard, or load its weights into a second model. For an average of its weights, as of "
             "torch.optim.swa_utils.AveragedModel, use tz.EMA(model, decay)."
         )
+
+
+def _meant(given: Mapping[str, Any], unexpected: Sequence[str], known: Set[str]) -> str:
+    """What to pass in place of a program's whole file, or of the state dict of a wrapper; empty for any other."""
+    if len(unexpected) < len(given):
+        return ""
+    for key in unexpected[:_NAMED]:
+        inner = given[key]
+        if isinstance(inner, Mapping) and known & {str(name).removeprefix(_DDP) for name in inner}:
+            return (
+                f"The model's state dict is under {key!r}: pass state_dict[{key!r}], or have"
+                " tz.checkpoint.load(path, model, optimizer) read the whole file, optimizer and all."
+            )
+    if known & {str(name).removeprefix(_DDP) for name in given}:
+        return (
+            f"They begin with {_DDP!r}, as DistributedDataParallel has them: pass"
+            f" {{name.removeprefix({_DDP!r}): value for name, value in state_dict.items()}}."
+        )
+    return ""
+
+
+_NAMED = 20  # of a large model's thousands
+_DDP = "module."
 
 
 def make_sharded_module(model: nn.Module, engine: Engine) -> None:

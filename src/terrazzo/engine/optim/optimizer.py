@@ -318,7 +318,10 @@ class ShardedOptimizer(Optimizer):
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        raise Misuse("A sharded optimizer cannot load a plain state_dict: restore with tz.checkpoint.load.")
+        raise Misuse(
+            "A sharded optimizer cannot load a plain state_dict. tz.checkpoint.load(path, model, optimizer) restores"
+            " both from a checkpoint, or from a file of torch.save({'model': ..., 'optimizer': ...}, path)."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse(

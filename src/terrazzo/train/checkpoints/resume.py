@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
-from terrazzo.checkpoint import clear, latest
+from terrazzo.checkpoint import clear, latest, step_path
 from terrazzo.config import Config, flatten, without_passwords
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, listed
+from terrazzo.train.command import program
+from terrazzo.train.data.source_file import SourceFile
 
-__all__ = ["clear_checkpoints", "is_restored", "resume_from", "resume_notes"]
+__all__ = ["clear_checkpoints", "data_changes", "is_restored", "resume_from", "resume_notes", "stamps"]
 
 COMPARED = ("optimizer", "schedule", "precision", "model", "lora", "data", "objective", "batch")
 PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and how they were before the first step
@@ -51,6 +55,66 @@ def resume_notes(config: Config, saved: dict[str, Any]) -> list[str]:
 def is_restored(key: str) -> bool:
     """The optimizer's hyper-parameters come with its state; which parameters decay is decided at the start."""
     return key.startswith("optimizer.") and not key.startswith("optimizer.no_decay")
+
+
+def stamps(files: Sequence[SourceFile]) -> list[list[Any]] | None:
+    """Name, size and time of each file, for a checkpoint to tell later which has changed; None of very many."""
+    return [[file.name, file.size_bytes, file.stamp] for file in files] if len(files) <= _MOST_FILES else None
+
+
+def data_changes(config: Config, saved: dict[str, Any], files: Sequence[SourceFile]) -> str:
+    """What may make the training data others than those of a checkpoint with this `extra`, and the ways on from there.
+
+    That they are others is for the loader to say.
+    """
+    found = _changed_settings(config, saved["config"]) or _changed_files(files, saved.get("files"))
+    what = f"What has changed: {found}. Put it back" if found else "Put the data back as they were"
+    return str(
+        without_passwords(f"{what}, or start a new run from the weights: {_from_weights(config, saved['step'])}.")
+    )
+
+
+def _changed_settings(config: Config, saved: dict[str, Any]) -> str:
+    now, before = flatten(config), flatten(Config()) | flatten(saved)
+    keys = [key for key in now if key.startswith("data.") and key not in _NOT_TRAINED_ON]
+    keys += ["batch.sequence_length", "train.seed"]
+    changed = [key for key in keys if now[key] != before.get(key)]
+    return listed([f"{key} is {now[key]} and was {before.get(key, 'not set')}" for key in changed])
+
+
+def _changed_files(files: Sequence[SourceFile], saved: list[list[Any]] | None) -> str:
+    """Files that are others by name or size, else by their time."""
+    now = stamps(files)
+    if now is None or saved is None:
+        return ""
+    before, here = {name: rest for name, *rest in saved}, {name: rest for name, *rest in now}
+    found = [f"'{name}' is gone" for name in before if name not in here]
+    found += [f"'{name}' is new" for name in here if name not in before]
+    both = [name for name in here if name in before]
+    found += [
+        f"'{name}' has {here[name][0]:,} bytes and had {before[name][0]:,}"
+        for name in both
+        if here[name][0] != before[name][0] and None not in (here[name][0], before[name][0])
+    ]
+    found = found or [f"'{name}' was written anew" for name in both if here[name] != before[name]]
+    return f"in data.source, {listed(found)}" if found else ""
+
+
+def _from_weights(config: Config, step: int) -> str:
+    """The commands of a new run that begins with a checkpoint's weights."""
+    if config.lora.rank is not None or config.objective.name == "reward":
+        return "in another log.folder, of a model.path with them"
+    newest, log = step_path(config.checkpoint_folder, step), config.log.folder
+    weights, folders = f"{log}-weights", [f"log.folder={log}-new"]
+    if config.checkpoint.folder is not None:
+        folders.append(f"checkpoint.folder={config.checkpoint_folder}-new")
+    convert = f"{program()} checkpoint convert {shlex.join([newest, weights])} --to hf"
+    settings = ["model.kind=huggingface", f"model.path={weights}", "model.weights=pretrained", *folders]
+    return f"{convert}, then the same command with {shlex.join(settings)}"
+
+
+_MOST_FILES = 256
+_NOT_TRAINED_ON = ("data.cache", "data.validation_source")
 
 
 def _note(key: str, now: str | None, before: str | None) -> str:

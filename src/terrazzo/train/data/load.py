@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -51,7 +51,8 @@ def _alone(work: Callable[[], T]) -> T:
 class TokenData:
     """The sequences to train on and, if any, to validate on. `skipped` names files that are not text.
 
-    `notes` has a line of what became of the conversations of each cache, where there are any.
+    `notes` has a line of what became of the conversations of each cache, where there are any. `files` are those that
+    the training data were made of.
     """
 
     train: SequenceDataset
@@ -59,6 +60,7 @@ class TokenData:
     tokenizer: Tokenizer
     skipped: Skipped
     notes: tuple[str, ...] = ()
+    files: tuple[SourceFile, ...] = ()
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises BadInput when the model's `vocab_size` has no row for some token of the data."""
@@ -98,7 +100,8 @@ def load_data(
         return tokenizer, wanted
 
     tokenizer, wanted = together(made)
-    return together(lambda: _assemble(config, tokenizer, [_opened(one.path) for one in wanted]))
+    found = together(lambda: _assemble(config, tokenizer, [_opened(one.path) for one in wanted]))
+    return replace(found, files=tuple(wanted[0].files))
 
 
 def _sources_of(data: DataConfig) -> list[str | Sequence[str]]:

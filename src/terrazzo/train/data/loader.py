@@ -72,6 +72,9 @@ class GlobalBatch:
     samples: int
 
 
+_SAME = "Resume with the data, tokenizer, sequence_length, split, seed and numpy of the saved run."
+
+
 class Loader:
     """Endless steps over a dataset, from a cursor that counts only what `next_step` has returned.
 
@@ -122,11 +125,12 @@ class Loader:
             "order": self.order.fingerprint(self.cursor.epoch),
         }
 
-    def load_state_dict(self, state: dict[str, Any], changed: bool = False) -> None:
+    def load_state_dict(self, state: dict[str, Any], changed: bool = False, why: str = "") -> None:
         """Continues where `state` was taken, at any world size, micro-batch and global batch.
 
         Args:
             changed: go on in other data or another order, after as many epochs and samples.
+            why: what has changed and what to do, for the refusal, as far as the caller knows.
 
         Raises:
             BadInput: the data, the sequence length or the order is not the one that the state is of.
@@ -140,10 +144,9 @@ class Loader:
         for name, value in found.items():
             if state[name] != value and not changed:
                 raise BadInput(
-                    f"The saved data cursor is of another {name} ({state[name]!r}; here {value!r}), so "
-                    "training would skip some samples and repeat others. Resume with the data, tokenizer, "
-                    "sequence_length, split, seed and numpy of the saved run, or start a new run from its "
-                    "weights. checkpoint.allow_changed_data=true goes on all the same."
+                    f"The saved data cursor is of another {name} ({state[name]!r}; here {value!r}), so training would"
+                    f" skip some samples and repeat others. {why or _SAME} checkpoint.allow_changed_data=true goes on"
+                    " in the data as they are, after as many epochs and samples."
                 )
         epochs, samples = divmod(cursor.samples, self.order.num_sequences)  # 0 epochs, unless the data are fewer now
         self.ahead, self.cursor = None, Cursor(cursor.epoch + epochs, samples)

@@ -12,7 +12,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 import torch.distributed as dist
@@ -176,11 +176,11 @@ class LocalRanks:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def wait(self, signals: Signals) -> int | None:
+    def wait(self, signals: Signals, asked: Callable[[], None] = lambda: None) -> int | None:
         """Until all have ended; the signal that ended the run at once, if one did.
 
-        The first signal asks for a stop, and is passed on. When a rank fails, the others have some seconds to fail by
-        themselves.
+        The first signal asks for a stop, and is passed on; `asked` is called. When a rank fails, the others have some
+        seconds to fail by themselves.
         """
         heeded, deadline = 0, float("inf")
         while any(rank.code is None for rank in self.ranks):
@@ -191,6 +191,7 @@ class LocalRanks:
                 asks = number in (signal.SIGTERM, signal.SIGINT) and any(rank.begun for rank in self.ranks)
                 if heeded > 1 or not asks:
                     return number
+                asked()
                 self._pass_on(number)
             if deadline == float("inf") and any(rank.failed for rank in self.ranks):
                 saying = any(rank.begun and rank.code is None for rank in self.ranks)  # others have nothing to say yet

@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
+from terrazzo.train.command import program
 from terrazzo.train.launch.here import require_environment
 from terrazzo.train.launch.local_ranks import RUN_ID
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
@@ -45,7 +46,11 @@ def run_script(script: Script, ranks: int | None) -> int:
         BadInput: there is no such file, or others have started another number of ranks.
     """
     if not script.is_module and not Path(script.target).exists():
-        raise BadInput(f"There is no file '{script.target}' to run. A module is named by -m: terrazzo run -m MODULE.")
+        raise BadInput(
+            f"There is no file '{script.target}' to run. A module is named by -m: {program()} run -m MODULE."
+        )
+    if not script.is_module and Path(script.target).suffix in (".yaml", ".yml", ".json", ".toml"):
+        raise BadInput(f"'{script.target}' is a configuration, and no script: write {program()} train {script.target}.")
     if not _is_lone_task():
         adopt_slurm()
     if is_rank():

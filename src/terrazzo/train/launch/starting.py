@@ -18,6 +18,7 @@ from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals
+from terrazzo.train.launch.stop import Notices, say_now
 from terrazzo.train.launch.telling import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, Failure, first_failure
 
 __all__ = ["adopt_slurm", "first_host", "is_rank", "launch_ranks", "ranks_to_start"]
@@ -82,7 +83,12 @@ def environment_of(ranks: int) -> dict[str, str]:
 
 
 def launch_ranks(
-    ranks: int, arguments: Sequence[str], defaults: Mapping[str, str] | None = None, *, labelled: bool = False
+    ranks: int,
+    arguments: Sequence[str],
+    defaults: Mapping[str, str] | None = None,
+    *,
+    labelled: bool = False,
+    notices: Notices | None = None,
 ) -> int:
     """Run `python ARGUMENTS` as `ranks` local ranks; returns the exit code for this process.
 
@@ -91,13 +97,19 @@ def launch_ranks(
     Args:
         defaults: of their environment; by default `environment_of` the trainer's ranks.
         labelled: as for `LocalRanks`.
+        notices: what is said as soon as a signal comes.
     """
     defaults = environment_of(ranks) if defaults is None else defaults
     signals = Signals()
     try:
         with LocalRanks(ranks, arguments, defaults, labelled=labelled) as started:
-            stopped_by = started.wait(signals)
-        return _report(started.ranks, next(iter(signals.received), None)) if stopped_by is None else 128 + stopped_by
+            stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
+        if stopped_by is None:
+            return _report(started.ranks, next(iter(signals.received), None))
+        if notices is not None:
+            begun = any(rank.begun for rank in started.ranks)
+            say_now(notices.cut_short() if begun else "Ended before training began: nothing is lost.")
+        return 128 + stopped_by
     finally:
         signals.restore()
 

@@ -1,13 +1,20 @@
 """SIGTERM and Ctrl-C as a request: finish the step, save, leave with a code of its own.
 
 One rank that gets the signal is enough: the request travels to all ranks in the small reduction at the end of each
-step, so that every rank saves the same step. A second Ctrl-C leaves at once.
+step, so that every rank saves the same step. A second Ctrl-C leaves at once. Both are said on screen as they come, by
+the launcher of ranks, or by rank 0 where others have started it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
 from types import FrameType
 
 import torch
@@ -15,15 +22,40 @@ import torch.distributed as dist
 
 from terrazzo.train.launch.telling import INTERRUPTED
 
-__all__ = ["StopRequest"]
+__all__ = ["Notices", "StopRequest", "say_now"]
+
+
+@dataclass(frozen=True)
+class Notices:
+    """What is said of a run that somebody stops: when it is `asked` to, and, if he does not wait, what that costs."""
+
+    asked: str
+    cut_short: Callable[[], str]
+
+
+def say_now(line: str) -> None:
+    """A line on stderr, in place of a progress bar, which is drawn again below it. Another process may draw that."""
+    with contextlib.suppress(OSError):
+        print(f"{_CLEAR if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
+
+
+_CLEAR = "\r\x1b[2K"  # the line with the bar, and what the terminal shows of Ctrl-C
 
 
 class StopRequest:
-    """Listens for SIGTERM and SIGINT from its creation on; `agreed()` is collective."""
+    """Listens for SIGTERM and SIGINT from its creation on; `agreed()` is collective.
 
-    def __init__(self) -> None:
+    With `notices` they are said by a thread: a handler runs in the middle of anything, and must not wait.
+    """
+
+    _heard: SimpleQueue[int] | None = None
+
+    def __init__(self, notices: Notices | None = None) -> None:
         self._requested = False
         self._interrupts = 0
+        if notices is not None:
+            self._heard = SimpleQueue()
+            threading.Thread(target=_say, args=(self._heard, notices), daemon=True).start()
         signal.signal(signal.SIGTERM, self._receive)
         signal.signal(signal.SIGINT, self._receive)
 
@@ -37,5 +69,19 @@ class StopRequest:
         self._requested = True
         if number == signal.SIGINT:
             self._interrupts += 1
-        if self._interrupts > 1:
+        if self._heard is not None:
+            self._heard.put(self._interrupts)
+        elif self._interrupts > 1:
             os._exit(INTERRUPTED)
+
+
+def _say(heard: SimpleQueue[int], notices: Notices) -> None:
+    """What the first signal asks for; at the second Ctrl-C what it costs, and the end of this process."""
+    heard.get()
+    say_now(notices.asked)
+    while heard.get() < 2:
+        pass
+    try:
+        say_now(notices.cut_short())
+    finally:
+        os._exit(INTERRUPTED)

@@ -1,0 +1,107 @@
+"""What all verbs are: commands whose help flows, and which may answer an option that they do not have with what was
+meant. Most such options are settings, which are written without dashes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from typer.core import TyperCommand
+
+from terrazzo.config import KEYS, keys_meant
+from terrazzo.errors import BadInput
+
+__all__ = ["Verb", "answering", "as_setting", "in_the_file", "of_torchrun"]
+
+Mend = Callable[[str, str, list[str]], str | None]
+
+_FILES = ("-o", "--output", "--out", "--file", "--config", "-c", "-f")
+_CONFIGS = (".yaml", ".yml", ".json", ".toml")
+_RANKS = (
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--num-processes",
+    "--num_processes",
+    "--num-gpus",
+    "--num_gpus",
+    "-n",
+)
+
+
+class Verb(TyperCommand):
+    """A command whose help is as wide as the terminal: lines of a docstring are no lines of it, paragraphs are."""
+
+    def __init__(self, name: str | None, *, help: str | None = None, **rest: Any) -> None:
+        super().__init__(name, help=help and re.sub(r"(?<!\n)\n(?!\n)", " ", help), **rest)
+
+
+def answering(mend: Mend) -> type[Verb]:
+    """A verb that answers unknown options with `mend`, or with typer's own words where that has none.
+
+    Args:
+        mend: gets the option, its value if one follows, and all arguments.
+    """
+
+    class Answering(Verb):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            words = list(args)
+            try:
+                return super().parse_args(ctx, args)
+            except Exception as error:
+                said = None
+                if type(error).__name__ == "NoSuchOption":  # of click, or of typer's own copy of it
+                    option = str(getattr(error, "option_name", ""))
+                    said = mend(option, _value(option, words), words)
+                if said is None:
+                    raise
+                raise BadInput(f"'{option}' is no option of `terrazzo {self.name}`: {said}") from None
+
+    return Answering
+
+
+def as_setting(option: str, value: str, words: list[str]) -> str | None:
+    """For verbs of a configuration: the setting, as it is written behind the file."""
+    if option in _FILES:
+        return f"the file stands without one: {value or 'FILE'}."
+    if not any(word.lower().endswith(_CONFIGS) for word in words):
+        return None
+    settings = _settings(option, value)
+    return settings and f"settings stand behind the file, without dashes. Write {settings}."
+
+
+def in_the_file(option: str, value: str, words: list[str]) -> str | None:
+    """For `init`: what it writes has all settings."""
+    if option in _FILES:
+        from terrazzo.train.command import program  # the trainer, which other verbs do without
+
+        return f"the file that it writes stands without one: {program()} init {value or 'FILE'}."
+    settings = _settings(option, value)
+    return settings and f"change the file that it writes, or train with {settings} behind that."
+
+
+def of_torchrun(option: str, value: str, words: list[str]) -> str | None:
+    """For `run`: how others say how many ranks there are."""
+    return f"write --ranks {value or 'N'}." if option in _RANKS else None
+
+
+def _value(option: str, words: list[str]) -> str:
+    """What stands behind an option, if that is no option itself."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option:
+            following = words[index + 1 : index + 2]
+            return value if equals else "".join(each for each in following if not each.startswith("--"))
+    return ""
+
+
+def _settings(option: str, value: str) -> str | None:
+    """`plan=zero1`, or which settings it may be, of `--plan zero1`."""
+    keys = keys_meant(option.lstrip("-").replace("-", "_"))
+    shown = [f"{key}={value or _example(key)}" for key in keys]
+    return " or ".join(shown) or None
+
+
+def _example(key: str) -> str:
+    return "true" if key in KEYS and KEYS[key].kind is bool else "..."
