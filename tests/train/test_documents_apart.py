@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.data import IGNORED, TokenData, load_data
-from terrazzo.train.losses import summed_loss
 from terrazzo.train.model.causal_lm import build_model, logits_of
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.huggingface import CUT_ATTENTION
+from terrazzo.train.objectives import objective_of
 from terrazzo.train.preflight import check
 from tests.helpers.chat import conversations, write_records
 from tests.train.test_preferences import lines, train
@@ -50,7 +50,7 @@ def random_decoder(length: int) -> nn.Module:
 
 def packed_loss(model: nn.Module, data: TokenData) -> tuple[Tensor, int]:
     batch = data.train.batch(torch.arange(len(data.train)).numpy())
-    return summed_loss(config_from_dict({}).objective, model, batch, CPU), batch.valid_tokens
+    return objective_of(config_from_dict({})).loss(model, batch, CPU), batch.valid_tokens
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
