@@ -53,10 +53,11 @@ test-long: install
 mutations: install
 	$(BIN)/python -m tools.mutations $(MUTATIONS)
 
-# Scripts of other libraries as they are and on Terrazzo; CHECKOUTS is a folder of checkouts (tools/third_party).
+# Scripts of other libraries as they are and on Terrazzo; CHECKOUTS is a folder of clones (tools/third_party). PAGE is
+# written: docs/guides/third-party.md.
 third-party: install
-	@test -n "$(CHECKOUTS)" || { echo "make third-party CHECKOUTS=folder: with checkouts of tools/third_party/scripts.toml"; exit 2; }
-	$(BIN)/python -m tools.third_party $(CHECKOUTS) $(SCRIPTS)
+	@test -n "$(CHECKOUTS)" || { echo "make third-party CHECKOUTS=folder: with clones of what tools/third_party/scripts.toml names"; exit 2; }
+	$(BIN)/python -m tools.third_party $(CHECKOUTS) $(SCRIPTS) $(if $(PAGE),--page $(PAGE))
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -270,14 +270,14 @@ MUTATIONS = [
     ),
     Mutation(
         "DPO forgets its reference",
-        "train/losses.py",
+        "train/objectives.py",
         "(completion_log_probs(model, batch, device) - reference)",
         "completion_log_probs(model, batch, device)",
         "train/test_preferences.py",
     ),
     Mutation(
         "a score is read at the last token but one",
-        "train/losses.py",
+        "train/objectives.py",
         "torch.arange(1, batch.targets.shape[1] + 1)",
         "torch.arange(batch.targets.shape[1])",
         "train/test_preferences.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -140,8 +141,9 @@ def test_a_trainers_checkpoint_that_one_rank_cannot_open(tmp_path: Path) -> None
 
 def test_rank_0_says_whose_checkpoint_lightning_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("terrazzo.integrations.lightning.checkpoint")
-    real = lightning.own_folder
-    monkeypatch.setattr(lightning, "own_folder", lambda path: real(path) if dist.get_rank() == 0 else None)
+    folder = importlib.import_module("terrazzo.integrations.lightning.folder")
+    real = folder.own_folder
+    monkeypatch.setattr(folder, "own_folder", lambda path: real(path) if dist.get_rank() == 0 else None)
 
     def body(rank: int) -> int:
         model, optimizer = built()

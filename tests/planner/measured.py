@@ -16,8 +16,8 @@ import terrazzo as tz
 from terrazzo.config import config_from_dict
 from terrazzo.engine import LossScaling, Precision, data_mesh
 from terrazzo.train.data import Batch
-from terrazzo.train.losses import summed_loss
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer
 from terrazzo.train.plan import build_plan, build_precision, mesh_shape, micro_batches_per_rank
 
@@ -66,7 +66,7 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
             tokens = torch.randint(vocab_size, size)
             batch = Batch(tokens, tokens, tokens.numel(), tokens.numel())
             with nullcontext() if index == count - 1 else tz.accumulate(model):
-                summed_loss(config.objective, model, batch, device).backward()
+                objective_of(config).loss(model, batch, device).backward()
         tz.clip_grad_norm_(model, config.train.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.data import IGNORED, TokenData, load_data
-from terrazzo.train.losses import summed_loss
+from terrazzo.train.model import huggingface
 from terrazzo.train.model.causal_lm import build_model, logits_of
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.huggingface import CUT_ATTENTION
+from terrazzo.train.objectives import objective_of
 from terrazzo.train.preflight import check
 from tests.helpers.chat import conversations, write_records
 from tests.train.test_preferences import lines, train
@@ -50,7 +52,7 @@ def random_decoder(length: int) -> nn.Module:
 
 def packed_loss(model: nn.Module, data: TokenData) -> tuple[Tensor, int]:
     batch = data.train.batch(torch.arange(len(data.train)).numpy())
-    return summed_loss(config_from_dict({}).objective, model, batch, CPU), batch.valid_tokens
+    return objective_of(config_from_dict({})).loss(model, batch, CPU), batch.valid_tokens
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
@@ -166,6 +168,14 @@ def test_models_of_transformers_cut_attention_where_positions_begin_anew(model_t
 @pytest.mark.parametrize("model_type", sorted(CUT_ATTENTION))
 def test_every_type_of_model_that_is_taken_cuts_attention(model_type: str) -> None:
     assert difference(model_type) < 1e-5
+
+
+def test_what_is_said_of_types_of_models_is_of_the_versions_that_are_pinned() -> None:
+    """Who pins others runs the long tests here, and then says so."""
+    pinned = dict(re.findall(r"^(transformers|torch)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    told = "last with transformers {transformers} and torch {torch}".format(**pinned)
+    assert told in Path(huggingface.__file__).read_text(encoding="utf-8")
+    assert told in (ROOT / "docs" / "guides" / "sft.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrazzo.config import config_from_dict, load_config
+from terrazzo.config import ObjectiveConfig, config_from_dict, load_config
+from terrazzo.config.task import OBJECTIVES
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
@@ -23,6 +24,7 @@ from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import Trainer
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.reward import build_reward_model, with_score
+from terrazzo.train.objectives import CLASSES, DPO, objective_of
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.idle import idle_notes
 from terrazzo.train.promise.as_setup import setup_of
@@ -463,13 +465,18 @@ def test_tensors_have_the_names_of_transformers_and_are_known_to_the_planner(tmp
     assert with_score(model_shape(tmp_path)).numel == sum(p.numel() for p in built.parameters())
 
 
-def test_smoothing_is_the_expectation_over_flipped_pairs() -> None:
-    from terrazzo.config import ObjectiveConfig
-    from terrazzo.train.losses import pair_losses
+def test_every_name_of_an_objective_has_a_row_and_a_class() -> None:
+    names = set(get_args(ObjectiveConfig.model_fields["name"].annotation))
+    assert names == set(OBJECTIVES) == set(CLASSES)
+    kinds = {name: objective_of(config_from_dict({"objective": name})) for name in names}
+    assert len({type(each) for each in kinds.values()}) == len(names)
 
+
+def test_smoothing_is_the_expectation_over_flipped_pairs() -> None:
+    objective = DPO(config_from_dict({"objective": {"name": "dpo", "label_smoothing": 0.2}}))
     margins = torch.tensor([-2.0, 0.0, 3.0])
     plain, flipped = F.softplus(-margins), F.softplus(margins)
-    found = pair_losses(ObjectiveConfig(name="dpo", label_smoothing=0.2), margins)
+    found = objective.losses(margins)
     torch.testing.assert_close(found, 0.8 * plain + 0.2 * flipped)
 
 

@@ -31,6 +31,7 @@ from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import Notices, StopRequest
 from terrazzo.train.launch.telling import INTERRUPTED
 from terrazzo.train.loop import Trainer, step_on
+from terrazzo.train.objectives import NextToken
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _cut_short
 from terrazzo.train.session import Session, open_session
@@ -216,17 +217,19 @@ class Asked(StopRequest):
         self._requested, self._interrupts = False, 0
 
 
-@pytest.mark.parametrize("during", ["evaluate", "summed_loss"], ids=["an evaluation", "the first forward"])
+@pytest.mark.parametrize(
+    ("owner", "during"), [(loop, "evaluate"), (NextToken, "loss")], ids=["an evaluation", "the first forward"]
+)
 def test_a_stop_within_an_evaluation_or_the_first_step_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, during: str
 ) -> None:
-    stop, real = Asked(), getattr(loop, during)
+    stop, real = Asked(), getattr(owner, during)
 
     def interrupted(*arguments: Any) -> Any:
         stop._receive(signal.SIGTERM, None)
         return real(*arguments)
 
-    monkeypatch.setattr(loop, during, interrupted)
+    monkeypatch.setattr(owner, during, interrupted)
     data, rest = {"validation_fraction": 0.2}, {"eval_every": 2, "steps": 50}
     config = config_in(tmp_path, data=data, train=rest, checkpoint={"every": None}, schedule={"warmup_steps": 10})
 
@@ -366,7 +369,7 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_the_ranks_start(tmp_pat
 def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = loop.summed_loss
+    real = NextToken.loss
 
     def spoilt(objective: Any, model: Any, *arguments: Any) -> Tensor:
         loss = real(objective, model, *arguments)
@@ -380,7 +383,7 @@ def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
             Trainer(session, StopAfter(None)).run()
         return str(caught.value)
 
-    monkeypatch.setattr(loop, "summed_loss", spoilt)
+    monkeypatch.setattr(NextToken, "loss", spoilt)
     one, other = on_ranks_of_a_run(2, config_in(tmp_path, batch={"micro_batch": 1}), work)
     assert one == other
     assert "loss of step 3 is nan" in one

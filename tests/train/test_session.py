@@ -17,11 +17,12 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
-from terrazzo.train import loop, session
+from terrazzo.train import session
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
 from terrazzo.train.model.huggingface import weight_files
+from terrazzo.train.objectives import NextToken
 from terrazzo.train.optimizer import learning_rate_share
 from terrazzo.train.preflight import check
 from terrazzo.train.session import open_session
@@ -73,16 +74,16 @@ def trained(config: Config, stop_after: int | None = None) -> int:
 
 def spoil_the_third_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN gradients in step 3, behind a finite loss."""
-    real, calls = loop.summed_loss, []
+    real, calls = NextToken.loss, []
 
-    def summed_loss(*arguments: Any) -> Tensor:
+    def loss_of(*arguments: Any) -> Tensor:
         loss = real(*arguments)
         calls.append(loss.item())
         if len(calls) == 3:
             loss.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
-    monkeypatch.setattr(loop, "summed_loss", summed_loss)
+    monkeypatch.setattr(NextToken, "loss", loss_of)
 
 
 def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,9 +445,9 @@ def test_a_resume_with_nothing_left_changes_and_promises_nothing(
 def test_a_folder_that_goes_away_while_training_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, how: str
 ) -> None:
-    real, calls = loop.summed_loss, []
+    real, calls = NextToken.loss, []
 
-    def summed_loss(*arguments: Any) -> Tensor:
+    def loss_of(*arguments: Any) -> Tensor:
         calls.append(1)
         if len(calls) == 2:
             aside = tmp_path / "aside"
@@ -457,7 +458,7 @@ def test_a_folder_that_goes_away_while_training_is_named(
                 (tmp_path / what).touch() if what.endswith("jsonl") else (tmp_path / what).mkdir()
         return real(*arguments)
 
-    monkeypatch.setattr(loop, "summed_loss", summed_loss)
+    monkeypatch.setattr(NextToken, "loss", loss_of)
     with pytest.raises(SaveFailed, match=f"folder '{tmp_path}/run.*was renamed, removed or replaced"):
         trained(config_in(tmp_path, checkpoint={"every": 100}))
     assert len(calls) == 2

@@ -5,6 +5,7 @@ Whatever a script prints, its losses are what it calls `backward` of: these are 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import runpy
@@ -77,6 +78,8 @@ def _wait(pids: list[int], limit_s: float) -> list[int]:
                 deadline = min(deadline, time.monotonic() + 60.0)  # ranks end together
         if time.monotonic() > deadline:
             for pid in set(pids) - set(codes):
+                os.kill(pid, signal.SIGUSR1)  # it prints where it is
+                time.sleep(0.2)
                 os.killpg(pid, signal.SIGKILL)
                 codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         time.sleep(0.05)
@@ -86,16 +89,19 @@ def _wait(pids: list[int], limit_s: float) -> list[int]:
 def _ended(path: Path, code: int) -> Ended:
     if path.exists():
         return Ended(**json.loads(path.read_text(encoding="utf-8")))
-    return Ended([], "killed" if code == -signal.SIGKILL else f"gone, with exit code {code}")
+    killed = code in (-signal.SIGKILL, -signal.SIGUSR1)  # the latter before the rank has begun to print where it is
+    return Ended([], "killed" if killed else f"gone, with exit code {code}")
 
 
 def _rank(command: list[str], folder: Path, rank: int, environment: dict[str, str]) -> None:
     printed = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
+    faulthandler.register(signal.SIGUSR1, file=2)
     os.environ.update(environment)
     os.chdir(folder)
     losses = _noted()
+    _keep_groups()
     error = None
     try:
         _execute(command)
@@ -124,6 +130,22 @@ def _noted() -> list[float]:
 
     kind.backward = backward
     return losses
+
+
+def _keep_groups() -> None:
+    """Hold the process groups that a script is done with, so that no destructor of theirs runs.
+
+    That of torch 2.13's gloo holds the GIL and waits for a thread, which may be waiting for the GIL: a rank of DDP now
+    and then does not end.
+    """
+    kept: list[Any] = []
+    inner = dist.destroy_process_group
+
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        kept.extend(dist.distributed_c10d._world.pg_map)
+        inner(*args, **kwargs)
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
 
 
 def _execute(command: list[str]) -> None:

@@ -20,7 +20,7 @@ from terrazzo.config.schema import (
 )
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import Section
-from terrazzo.config.task import DataConfig, LoraConfig, ObjectiveConfig
+from terrazzo.config.task import DataConfig, LoraConfig, ObjectiveConfig, ObjectiveKind
 
 __all__ = [
     "KEYS",
@@ -31,6 +31,7 @@ __all__ = [
     "LoraConfig",
     "MeshConfig",
     "ObjectiveConfig",
+    "ObjectiveKind",
     "OffloadConfig",
     "OptimizerConfig",
     "PlanConfig",

@@ -285,7 +285,7 @@ class Config(Section):
     @property
     def sequences_per_sample(self) -> int:
         """A preference pair is two sequences."""
-        return 2 if self.objective.of_pairs else 1
+        return 2 if self.objective.kind.of_pairs else 1
 
     @property
     def cuts_attention(self) -> bool:
@@ -293,7 +293,8 @@ class Config(Section):
 
         With `data.packing` left out it depends on the data: conversations get a sequence each.
         """
-        return self.data.attention == "document" and self.data.packing != "single" and not self.objective.of_pairs
+        apart = self.data.attention == "document" and self.data.packing != "single"
+        return apart and not self.objective.kind.of_pairs
 
     @property
     def checkpoint_folder(self) -> str:
@@ -321,8 +322,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _pairs_agree(self) -> Config:
-        objective, data = self.objective.name, self.data
-        if not self.objective.of_pairs:
+        objective, kind, data = self.objective.name, self.objective.kind, self.data
+        if not kind.of_pairs:
             return self
         if data.packing not in (None, "single"):
             raise ValueError(
@@ -334,12 +335,12 @@ class Config(Section):
                 f"objective '{objective}' is of completions, all of them, and data.loss_on is '{data.loss_on}': leave"
                 " it out"
             )
-        if objective == "reward" and self.lora.rank is not None:
+        if kind.scored and self.lora.rank is not None:
             raise ValueError(
                 "objective 'reward' trains a new head, which lora.rank would freeze: leave lora out, or set objective"
                 " to 'dpo'"
             )
-        if objective == "reward" and self.checkpoint.save_format == "hf" and self.model.kind == "decoder":
+        if kind.scored and self.checkpoint.save_format == "hf" and self.model.kind == "decoder":
             raise ValueError(
                 "checkpoint.save_format 'hf' of objective 'reward' needs a model that transformers has with a score:"
                 " set model.kind to 'huggingface', or save_format to 'terrazzo'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from terrazzo.config.section import Named, Section
 
-__all__ = ["DataConfig", "LoraConfig", "ModelConfig", "ObjectiveConfig"]
+__all__ = ["DataConfig", "LoraConfig", "ModelConfig", "ObjectiveConfig", "ObjectiveKind"]
 
 
 class ModelConfig(Section):
@@ -101,6 +102,29 @@ class DataConfig(Section):
     cache: Path | None = Field(None, description="folder of the token cache; default: the user's cache folder")
 
 
+@dataclass(frozen=True)
+class ObjectiveKind:
+    """What an objective asks of data, model and configuration. Its loss is in `train.objectives`.
+
+    Attributes:
+        of_pairs: a sample is a preference pair, two sequences.
+        against_initial: the model is compared with what it was before its first step. Nothing is dropped in either,
+            since that would be a difference.
+        scored: the model ends in one score of a whole text, and writes none.
+    """
+
+    of_pairs: bool = False
+    against_initial: bool = False
+    scored: bool = False
+
+
+OBJECTIVES = {
+    "next_token": ObjectiveKind(),
+    "dpo": ObjectiveKind(of_pairs=True, against_initial=True),
+    "reward": ObjectiveKind(of_pairs=True, scored=True),
+}
+
+
 class ObjectiveConfig(Named):
     """What the model learns: the next token, or which of two completions is preferred."""
 
@@ -113,14 +137,9 @@ class ObjectiveConfig(Named):
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="dpo: probability that a pair's order is wrong")
 
     @property
-    def dropout(self) -> bool:
-        """Whether the model drops in training what its settings say; DPO's would differ from its reference by it."""
-        return self.name != "dpo"
-
-    @property
-    def of_pairs(self) -> bool:
-        """Whether a sample is a pair of sequences."""
-        return self.name != "next_token"
+    def kind(self) -> ObjectiveKind:
+        """What follows from the name."""
+        return OBJECTIVES[self.name]
 
     @model_validator(mode="after")
     def _agrees(self) -> ObjectiveConfig:

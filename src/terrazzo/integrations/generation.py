@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any
 from weakref import WeakMethod
 
@@ -30,18 +31,17 @@ def generate_together(model: nn.Module) -> None:
     if not engine.plan.weight.axes or own is None or "synced_gpus" not in inspect.signature(own).parameters:
         return
     found = base.generate  # perhaps not the class's: a partial of it, say
-    inner = WeakMethod(found) if inspect.ismethod(found) else lambda: found  # the model holds this function
+    inner: Callable[[], Any] = WeakMethod(found) if inspect.ismethod(found) else lambda: found
     place = _place(found)
 
     @wraps(own)
-    def generate(*args: Any, **kwargs: Any) -> Any:
+    def generate(inner: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         called = inner()
-        assert called is not None
         if place is not None and len(args) > place:
             return called(*args[:place], True, *args[place + 1 :], **kwargs)
         return called(*args, **{**kwargs, "synced_gpus": True})
 
-    base.generate = generate
+    base.generate = MethodType(generate, inner)  # Fabric marks methods only; one of the model would keep it alive
     if base is not model:  # PEFT's own goes past the model's forward, which gathers what is in no unit
         register_forward_method(model, "generate")
 

@@ -29,6 +29,7 @@ from terrazzo.engine import (
 from terrazzo.engine.offload.topology import told_ranks_here
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
+from terrazzo.integrations.generation import generate_together
 
 __all__ = ["ActivationCheckpointing", "Setup", "TerrazzoArguments", "setup_for", "trained_dtypes"]
 
@@ -91,14 +92,17 @@ class Setup:
         return replace(self, **kept)
 
     def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
-        """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place."""
+        """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place.
+
+        Where the model is of transformers, its `generate` runs on all ranks together.
+        """
         chosen = self.activation_checkpointing
         checkpoint_activations(
             model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
         )
         if self.compile:
             compile_units(model, units=self.units)
-        return shard(
+        sharded = shard(
             model,
             optimizer,
             self.plan,
@@ -108,6 +112,8 @@ class Setup:
             prefetch=self.prefetch,
             offload=self.offload,
         )
+        generate_together(model)
+        return sharded
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`terrazzo train`: data, model, schedule and loop of a sharded training run.
 
-A run from its start to its end: run, session (of plan, optimizer and folders, and the reference of DPO), loop (of
-losses), with evaluate and report between its steps. Folders:
+A run from its start to its end: run, session (of plan, optimizer and folders, and the reference of DPO), loop, with
+evaluate and report between its steps. What is learnt, from the model to the metric, is in objectives. Folders:
 
     preflight     what is refused before anything is started
     launch        processes: how ranks are started, meet, stop and fail

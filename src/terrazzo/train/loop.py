@@ -22,7 +22,7 @@ from terrazzo.train.evaluate import evaluate, sample_text
 from terrazzo.train.folders import swap_folders
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
-from terrazzo.train.losses import summed_loss
+from terrazzo.train.objectives import objective_of
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 
@@ -173,11 +173,11 @@ def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
     """
     engine_of(session.model).traffic.reset()
     session.model.set_gradient_denominator(max(1, batch.samples))  # type: ignore[operator]
-    total = torch.zeros((), device=session.ranks.device)
+    total, objective = torch.zeros((), device=session.ranks.device), objective_of(session.config)
     for index, micro_batch in enumerate(batch.micro_batches):
         is_last = index == len(batch.micro_batches) - 1
         with nullcontext() if is_last else tz.accumulate(session.model):
-            loss = summed_loss(session.config.objective, session.model, micro_batch, session.ranks.device)
+            loss = objective.loss(session.model, micro_batch, session.ranks.device)
             loss.backward()
         total += loss.detach()
     norm = tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)

@@ -21,7 +21,7 @@ from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.losses import completion_log_probs
+from terrazzo.train.objectives import completion_log_probs
 
 __all__ = ["Due", "check_same_initial", "compute_reference", "initial_model", "reference_due", "reference_state"]
 
@@ -40,7 +40,7 @@ def reference_due(config: Config, data: TokenData, evaluation_limit: int, saved:
         saved: the extra values of the checkpoint that the run continues from, with what `reference_state` gave; empty
             for a new run.
     """
-    if config.objective.name != "dpo":
+    if not config.objective.kind.against_initial:
         return []
     found = []
     for name, dataset in _datasets(data).items():

@@ -19,7 +19,7 @@ from terrazzo.errors import printable
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics, StepTable, TensorBoard, duration
 from terrazzo.train.command import Command, folded, program
-from terrazzo.train.evaluate import Validation
+from terrazzo.train.objectives import Validation
 from terrazzo.train.plan import build_precision
 from terrazzo.train.promise.as_setup import matmul_format
 from terrazzo.train.promise.summary import Pace, bytes_line, mfu, summarize, summary_lines

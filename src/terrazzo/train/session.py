@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -34,9 +33,8 @@ from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
-from terrazzo.train.model.lora import load_base
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.model.reward import load_body
+from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer, build_schedule, resume_schedule
 from terrazzo.train.plan import (
     build_offload,
@@ -284,12 +282,7 @@ def _load_pretrained(config: Config, model: nn.Module) -> None:
     """The weights that a run begins with, where they are given. Collective."""
     if config.model.weights == "pretrained" and config.model.path is not None:
         weight_files(config.model.path)
-        load: Callable[[nn.Module, Path], None] = checkpoint.load_weights
-        if config.lora.rank is not None:
-            load = load_base
-        elif config.objective.name == "reward":
-            load = load_body
-        load(model, config.model.path)
+        objective_of(config).load_pretrained(model, config.model.path)
 
 
 def _asked(config: Config, data: TokenData) -> Asked | None:
@@ -302,7 +295,7 @@ def _asked(config: Config, data: TokenData) -> Asked | None:
 
 def _prompt(config: Config, data: TokenData, asked: Asked | None) -> list[int]:
     """What samples go on from. A score is no text, and has none."""
-    if not config.train.sample_tokens or config.objective.name == "reward":
+    if not config.train.sample_tokens or config.objective.kind.scored:
         return []
     if asked is not None:
         return asked.tokens

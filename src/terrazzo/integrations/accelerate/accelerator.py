@@ -24,7 +24,6 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.asked import Asked, hidden
 from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_sharded
-from terrazzo.integrations.generation import generate_together
 from terrazzo.integrations.setup import Setup, TerrazzoArguments
 from terrazzo.integrations.weights import full_state_dict
 
@@ -142,7 +141,6 @@ class Accelerator(accelerate.Accelerator):
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode and not is_sharded(prepared):
             self._set_up(model).shard(prepared, self._partners.get(model))
-            generate_together(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:

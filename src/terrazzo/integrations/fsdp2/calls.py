@@ -6,6 +6,7 @@ Only then is it known which module is the root. The optimizer, which is built la
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import warnings
 import weakref
@@ -98,10 +99,26 @@ def _mark(module: nn.Module, arguments: dict[str, Any]) -> None:
             "all modules, the model last, before anything else."
         )
     kind = type(module)
-    module.__class__ = type(kind.__name__, (FSDPModule, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    names: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    if callable(own := getattr(kind, "generate", None)):
+        names["generate"] = _once_sharded(own)
+    module.__class__ = type(kind.__name__, (FSDPModule, kind), names)
     module.__dict__["_mark"] = Mark(arguments, _realize, _rows)
     place(module.parameters(), arguments["mesh"])
     _WAITING.add(module)
+
+
+def _once_sharded(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` of a model that nothing may have run yet: sharding puts one before it that keeps ranks together."""
+
+    @functools.wraps(own)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._mark.root is not None:
+            return own(self, *args, **kwargs)
+        engine_of(self)
+        return self.generate(*args, **kwargs)
+
+    return generate
 
 
 # -- sharding ------------------------------------------------------------------------------------------------------

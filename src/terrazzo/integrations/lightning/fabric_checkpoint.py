@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo import checkpoint as checkpoints
-from terrazzo.checkpoint.read import own_folder
 from terrazzo.engine import ShardedModule, ShardedOptimizer
 from terrazzo.errors import BadInput
-from terrazzo.exchange import on_first, together
-from terrazzo.integrations.lightning.checkpoint import check_replaceable, check_there
+from terrazzo.exchange import together
+from terrazzo.integrations.lightning.folder import is_folder, read_file, write_folder
 from terrazzo.integrations.lightning.state import from_json, to_json
-from terrazzo.integrations.saving import save_over, settle
 
 __all__ = ["load", "load_weights", "save"]
 
@@ -36,9 +32,7 @@ def save(path: str, state: Mapping[str, Any]) -> None:
     model, optimizer, rest = _sorted(state, "save")
     plain = {name: value.state_dict() if isinstance(value, _Stateful) else value for name, value in rest.items()}
     step = next((value for name in _STEPS if type(value := rest.get(name)) is int and value >= 0), 0)
-    extra = {"step": step, _KEY: to_json(plain, "state")}
-    together(lambda: check_replaceable(path), BadInput)
-    save_over(path, model, optimizer, extra)
+    write_folder(path, model, optimizer, {"step": step, _KEY: to_json(plain, "state")})
 
 
 def load(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -52,11 +46,11 @@ def load(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
         Values of the checkpoint that `state` does not have.
     """
     model, optimizer, rest = _sorted(state, "load")
-    if ours := _is_ours(path):
+    if ours := is_folder(path):
         source = together(lambda: checkpoints.open_source(path), BadInput)
         found: dict[str, Any] = from_json(source.extra.get(_KEY, {}))
     else:
-        found = together(lambda: _in_file(path), BadInput)
+        found = read_file(path)
     name_of_model = next(name for name, value in state.items() if value is model)
     missing = sorted((rest if ours else state).keys() - found.keys())
     if missing and (strict or name_of_model in missing):
@@ -81,10 +75,10 @@ def load(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
 
 def load_weights(path: str, model: nn.Module, strict: bool) -> None:
     """Weights alone: of any checkpoint of Terrazzo's, or of a file with a state dict. Collective."""
-    if _is_ours(path):
+    if is_folder(path):
         checkpoints.load_weights(model, path)
     else:
-        model.load_state_dict(together(lambda: _in_file(path), BadInput), strict)
+        model.load_state_dict(read_file(path), strict)
 
 
 def _sorted(state: Mapping[str, Any], call: str) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
@@ -104,16 +98,3 @@ def _sorted(state: Mapping[str, Any], call: str) -> tuple[nn.Module, Optimizer |
                 "out, and save it by itself."
             )
     return models[0], optimizers[0] if optimizers else None, rest
-
-
-def _is_ours(path: str) -> bool:
-    settle(path)
-    together(lambda: check_there(path), BadInput)
-    return on_first(lambda: own_folder(path) is not None, BadInput)
-
-
-def _in_file(path: str) -> dict[str, Any]:
-    if os.path.isdir(path):
-        raise BadInput(f"'{path}' is a folder that is not a checkpoint of Terrazzo's: try tz.checkpoint.load_weights.")
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return found

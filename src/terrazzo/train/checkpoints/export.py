@@ -92,8 +92,8 @@ def describe_model(config: Config) -> ModelDescription:
     if config.model.kind == "huggingface":
         assert config.model.path is not None
         described = describe_folder(config.model.path)
-        return _with_score(config, described) if config.objective.name == "reward" else described
-    if config.objective.name == "reward":
+        return _with_score(config, described) if config.objective.kind.scored else described
+    if config.objective.kind.scored:
         raise BadInput(
             "The checkpoint is of a reward model on the built-in decoder, which transformers has only without a score:"
             " set model.kind to 'huggingface' in a run whose model is to be exported."

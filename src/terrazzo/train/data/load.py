@@ -119,7 +119,7 @@ class _WantedCache(NamedTuple):
 
 def _wanted_cache(config: Config, source: str | Sequence[str], tokenizer: Tokenizer) -> _WantedCache:
     """The cache that a source has as it is now."""
-    data, of_pairs = config.data, ["pairs"] if config.objective.of_pairs else []
+    data, of_pairs = config.data, ["pairs"] if config.objective.kind.of_pairs else []
     chat, files = chat_fingerprint(data.tokenizer, data.chat_template, data.loss_on), find_files(source)
     key = cache_key(files, tokenizer.fingerprint, data.text_field, data.max_bytes, chat, *of_pairs)
     folder = Path(data.cache).expanduser() if data.cache is not None else _default_cache_dir()
@@ -137,7 +137,7 @@ def _build_if_needed(
     """Writes the cache, unless a whole and undamaged one is there."""
     source, files, path = wanted
     data = config.data
-    form: RecordForm = PairRecords() if config.objective.of_pairs else TextRecords(data.text_field)
+    form: RecordForm = PairRecords() if config.objective.kind.of_pairs else TextRecords(data.text_field)
     if open_cache(path, path.stem, verify=True) is not None:
         return
     if say is not None:
@@ -262,7 +262,7 @@ def _in_rows(
     """The chosen documents, each in one sequence."""
     length, too_long = config.batch.sequence_length, config.data.too_long
     if cache.header.pairs:
-        room = length + (config.objective.name != "reward")  # a score is read where the last token goes in
+        room = length + (not config.objective.kind.scored)  # a score is read where the last token goes in
         rows = arrange_pairs(cache, chosen, room, too_long)
         return PairDataset(cache, split_of(cache, chosen), length, end, rows)
     rows = arrange(cache, chosen, length + 1, packing, too_long)

@@ -39,7 +39,7 @@ CUT_ATTENTION = frozenset({
     *("olmo", "olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
 })  # fmt: skip
 """Types of models that cut attention where position ids begin anew. Others may take these and still look further back,
-as OPT and BLOOM do: a test computes it of each."""
+as OPT and BLOOM do: a test computes it of each, last with transformers 5.23.0 and torch 2.13.0."""
 
 
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, *, dropout: bool = True) -> nn.Module:

@@ -69,7 +69,7 @@ def add_adapters(model: nn.Module, config: Config) -> nn.Module:
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout if config.objective.dropout else 0.0,
+        lora_dropout=0.0 if config.objective.kind.against_initial else lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         bias=lora.bias,
         task_type="CAUSAL_LM",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from terrazzo.config import Config
 from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
-from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.decoder import DecoderConfig
-from terrazzo.train.model.lora import add_adapters
-from terrazzo.train.model.reward import build_reward_model
+from terrazzo.train.objectives import objective_of
 
 __all__ = ["decoder_config", "prepare_model"]
 
@@ -46,10 +43,7 @@ def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Modu
     """
     spec = decoder_config(config, tokenizer) if config.model.kind == "decoder" else config.model.path
     assert spec is not None
-    if config.objective.name == "reward":
-        model: nn.Module = build_reward_model(spec, torch.device("meta"))
-    else:
-        model = add_adapters(build_model(spec, device="meta", dropout=config.objective.dropout), config)
+    model = objective_of(config).build(spec)
     units = config.plan.units
     mode, every = config.train.checkpointing
     ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"

@@ -74,19 +74,19 @@ _RULES = (
     ),
     _Rule(
         "data.text_field",
-        lambda config: config.objective.of_pairs,
+        lambda config: config.objective.kind.of_pairs,
         "preference pairs have the fields 'prompt', 'chosen' and 'rejected'",
         "rename them in the data",
     ),
     _Rule(
         "model.dropout lora.dropout",
-        lambda config: not config.objective.dropout,
+        lambda config: config.objective.kind.against_initial,
         "objective 'dpo' compares the model with its reference, and drops nothing in either",
         "set another objective",
     ),
     _Rule(
         "train.sample_tokens train.sample_every train.sample_prompt train.sample_chat",
-        lambda config: config.objective.name == "reward",
+        lambda config: config.objective.kind.scored,
         "objective 'reward' trains a model that writes no text",
         "set objective=dpo",
     ),

@@ -17,7 +17,7 @@ from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.prepare import decoder_config
-from terrazzo.train.model.reward import with_score
+from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import optimizer_class
 from terrazzo.train.plan import (
     build_offload,
@@ -84,9 +84,9 @@ def _shape_of(config: Config) -> ModelShape:
     else:
         assert config.model.path is not None
         shape = with_adapters(model_shape(config.model.path), config.lora)
-    if not config.objective.dropout:
+    if config.objective.kind.against_initial:
         shape = replace(shape, units=tuple(replace(one, block=_with_dropout(one.block, 0.0)) for one in shape.units))
-    return with_score(shape) if config.objective.name == "reward" else shape
+    return objective_of(config).shape(shape)
 
 
 def _decoder_shape(config: DecoderConfig) -> ModelShape:

@@ -20,8 +20,8 @@ from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.train.data import Batch
-from terrazzo.train.losses import summed_loss
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import construct
 from terrazzo.train.promise.as_setup import setup_of
 
@@ -115,7 +115,7 @@ def _training_pass(config: Config) -> Callable[[nn.Module], torch.Tensor]:
         tokens = torch.zeros(size, dtype=torch.int64)
         positions = torch.zeros_like(tokens) if config.cuts_attention else None
         batch = Batch(tokens, torch.zeros_like(tokens), tokens.numel(), config.batch.micro_batch, reference, positions)
-        return summed_loss(config.objective, model, batch, torch.device("cpu"))
+        return objective_of(config).loss(model, batch, torch.device("cpu"))
 
     return run
 

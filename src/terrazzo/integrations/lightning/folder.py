@@ -1,0 +1,64 @@
+"""Checkpoints of the engine as folders, under names that Lightning and Fabric give; and files that these wrote."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from terrazzo.checkpoint.read import own_folder
+from terrazzo.errors import BadInput
+from terrazzo.exchange import on_first, together
+from terrazzo.integrations.saving import save_over, settle
+
+__all__ = ["is_folder", "read_file", "write_folder"]
+
+
+def write_folder(path: str, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> None:
+    """Write a checkpoint, in place of one of the same name, once it is complete. Collective.
+
+    Raises:
+        BadInput: A folder that is no checkpoint has the name.
+    """
+    together(lambda: _check_replaceable(path), BadInput)
+    save_over(path, model, optimizer, extra)
+
+
+def is_folder(path: str) -> bool:
+    """Whether a checkpoint of the engine has the name; else it is for `read_file`. Collective.
+
+    Raises:
+        BadInput: Nothing has the name.
+    """
+    settle(path)
+    together(lambda: _check_there(path), BadInput)
+    return on_first(lambda: own_folder(path) is not None, BadInput)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """What another strategy has saved as one file, on the host; every rank reads it. Collective.
+
+    Raises:
+        BadInput: It is a folder, or cannot be read on some rank.
+    """
+    return together(lambda: _loaded(path), BadInput)
+
+
+def _check_replaceable(path: str) -> None:
+    if os.path.isdir(path) and own_folder(path) is None:
+        raise BadInput(f"'{path}' is a folder that is not a checkpoint of Terrazzo's: it is not replaced.")
+
+
+def _check_there(path: str) -> None:
+    if not os.path.lexists(path):
+        raise BadInput(f"There is no checkpoint '{path}', and every rank must see it.")
+
+
+def _loaded(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):
+        raise BadInput(f"'{path}' is a folder that is not a checkpoint of Terrazzo's: try tz.checkpoint.load_weights.")
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return found

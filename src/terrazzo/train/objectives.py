@@ -1,0 +1,196 @@
+"""What is learnt: for each name of `objective` a class, with its model, its loss, and what a validation measures.
+
+What data and configuration need of an objective before there is a model is in `config.ObjectiveKind`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrazzo import checkpoint
+from terrazzo.config import Config
+from terrazzo.planner import ModelShape
+from terrazzo.train.data import IGNORED, Batch
+from terrazzo.train.model.causal_lm import build_model, logits_of
+from terrazzo.train.model.decoder import DecoderConfig
+from terrazzo.train.model.lora import add_adapters, load_base
+from terrazzo.train.model.reward import build_reward_model, load_body, with_score
+
+__all__ = ["CLASSES", "DPO", "NextToken", "Objective", "Reward", "Validation", "completion_log_probs", "objective_of"]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The mean loss in nats, per token or per preference pair.
+
+    Of tokens also the same in bits per byte of text, which no tokenizer can flatter; of pairs the share of those that
+    are put in their order.
+    """
+
+    loss: float
+    bits_per_byte: float | None = None
+    accuracy: float | None = None
+
+    @property
+    def unit(self) -> str:
+        """What the number beside the loss is."""
+        return "bits per byte" if self.accuracy is None else "of pairs in order"
+
+    def number(self, digits: int) -> str:
+        """The number beside the loss, with so many digits behind the point if it is no share."""
+        return f"{self.bits_per_byte:.{digits}f}" if self.accuracy is None else f"{self.accuracy:.1%}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `as_dict`; other names are left out."""
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+
+    def as_dict(self) -> dict[str, float]:
+        """What is known."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+class Objective(ABC):
+    """What a run learns. A sample is a target that is not ignored, or a preference pair."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    def build(self, spec: DecoderConfig | Path) -> nn.Module:
+        """The model of `spec` on the meta device, with what the configuration puts on it."""
+        model = build_model(spec, device="meta", dropout=not self.config.objective.kind.against_initial)
+        return add_adapters(model, self.config)
+
+    def load_pretrained(self, model: nn.Module, folder: Path) -> None:
+        """Load a model folder's weights into the sharded model. Collective."""
+        (checkpoint.load_weights if self.config.lora.rank is None else load_base)(model, folder)
+
+    def shape(self, shape: ModelShape) -> ModelShape:
+        """The planner's view of `build`, from that of a language model."""
+        return shape
+
+    # -- the loss --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        """In nats, fp32 scalar, summed over the batch's `samples`."""
+
+    @abstractmethod
+    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, int]:
+        """`loss`, and of how many samples the model is right, where that can be said; 0 where it cannot."""
+
+    @abstractmethod
+    def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
+        """Of a validation's means, per sample."""
+
+
+class NextToken(Objective):
+    """Cross-entropy of every token that is learnt."""
+
+    def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        return _cross_entropy(model, batch, device, "sum")
+
+    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, int]:
+        return self.loss(model, batch, device), 0
+
+    def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
+        return Validation(loss, bits_per_byte=loss / math.log(2) / bytes_per_token)
+
+
+class _Pairs(Objective):
+    """Which of two completions is preferred: a logistic loss of a margin between them."""
+
+    @abstractmethod
+    def preferences(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        """How much the model is for each completion, fp32 `[B / 2, 2]`, the chosen one first."""
+
+    def margins(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        """By how much the chosen completion of each pair is preferred, fp32 `[samples]`."""
+        found = self.preferences(model, batch, device)
+        return (found[:, 0] - found[:, 1])[: batch.samples]  # pairs that only fill the batch come last
+
+    def losses(self, margins: Tensor) -> Tensor:
+        """Of each pair: the negative log-likelihood of its order, which is the other way round with a small
+        probability.
+        """
+        wrong = self.config.objective.label_smoothing
+        return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins)
+
+    def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        return self.losses(self.margins(model, batch, device)).sum()
+
+    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, int]:
+        margins = self.margins(model, batch, device)
+        return self.losses(margins).sum(), int((margins > 0).sum())
+
+    def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
+        return Validation(loss, accuracy=right)
+
+
+class DPO(_Pairs):
+    """Implicit rewards, β log π / π_ref (Rafailov et al. 2023, arXiv 2305.18290, equation 7)."""
+
+    def preferences(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        assert batch.reference is not None
+        reference = batch.reference.to(device, non_blocking=True)
+        return self.config.objective.beta * (completion_log_probs(model, batch, device) - reference)
+
+
+class Reward(_Pairs):
+    """Scores (Ouyang et al. 2022, arXiv 2203.02155, equation 1)."""
+
+    def build(self, spec: DecoderConfig | Path) -> nn.Module:
+        return build_reward_model(spec, torch.device("meta"))
+
+    def load_pretrained(self, model: nn.Module, folder: Path) -> None:
+        load_body(model, folder)
+
+    def shape(self, shape: ModelShape) -> ModelShape:
+        return with_score(shape)
+
+    def preferences(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        scores: Tensor = model(batch.inputs.to(device, non_blocking=True), _last(batch).to(device, non_blocking=True))
+        return scores.float().view(-1, 2)
+
+
+CLASSES: dict[str, type[Objective]] = {"next_token": NextToken, "dpo": DPO, "reward": Reward}
+
+
+def objective_of(config: Config) -> Objective:
+    """The objective that a configuration names."""
+    return CLASSES[config.objective.name](config)
+
+
+def completion_log_probs(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """Log-probabilities of the completions, summed over their tokens: fp32 `[B / 2, 2]`, the chosen one first."""
+    losses = _cross_entropy(model, batch, device, "none").view_as(batch.targets)
+    return -losses.sum(dim=-1).view(-1, 2)
+
+
+def _cross_entropy(model: nn.Module, batch: Batch, device: torch.device, reduction: str) -> Tensor:
+    """Over all targets in one row, fp32; an ignored one counts as 0."""
+    inputs = batch.inputs.to(device, non_blocking=True)
+    targets = batch.targets.to(device, non_blocking=True)
+    if batch.positions is None:
+        output = model(inputs)
+    else:
+        output = model(inputs, position_ids=batch.positions.to(device, non_blocking=True))
+    logits = logits_of(output)
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+
+
+def _last(batch: Batch) -> Tensor:
+    """The place of each sequence's last token among the inputs, int64 `[B]`; 0 for one that only fills the batch."""
+    places = torch.arange(1, batch.targets.shape[1] + 1).expand_as(batch.targets)
+    return torch.where(batch.targets != IGNORED, places, 0).amax(dim=1).clamp(max=batch.targets.shape[1] - 1)
