@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,17 @@ from tests.helpers import alone
 from tests.helpers.cover import mark_what_is_long
 from tests.helpers.processes import Pool
 
+HERE = Path(__file__).parent
+
 pytest_plugins = ["tests.helpers.stuck"]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what is long, skip GPU tests where there is none, and keep tests with real processes on one xdist worker."""
+    """Say what is long, skip GPU tests where there is none, and keep a folder's tests with real processes together.
+
+    An xdist worker starts the pools of ranks that its tests ask for, and each start takes seconds.
+    """
     mark_what_is_long(items)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
@@ -26,8 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if alone.runs_elsewhere(item):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-        elif "processes" in item.keywords:  # one worker has the pools of ranks
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        elif "processes" in item.keywords:
+            folder = item.path.relative_to(HERE).parts[0]
+            item.add_marker(pytest.mark.xdist_group(f"processes of {folder}"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
