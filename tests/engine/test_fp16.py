@@ -351,6 +351,22 @@ def test_every_part_of_an_output_trains_at_the_same_scale(form: str) -> None:
         assert_equal(found, wanted)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_a_unit_beside_the_model_is_refused_where_it_would_learn(plan: str) -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(copy.deepcopy(base), torch.optim.AdamW, plan, precision=fp16())
+        x = torch.ones(2, model.embed.embedding_dim, dtype=F16)
+        with torch.no_grad():
+            assert model.blocks[0](x).isfinite().all()
+        with pytest.raises(tz.Misuse, match=r"blocks\.0.* outside of the model's forward.*tz\.register_forward_method"):
+            model.blocks[0](x)
+        loss_of(model, batch()).backward()
+
+    on_ranks(2, body)
+
+
 class Closed:
     def __init__(self, logits: Tensor, aux: Tensor) -> None:
         self.aux = aux

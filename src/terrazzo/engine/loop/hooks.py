@@ -148,6 +148,12 @@ class Hooks:
             self.start_backward()
             self.schedule.recompute(unit)
             return
+        if self.scaler is not None and not self.schedule.in_forward and torch.is_grad_enabled():
+            raise Misuse(
+                f"{unit.title} was called outside of the model's forward, whose outputs alone get the loss scale of "
+                "fp16: its gradients would be too small by that. Call it in a method and name that by "
+                "tz.register_forward_method, call it under torch.no_grad(), or train in bf16."
+            )
         if not self.schedule.order.agreed and (pair := self._regions.enter(index, args)):
             self.schedule.program.join([pair])
         self.schedule.enter_forward(unit)
