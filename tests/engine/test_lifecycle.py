@@ -393,3 +393,18 @@ def test_what_sums_are_divided_by_outlives_the_engine() -> None:
         del model
         gc.collect()
         assert schedule._reductions._denominator() == 3.0
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
+def test_a_model_that_nobody_keeps_is_not_trained_in_silence(plan: str) -> None:
+    def body(rank: int) -> None:
+        kept = Net()
+        _, optimizer = tz.shard(nn.ModuleList([kept]), adamw(kept.parameters()), plan)
+        del _
+        with pytest.raises(tz.Misuse, match=r"'0\..*gone.*Keep what tz\.shard returns"):
+            loss_of(kept, batch(0, rank)).backward()
+        with pytest.raises(tz.Misuse, match=r"AdamW.*gone.*Keep what tz\.shard returns"):
+            optimizer.step()
+        assert torch.isfinite(loss_of(kept, batch(0, rank)))  # weights that are whole can be used
+
+    on_ranks(2, body)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
-from terrazzo.engine.loop.listeners import weakly
+from terrazzo.engine.loop.listeners import model_gone, weakly
 from terrazzo.engine.optim.around import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
@@ -151,8 +151,9 @@ class OptimizerDriver:
                 f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got: step that "
                 "one. It can be built anew over the model's parameters, and attached with tz.attach."
             )
-        if (model := self._model()) is not None:
-            model.prepare_step()
+        if (model := self._model()) is None:
+            raise model_gone(f"What this {type(optimizer).__name__} steps")
+        model.prepare_step()
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
