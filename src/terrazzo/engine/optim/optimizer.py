@@ -106,6 +106,11 @@ class OptimizerDriver:
         if self.background is not None:
             self.background.catch_up()
 
+    def await_states(self) -> None:
+        """Return once no update away from the device writes states; a step itself does not wait for those it began."""
+        if self.background is not None and not self._stepping:
+            self.background.await_states()
+
     def restored(self) -> None:
         """All states are about to be restored."""
         if self.background is not None:
@@ -287,6 +292,17 @@ class ShardedOptimizer(Optimizer):
     """Mixed into the class of an optimizer that drives a sharded model."""
 
     _driver: OptimizerDriver
+
+    @property
+    def state(self) -> Any:
+        """What is kept for each tensor of the groups; an update that is under way ends first."""
+        if (driver := vars(self).get("_driver")) is not None:
+            driver.await_states()
+        return vars(self)["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        vars(self)["state"] = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._driver.zero_grad(set_to_none)
