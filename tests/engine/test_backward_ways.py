@@ -242,6 +242,50 @@ def test_a_model_may_return_none(plan: str) -> None:
         assert loss == pytest.approx(alone.loss.item(), abs=1e-5)
 
 
+class Echo(Net):
+    """Returns leaves, which outlive its forward: a parameter, now and then, and an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Tensor, shift: Tensor, echo: bool) -> Any:
+        x = self.embed(tokens) + shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), self.bias if echo else self.bias * 1, shift if echo else shift * 1
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero2@cpu"])
+def test_leaves_that_are_returned_and_kept(plan: str) -> None:
+    base = Echo()
+
+    def loop(model: Any, optimizer: Any, rank: int | None = None) -> Tensor:
+        shift = torch.zeros(base.embed.weight.shape[1], requires_grad=True)
+        for number, echo in enumerate((True, True, False, True)):
+            losses = []
+            for each in [rank] if rank is not None else [0, 1]:
+                logits, bias, shifted = model(batch(number, each), shift, echo)
+                losses.append((logits * bias).square().mean() + bias.square() + shifted.sum())
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return shift.grad
+
+    alone = copy.deepcopy(base)
+    loop(alone, adamw(alone.parameters()))
+
+    def body(rank: int) -> tuple[dict[str, Tensor], int]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan)
+        loop(model, optimizer, rank)
+        return full_parameters(model), len(model.bias._backward_hooks)
+
+    for found, hooks in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 1e-5)
+        assert hooks <= 2  # one of this engine's for the last forward, and one that stays
+
+
 # -- what cannot be right -----------------------------------------------------------------------------------------
 
 

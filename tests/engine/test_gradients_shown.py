@@ -219,6 +219,51 @@ def test_a_gradient_that_is_replaced_is_refused() -> None:
     on_ranks(1, body)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3"])
+def test_a_gradient_set_by_hand_is_refused_whatever_was_shown(plan: str) -> None:
+    class Partly(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embed(tokens))
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Partly(), plan)
+        bias = model.blocks[1].up.bias
+        for backward in (False, True):  # none has been shown, or those of others
+            if backward:
+                loss_of(model, batch(0, rank)).backward()
+            before = full_parameters(model)
+            bias.grad = torch.ones(bias.shape)
+            for use in (optimizer.step, lambda: tz.clip_grad_norm_(model, 1.0)):
+                with pytest.raises(tz.Misuse, match=r"'blocks\.1\.up\.bias'.*replaced"):
+                    use()
+            assert all(torch.equal(before[name], value) for name, value in full_parameters(model).items())
+            optimizer.zero_grad()
+            optimizer.step()  # forgotten
+
+    on_ranks(2, body)
+
+
+def test_a_gradient_set_by_hand_that_backward_adds_to_is_that_of_one_process() -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        loss_of(model, data(0)).backward()
+        optimizer.step()
+
+    follows_one_process(Net(), loop, "zero2")
+
+
+def test_the_gradient_of_a_parameter_that_nothing_steps_is_the_users() -> None:
+    def body(rank: int) -> None:
+        model = Net()
+        with pytest.warns(UserWarning, match="in no optimizer"):
+            model, optimizer = tz.shard(model, adamw(model.head.parameters()), "zero2")
+        model.embed.weight.grad = torch.ones(model.embed.weight.shape)
+        optimizer.step()
+
+    on_ranks(1, body)
+
+
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
 def test_a_norm_that_is_not_finite_raises_if_asked(norm: float) -> None:
     def body(rank: int) -> None:

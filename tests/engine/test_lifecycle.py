@@ -136,6 +136,33 @@ def test_a_pass_that_raises_is_retried(plan: str, where: str) -> None:
         assert_close(found, dict(alone.named_parameters()), 2e-6)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "zero2@cpu"])
+def test_what_a_backward_that_raised_left_is_not_stepped(plan: str) -> None:
+    """Plans have come to different parts of the gradients by then."""
+    base = Fragile()
+    alone = copy.deepcopy(base)
+    train_alone(alone, adamw(alone.parameters()), 2, 2)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, plan)
+        for number in range(2):
+            model.fail = "backward"
+            with pytest.raises(Fault):
+                loss_of(model, batch(number, rank)).backward()
+            for use in (lambda: tz.clip_grad_norm_(model, 1.0), optimizer.step):
+                with pytest.raises(tz.Misuse, match=r"backward that raised.*zero_grad"):
+                    use()
+            model.fail = ""
+            if number:  # the next forward forgets as well
+                optimizer.zero_grad()
+                optimizer.step()
+            train(model, optimizer, 1, rank, first=number)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
 def test_an_exception_leaves_the_parameters_at_rest() -> None:
     def body(rank: int) -> None:
         model, _ = sharded(Fragile(), "zero3")
@@ -366,3 +393,18 @@ def test_what_sums_are_divided_by_outlives_the_engine() -> None:
         del model
         gc.collect()
         assert schedule._reductions._denominator() == 3.0
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
+def test_a_model_that_nobody_keeps_is_not_trained_in_silence(plan: str) -> None:
+    def body(rank: int) -> None:
+        kept = Net()
+        _, optimizer = tz.shard(nn.ModuleList([kept]), adamw(kept.parameters()), plan)
+        del _
+        with pytest.raises(tz.Misuse, match=r"'0\..*gone.*Keep what tz\.shard returns"):
+            loss_of(kept, batch(0, rank)).backward()
+        with pytest.raises(tz.Misuse, match=r"AdamW.*gone.*Keep what tz\.shard returns"):
+            optimizer.step()
+        assert torch.isfinite(loss_of(kept, batch(0, rank)))  # weights that are whole can be used
+
+    on_ranks(2, body)

@@ -18,7 +18,19 @@ from terrazzo import checkpoint
 from terrazzo.engine import ModelState, engine_of
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS, held_back
 from tests.engine.test_lifecycle import Fault, Fragile
-from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, mesh_for, on_ranks, train
+from tests.engine.toys import (
+    Net,
+    adamw,
+    assert_close,
+    assert_equal,
+    batch,
+    full_parameters,
+    loss_of,
+    mesh_for,
+    on_ranks,
+    sharded,
+    train,
+)
 
 
 @dataclass
@@ -382,3 +394,31 @@ def test_units_are_updated_while_backward_runs() -> None:
     on_ranks(2, body)
     assert [flags[0] for flags in begun] == [False, False]
     assert [flags[3] for flags in begun] == [True, True]
+
+
+@pytest.mark.parametrize("step", ["overlapped", "backward", "synchronous"])
+def test_moments_reset_right_after_a_step_are_those_of_one_process(step: Any) -> None:
+    """An update that goes on behind the step would write them once more."""
+    base = Net()
+
+    def loop(model: Any, optimizer: Any, ranks: list[int]) -> None:
+        for number in range(4):
+            torch.stack([loss_of(model, batch(number, rank)) for rank in ranks]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                for state in optimizer.state.values():
+                    state["exp_avg"].zero_()
+                    state["exp_avg_sq"].zero_()
+                    state["step"].zero_()
+
+    alone = copy.deepcopy(base)
+    loop(alone, adamw(alone.parameters()), [0, 1])
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, "zero2@cpu", offload=tz.Offload(step=step))
+        loop(model, optimizer, [rank])
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)

@@ -8,10 +8,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.agreement import Agreement
-from terrazzo.engine.loop.listeners import before_gradient, eager, inside_backward, on_backward, take_last, weakly
+from terrazzo.engine.loop.listeners import (
+    before_gradient,
+    eager,
+    inside_backward,
+    on_backward,
+    take_last,
+    weakly,
+    while_kept,
+)
 from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_asides, scale_asides, scale_output
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
@@ -44,6 +53,7 @@ class Hooks:
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
         self.tell_of_gradients(begun=_ignore, ended=_ignore, before_use=_ignore)
+        self._on_leaves: dict[tuple[int, int], tuple[int, RemovableHandle]] = {}
         self._late: set[int] = set()
         self._passes = 0
         self._regions = Regions()
@@ -68,7 +78,8 @@ class Hooks:
                 member.parameter.terrazzo_reach = weakly(self, Hooks.reach, unit.index)  # type: ignore[attr-defined]
             for number, bucket in enumerate(unit.buckets):
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
-                    take_last(member.parameter, weakly(self, Hooks.take_gradient, unit.index, number, index))
+                    take = while_kept(self, Hooks.take_gradient, repr(member.name), unit.index, number, index)
+                    take_last(member.parameter, take)
         model.register_forward_hook(eager(weakly(self, Hooks.after_model)))
         model.register_forward_hook(eager(weakly(self, Hooks.model_ended)), always_call=True)
 
@@ -126,6 +137,7 @@ class Hooks:
             return scale_output(output, self.scaler) if self.scaler and is_differentiated() else output
         if self.units[0].is_root:
             self.after_unit(0, module, args, output)
+        self._leave_leaves()
         training = torch.is_grad_enabled()
         self.schedule.end_forward()
         if training and not self.schedule.order.agreed:
@@ -286,8 +298,18 @@ class Hooks:
         differentiable += put_aside([unit.module, *self._inside[unit.index]])
         hook = on_backward(self, unit.index, unit.generation)
         for leaf in differentiable:
-            before_gradient(leaf, hook)
+            if (handle := before_gradient(leaf, hook)) is not None:
+                _, earlier = self._on_leaves.get((unit.index, id(leaf)), (0, None))
+                if earlier is not None:
+                    earlier.remove()
+                self._on_leaves[unit.index, id(leaf)] = unit.generation, handle
         return bool(differentiable), opaque
+
+    def _leave_leaves(self) -> None:
+        """Leaves that a forward has returned, such as a parameter, may be kept: their hooks go as weights change."""
+        changed = [key for key, (was, _) in self._on_leaves.items() if was != self.units[key[0]].generation]
+        for key in changed:
+            self._on_leaves.pop(key)[1].remove()
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:

@@ -11,8 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["before_gradient", "eager", "inside_backward", "on_backward", "take_last", "weakly"]
+from terrazzo.errors import Misuse
+
+__all__ = [
+    "before_gradient",
+    "eager",
+    "inside_backward",
+    "model_gone",
+    "on_backward",
+    "take_last",
+    "weakly",
+    "while_kept",
+]
 
 
 def weakly(owner: object, method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
@@ -26,6 +38,28 @@ def weakly(owner: object, method: Callable[..., Any], *first: Any) -> Callable[.
     def call(*further: Any) -> Any:
         live = reference()
         return method(live, *first, *further) if live is not None else None
+
+    return call
+
+
+def model_gone(name: str) -> Misuse:
+    """What to raise where `name` would train a model that has been freed."""
+    return Misuse(
+        f"{name} belongs to a sharded model that is gone, because nobody kept it: it would not train. Keep what "
+        "tz.shard returns for as long as it is trained, as in 'model, optimizer = tz.shard(model, optimizer)', and "
+        "call that."
+    )
+
+
+def while_kept(owner: object, method: Callable[..., Any], name: str, *first: Any) -> Callable[..., Any]:
+    """As `weakly`, for what must not happen once the owner is gone: `name`, which then is refused."""
+    reference = weakref.ref(owner)
+
+    def call(*further: Any) -> Any:
+        live = reference()
+        if live is None:
+            raise model_gone(name)
+        return method(live, *first, *further)
 
     return call
 
@@ -55,17 +89,21 @@ def on_backward(hooks: Any, index: int, generation: int) -> Callable[[Any], None
     return backward
 
 
-def before_gradient(output: Tensor, hook: Callable[[Any], None]) -> None:
+def before_gradient(output: Tensor, hook: Callable[[Any], None]) -> RemovableHandle | None:
     """Have `hook` called before backward comes to where `output` was made.
 
     Hooks of the tensor itself would not do: a view that is changed in place is made anew, from its base.
+
+    Returns: for a leaf, which outlives the forward, what takes the hook away again.
     """
     made_by = [tensor.grad_fn for tensor in (output, output._base) if tensor is not None]
     for node in made_by:
         if node is not None:
             node.register_prehook(hook)  # type: ignore[no-untyped-call, unused-ignore]
-    if made_by[0] is None:
-        output.register_hook(hook)  # type: ignore[no-untyped-call, unused-ignore]
+    if made_by[0] is not None:
+        return None
+    handle: RemovableHandle = output.register_hook(hook)  # type: ignore[no-untyped-call, unused-ignore]
+    return handle
 
 
 def take_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:

@@ -159,8 +159,22 @@ class Engine:
     def prepare_step(self) -> None:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
         self.require_own_weights("optimizer.step()")
+        self._require_whole_gradients("optimizer.step()")
         self.hooks.adopt_edits()
         self.hooks.before_use()
+
+    def _require_whole_gradients(self, what: str) -> None:
+        """Refuse `what` where a backward has raised, or is running: each plan has another part of its gradients.
+
+        Raises:
+            Misuse: there.
+        """
+        if self.schedule.in_backward:
+            raise Misuse(
+                f"{what} was called after a backward that raised, or inside of one: a part of the parameters have "
+                "gradients, and the others have none. Call optimizer.zero_grad() instead, or leave it out, and run "
+                "forward and backward of the whole step again."
+            )
 
     def _have_masters(self) -> None:
         """Have all in the master weights: what the user has written into weights, and what updates do to them."""
@@ -169,6 +183,12 @@ class Engine:
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See `tz.clip_grad_norm_`."""
+        self._require_whole_gradients("tz.clip_grad_norm_")
+        if any(bucket.gradient.unfinished for bucket in self.trainable()):
+            raise Misuse(
+                "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last "
+                "micro-batch's backward outside 'with tz.accumulate(model)' first."
+            )
         self.hooks.before_use()
         for driver in self.drivers:
             driver.prepare_clipping(max_norm)

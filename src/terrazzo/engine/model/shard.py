@@ -46,7 +46,7 @@ from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, Misuse, listed, warn
+from terrazzo.errors import BadInput, listed, warn
 
 __all__ = ["clip_grad_norm_", "estimate", "gathered", "shard"]
 
@@ -179,11 +179,6 @@ def clip_grad_norm_(
         raise BadInput(
             f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
             "float('inf') as norm_type takes the maximum."
-        )
-    if any(bucket.gradient.unfinished for bucket in engine.trainable()):
-        raise Misuse(
-            "tz.clip_grad_norm_ was called while gradients were still being accumulated. Run the last micro-batch's "
-            "backward outside 'with tz.accumulate(model)' first."
         )
     return engine.clip(max_norm, float(norm_type), error_if_nonfinite)
 

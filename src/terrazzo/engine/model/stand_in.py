@@ -86,11 +86,7 @@ class _Shelf:
             if grad is None and seen[index]:
                 indices.append(index)
             elif grad is not None:
-                raise Misuse(
-                    f"The .grad of {self.bucket.members[index].name!r} was replaced by a tensor, but the gradients of "
-                    "a sharded model are in memory of the engine. Change them in place (mul_, div_, zero_), or before "
-                    "backward with parameter.register_hook."
-                )
+                raise _set_by_hand(self.bucket.members[index])
         return indices
 
 
@@ -101,12 +97,13 @@ class _StandIns:
         self._weak_engine = weakref.ref(engine)
         self._buckets = engine.trainable()
         self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
+        self._members = [member for bucket in self._buckets for member in bucket.members]
         self._shelves: list[_Shelf] = []
         self._shown: list[_Shelf] = []
         self._refusals: weakref.WeakKeyDictionary[Segment, _Refusal] = weakref.WeakKeyDictionary()
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
-        engine.hooks.tell_of_gradients(begun=self.take_away, ended=self.show, before_use=self.notice_dropped)
+        engine.hooks.tell_of_gradients(begun=self.take_away, ended=self.show, before_use=self.before_use)
         before = weakly(self, _StandIns.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
@@ -158,6 +155,19 @@ class _StandIns:
 
     def _segments(self) -> list[Segment]:
         return [segment for driver in self._engine.drivers for segment in driver.segments]
+
+    def before_use(self) -> None:
+        """Gradients are about to be clipped or taken, which are those of the engine alone.
+
+        Raises:
+            Misuse: where a parameter that is stepped has another one, which would change nothing.
+        """
+        with _PLAINLY():
+            for member in self._members:
+                grad = member.parameter.grad
+                if grad is not None and not isinstance(grad, _StandIn) and member.group >= 0:
+                    raise _set_by_hand(member)
+        self.notice_dropped()
 
     def notice_dropped(self) -> None:
         """Forget gradients whose `.grad` someone has set to None since they were shown."""
@@ -219,6 +229,15 @@ class _StandIns:
                 "the last micro-batch's backward outside 'with tz.accumulate(model)' first; zero_grad() of the "
                 "optimizer or the model forgets them."
             )
+
+
+def _set_by_hand(member: Member) -> Misuse:
+    return Misuse(
+        f"The .grad of {member.name!r} was replaced by a tensor, by hand or before tz.shard, and no step would use it: "
+        "the gradients of a sharded model are in memory of the engine, where backward() puts them. Change those in "
+        "place (mul_, div_, zero_), or before backward with parameter.register_hook; optimizer.zero_grad() forgets "
+        "this one."
+    )
 
 
 def _member(key: Key) -> Member:

@@ -124,6 +124,11 @@ class Background:
             unit.catch_up()
         self._updater.flush().wait()
 
+    def await_states(self) -> None:
+        """Wait until no update writes what the optimizer keeps; weights at rest follow later. Not collective."""
+        if any(unit.updating for unit in self._off_device):
+            self._updater.flush().wait()
+
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on.
 

@@ -54,6 +54,9 @@ class OffDeviceUpdates(Protocol):
     def catch_up(self) -> None:
         """Wait for every update, and bring all weights at rest in line."""
 
+    def await_states(self) -> None:
+        """Wait until no update writes what the optimizer keeps. Not collective."""
+
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on.
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
-from terrazzo.engine.loop.listeners import weakly
+from terrazzo.engine.loop.listeners import model_gone, weakly
 from terrazzo.engine.optim.around import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
@@ -106,6 +106,11 @@ class OptimizerDriver:
         if self.background is not None:
             self.background.catch_up()
 
+    def await_states(self) -> None:
+        """Return once no update away from the device writes states; a step itself does not wait for those it began."""
+        if self.background is not None and not self._stepping:
+            self.background.await_states()
+
     def restored(self) -> None:
         """All states are about to be restored."""
         if self.background is not None:
@@ -151,8 +156,9 @@ class OptimizerDriver:
                 f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got: step that "
                 "one. It can be built anew over the model's parameters, and attached with tz.attach."
             )
-        if (model := self._model()) is not None:
-            model.prepare_step()
+        if (model := self._model()) is None:
+            raise model_gone(f"What this {type(optimizer).__name__} steps")
+        model.prepare_step()
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
@@ -286,6 +292,17 @@ class ShardedOptimizer(Optimizer):
     """Mixed into the class of an optimizer that drives a sharded model."""
 
     _driver: OptimizerDriver
+
+    @property
+    def state(self) -> Any:
+        """What is kept for each tensor of the groups; an update that is under way ends first."""
+        if (driver := vars(self).get("_driver")) is not None:
+            driver.await_states()
+        return vars(self)["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        vars(self)["state"] = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._driver.zero_grad(set_to_none)
