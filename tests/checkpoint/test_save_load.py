@@ -398,3 +398,45 @@ def test_adapters_of_other_settings_are_named_first(tmp_path: Path, monkeypatch:
             checkpoint.load(tmp_path / "a", *build("zero3"))
 
     run_in_threads(2, body)
+
+
+class Counting(nn.Linear):
+    """Keeps a number, beside its weights, where state dicts have it."""
+
+    count: int | None = None
+
+    def get_extra_state(self) -> Any:
+        return None if self.count is None else {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = None if state is None else state["count"]
+
+
+def test_what_modules_keep_beside_tensors_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(nn.Sequential(Counting(3, 3)), torch.optim.SGD, "zero3")
+        checkpoint.save(tmp_path / "none", model, optimizer)
+        checkpoint.load_weights(model, tmp_path / "none")
+        model[0].count = 7
+        with pytest.raises(BadInput, match=r"get_extra_state of '0' \(Counting\) gives a dict.*extra=\{\.\.\.\}"):
+            checkpoint.save(tmp_path / "seven", model, optimizer)
+        with pytest.raises(BadInput, match=r"missing '0\._extra_state'"):
+            checkpoint.load_weights(model, tmp_path / "none")
+
+    run_in_threads(2, body)
+    assert [found.name for found in tmp_path.iterdir()] == ["none"]
+
+
+def test_a_full_state_dict_brings_what_modules_keep_beside_tensors() -> None:
+    plain = nn.Sequential(Counting(3, 3))
+    plain[0].count = 7
+
+    def body(rank: int) -> dict[str, Any]:
+        model, _ = tz.shard(nn.Sequential(Counting(3, 3)), None, "zero3")
+        assert model.load_state_dict(plain.state_dict()) == ([], [])
+        return tz.full_state_dict(model, keep=True)
+
+    for state in run_in_threads(2, body):
+        found = nn.Sequential(Counting(3, 3))
+        found.load_state_dict(state)
+        assert found[0].count == 7 and torch.equal(found[0].weight, plain[0].weight)

@@ -36,7 +36,8 @@ def save(
         run: what tells this run from others that save in the same place; retention goes by it.
 
     Raises:
-        BadInput: `path` exists, `extra` holds what JSON cannot, or `optimizer` is not what steps the model.
+        BadInput: `path` exists, `extra` holds what JSON cannot, a module's `get_extra_state` gives something other
+            than None, or `optimizer` is not what steps the model.
         SaveFailed: a rank could not write its part; nothing is visible under the name `path`.
     """
     snapshot = take(path, model, optimizer, extra or {}, run)

@@ -21,7 +21,14 @@ from terrazzo.checkpoint.shard import Entry, arrange
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.stores import check_new, store_and_name
 from terrazzo.checkpoint.tensors import bytes_of, name_of
-from terrazzo.engine import DTYPE_FIELDS, ModelState, engine_of, parameter_names, persistent_buffers
+from terrazzo.engine import (
+    DTYPE_FIELDS,
+    ModelState,
+    check_no_extra_state,
+    engine_of,
+    parameter_names,
+    persistent_buffers,
+)
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, together
 
@@ -50,9 +57,11 @@ def take(
     """Describe the state of now. Collective.
 
     Raises:
-        BadInput: `path` exists, `extra` holds what JSON cannot, or `optimizer` is not what steps the model.
+        BadInput: `path` exists, `extra` holds what JSON cannot, a module has a state of its own beside parameters and
+            buffers, or `optimizer` is not what steps the model.
     """
     together(lambda: _check(path, extra), BadInput)
+    together(lambda: check_no_extra_state(model), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
     held = _held(model, with_optimizer=optimizer is not None)
     nonce = gather_json(os.urandom(4).hex())[0]

@@ -40,7 +40,7 @@ from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.model.full_state import OptimizerStates
 from terrazzo.engine.model.methods import register_forward_method
 from terrazzo.engine.model.module import ShardedModule
-from terrazzo.engine.model.names import PersistentBuffer, persistent_buffers
+from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
 from terrazzo.engine.model.pieces import Piece
 from terrazzo.engine.model.restore import Read
 from terrazzo.engine.model.shard import clip_grad_norm_, estimate, gathered, shard
@@ -97,6 +97,7 @@ __all__ = [
     "Zeros",
     "accumulate",
     "attach",
+    "check_no_extra_state",
     "check_optimizer",
     "checkpoint_activations",
     "clip_grad_norm_",

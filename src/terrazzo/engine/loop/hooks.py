@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.agreement import Agreement
+from terrazzo.engine.loop.copies import Copies
 from terrazzo.engine.loop.listeners import (
     before_gradient,
     eager,
@@ -65,6 +66,7 @@ class Hooks:
             if not bucket.resident
         }
         self._saved = SavedWeights(storages, weakly(self, Hooks.use_saved))
+        self._copies = Copies(storages)
 
     def attach(self, model: nn.Module) -> None:
         """Register every hook on `model` and its units' modules and trainable parameters."""
@@ -80,6 +82,8 @@ class Hooks:
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
                     take = while_kept(self, Hooks.take_gradient, repr(member.name), unit.index, number, index)
                     take_last(member.parameter, take)
+        for module in model.modules():
+            module.register_state_dict_post_hook(weakly(self._copies, Copies.in_state_dict))
         model.register_forward_hook(eager(weakly(self, Hooks.after_model)))
         model.register_forward_hook(eager(weakly(self, Hooks.model_ended)), always_call=True)
 
@@ -133,6 +137,7 @@ class Hooks:
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model's forward has returned `output`; returns what the user gets. Collective until ranks agree."""
+        output = self._copies.of_output(output)
         if inside_backward():  # a reentrant checkpoint around the model differentiates what it runs again
             return scale_output(output, self.scaler) if self.scaler and is_differentiated() else output
         if self.units[0].is_root:
@@ -170,13 +175,18 @@ class Hooks:
             self.schedule.program.join([pair])
         self.schedule.enter_forward(unit)
 
-    def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward of a unit has returned `output`, through whose tensors its backward will be announced."""
+    def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward of a unit has returned `output`, through whose tensors its backward will be announced.
+
+        Returns:
+            What its caller gets: copies of gathered weights in place of views, which end when they are released.
+        """
         unit = self.units[index]
+        output = self._copies.of_output(output)
         if inside_backward():
             if is_differentiated() and self._watch(unit, output)[0]:
                 self.schedule.expect_backward(unit)
-            return
+            return output
         training = torch.is_grad_enabled()
         announced, opaque = self._watch(unit, output) if training else (False, False)
         if opaque:
@@ -185,6 +195,7 @@ class Hooks:
             self.schedule.hold_until_backward_ends(unit)
         else:
             self.schedule.leave_forward(unit, training, announced or (not training and self._regions.reentrant))
+        return output
 
     def reach(self, index: int) -> bool:
         """Weights of a unit are asked for outside of its own forward: inside the model's, they are gathered.

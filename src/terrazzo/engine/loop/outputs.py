@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from terrazzo.engine.scaler import LossScaler, scale_backward
 from terrazzo.errors import Misuse
 
-__all__ = ["PLAIN", "leaves_of", "put_aside", "restore_asides", "scale_asides", "scale_output"]
+__all__ = ["PLAIN", "leaves_of", "map_tensors", "put_aside", "restore_asides", "scale_asides", "scale_output"]
 
 PLAIN = (Tensor, bool, int, float, str, type(None))
 """Leaves that hide no tensor."""
@@ -44,29 +44,28 @@ def put_aside(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 
-# -- under fp16 --------------------------------------------------------------------------------------------------------
+def map_tensors(
+    change: Callable[[Tensor], Tensor], output: Any, closed: Callable[[Any], None] = lambda leaf: None
+) -> Any:
+    """The structure of `output` with its tensors changed.
 
-
-def scale_output(output: Any, scaler: LossScaler) -> Any:
-    """The structure of `output` in fp32, whose gradients are multiplied by the scale on their way in.
-
-    Raises:
-        Misuse: for an object that cannot be opened and has a tensor with a gradient, which would lack the scale.
+    Args:
+        closed: told of each other leaf that cannot be opened; it stays as it is.
     """
 
-    def scaled(leaf: Any) -> Any:
+    def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return scale_backward(leaf, scaler) if leaf.is_floating_point() else leaf
+            return change(leaf)
         parts = _parts(leaf)
         if parts is None:
-            _check_closed(leaf)
+            closed(leaf)
             return leaf
         made = copy.copy(leaf)
         for name, part in parts.items():
-            _set(made, name, tree_map(scaled, part))
+            _set(made, name, tree_map(changed, part))
         return made
 
-    return tree_map(scaled, output)
+    return tree_map(changed, output)
 
 
 def _set(made: Any, name: Any, value: Any) -> None:
@@ -77,6 +76,22 @@ def _set(made: Any, name: Any, value: Any) -> None:
         setattr(made, name, value)
     except dataclasses.FrozenInstanceError:
         object.__setattr__(made, name, value)
+
+
+# -- under fp16 --------------------------------------------------------------------------------------------------------
+
+
+def scale_output(output: Any, scaler: LossScaler) -> Any:
+    """The structure of `output` in fp32, whose gradients are multiplied by the scale on their way in.
+
+    Raises:
+        Misuse: for an object that cannot be opened and has a tensor with a gradient, which would lack the scale.
+    """
+
+    def scaled(tensor: Tensor) -> Tensor:
+        return scale_backward(tensor, scaler) if tensor.is_floating_point() else tensor
+
+    return map_tensors(scaled, output, _check_closed)
 
 
 def _check_closed(leaf: Any) -> None:

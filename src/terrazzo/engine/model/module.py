@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
-from terrazzo.engine.model.names import persistent_buffers
+from terrazzo.engine.model.names import extra_state, extra_state_takers, persistent_buffers
 from terrazzo.engine.model.state import ModelState
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.engine.parameter import AtRest
@@ -49,7 +49,8 @@ class ShardedModule(nn.Module):
         """The state dict of any module, once no update is under way. Collective while one may be.
 
         Raises:
-            Misuse: where a plan splits weights; it names the calls that have them. Inside `tz.gathered` they are there.
+            Misuse: where a plan splits weights; it names the calls that have them. Inside `tz.gathered` they are there,
+                and what this gives are copies, which stay.
         """
         self._terrazzo.catch_up()
         away = next((name for name, each in self.named_parameters() if isinstance(each, AtRest)), None)
@@ -85,7 +86,8 @@ class ShardedModule(nn.Module):
 
         Args:
             state_dict: full tensors of any dtype, the same on every rank. It may be lazy: each is looked up when it is
-                needed. A tensor that the model has under several names may come under any of them.
+                needed. A tensor that the model has under several names may come under any of them. Modules that have
+                their own `set_extra_state` are given theirs.
             strict: refuse missing and unexpected names; else what is missing keeps its values.
             assign: changes nothing: parameters stay views of the engine's memory, in the dtypes of its precision.
 
@@ -105,13 +107,19 @@ class ShardedModule(nn.Module):
         known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
         known |= {name for buffer in buffers for name in buffer.names}
         given = {buffer.name: [name for name in buffer.names if name in state_dict] for buffer in buffers}
+        takers = extra_state_takers(self)
+        known |= takers.keys()
         missing = sorted(own.missing(state_dict) | {name for name, present in given.items() if not present})
+        missing += [name for name, each in takers.items() if name not in state_dict and extra_state(each) is not None]
         unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             how = _meant(state_dict, unexpected, known) or "Pass strict=False to load what matches."
             lists = [listed([*map(repr, names)], _NAMED) or "nothing" for names in (missing, unexpected)]
             raise BadInput(f"load_state_dict: missing {lists[0]}, unexpected {lists[1]}. {how}")
         own.load(state_dict, {names[0]: buffer.tensor for buffer in buffers if (names := given[buffer.name])})
+        for name, module in takers.items():
+            if name in state_dict:
+                module.set_extra_state(state_dict[name])
         return _Loaded(missing, unexpected)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -1,12 +1,16 @@
-"""Persistent buffers, which every rank holds whole, and their names."""
+"""What every rank holds whole beside parameters: persistent buffers, what modules put into state dicts; their names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["PersistentBuffer", "persistent_buffers"]
+from terrazzo.errors import BadInput
+
+__all__ = ["PersistentBuffer", "check_no_extra_state", "extra_state", "extra_state_takers", "persistent_buffers"]
 
 
 @dataclass
@@ -21,7 +25,7 @@ class PersistentBuffer:
         return self.names[0]
 
 
-def persistent_buffers(model: torch.nn.Module) -> list[PersistentBuffer]:
+def persistent_buffers(model: nn.Module) -> list[PersistentBuffer]:
     """The buffers that belong to `state_dict()`, each once however many modules share it."""
     by_tensor: dict[int, PersistentBuffer] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -30,3 +34,33 @@ def persistent_buffers(model: torch.nn.Module) -> list[PersistentBuffer]:
                 buffer = by_tensor.setdefault(id(tensor), PersistentBuffer(tensor))
                 buffer.names.append(f"{prefix}.{name}" if prefix else name)
     return list(by_tensor.values())
+
+
+def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with their own `set_extra_state`, by the name that a state dict has for what they take."""
+    return {
+        f"{prefix}._extra_state" if prefix else "_extra_state": module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+
+
+def extra_state(module: nn.Module) -> Any:
+    """What it puts into a state dict beside parameters and buffers; None for nothing."""
+    return module.get_extra_state() if type(module).get_extra_state is not nn.Module.get_extra_state else None
+
+
+def check_no_extra_state(model: nn.Module) -> None:
+    """Refuse modules that would put more than parameters and buffers into a state dict.
+
+    Raises:
+        BadInput: a module whose `get_extra_state` gives something other than None.
+    """
+    for name, module in model.named_modules():
+        if (given := extra_state(module)) is not None:
+            raise BadInput(
+                f"get_extra_state of {repr(name) if name else 'the model'} ({type(module).__name__}) gives a"
+                f" {type(given).__name__}, which a checkpoint does not hold: it would be lost. Register tensors as"
+                " buffers; or put the value into extra={...}, set it again from what load returns, and have"
+                " get_extra_state return None."
+            )

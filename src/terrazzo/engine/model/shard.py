@@ -195,6 +195,9 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Ten
     also if the body raises. Where it splits them, writing without `write` is refused; what was written is lost then,
     and if the body raises.
 
+    Where the plan splits weights, what is read here ends with the block: `clone()` what is to stay, such as
+    `p.detach()` or a slice. `state_dict()`, of the model and of modules inside it, gives copies, which stay.
+
     Raises:
         Misuse: at the end, for what was written without `write` under a plan that splits weights.
     """

@@ -63,14 +63,19 @@ class OptimizerDriver:
         self.scaler = LossScaler(scaling) if scaling else None
         self.reference, self._retired = weakref.ref(optimizer), False
         self._moments_differ = self.recipe.precision.moments != self.recipe.precision.master
+        self._listed = [*optimizer.param_groups]
         self._fill_groups(optimizer)
         self.progress.hyper_parameters[self.groups.start] = hyper_parameters(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def _fill_groups(self, optimizer: Optimizer) -> None:
+        by_group: dict[int, list[Segment]] = {index: [] for index in self.groups}
+        for segment in self.segments:
+            if not (self._stepping and self._is_stepped_apart(segment)):
+                by_group[segment.group].append(segment)
         for index, given, group in zip(self.groups, self.given, optimizer.param_groups, strict=True):
-            segments = [segment for segment in self.segments if segment.group == index]
+            segments = by_group[index]
             shows_given = self._shows_given and not self._stepping
             group["params"] = given if shows_given else [segment.parameter for segment in segments]
             if "param_names" in group:
@@ -83,8 +88,22 @@ class OptimizerDriver:
 
     def _turn(self, optimizer: Optimizer, stepping: bool) -> None:
         self._stepping = stepping
-        if self._shows_given:
+        if self._shows_given or any(map(self._is_stepped_apart, self.segments)):
             self._fill_groups(optimizer)
+
+    def _is_stepped_apart(self, segment: Segment) -> bool:
+        """Whether the optimizer's own step is to leave it alone, without a gradient too: it decays all, perhaps."""
+        return self._skipping or self._moments_differ or segment.bucket.updated_off_device
+
+    def _check_groups(self, optimizer: Optimizer) -> None:
+        """Param groups are known by their places."""
+        now, places = optimizer.param_groups, {id(group): place for place, group in enumerate(self._listed)}
+        if len(now) != len(self._listed) or any(places.get(id(group), i) != i for i, group in enumerate(now)):
+            raise Misuse(
+                f"The param groups of this {type(optimizer).__name__} were removed or reordered after sharding: it had"
+                f" {len(self._listed)} and has {len(now)}. Leave optimizer.param_groups as it was, and change what is"
+                " in a group, such as its 'lr'; or change the groups before tz.shard."
+            )
 
     @property
     def optimizer(self) -> Optimizer:
@@ -99,6 +118,7 @@ class OptimizerDriver:
 
     def _reduced(self, unit: int) -> None:
         if self.background is not None:
+            self._check_groups(self.optimizer)
             self.background.unit_reduced(unit, self.optimizer)
 
     def catch_up(self) -> None:
@@ -164,6 +184,8 @@ class OptimizerDriver:
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
+        self._check_groups(optimizer)
+        self._skipping = False
         self._turn(optimizer, stepping=True)
         self.drop_segment_gradients()
         for unit in self.units:
@@ -172,6 +194,7 @@ class OptimizerDriver:
             self._skipping = self._overflowed()
             self.scaler.update(self._skipping)
             if self._skipping:
+                self._fill_groups(optimizer)
                 return
         self._cut_segments(optimizer)
         if self.background is not None:

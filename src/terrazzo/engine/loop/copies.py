@@ -1,0 +1,53 @@
+"""Copies of gathered weights for whoever keeps them longer than they are here: their memory is freed under views."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.loop.outputs import leaves_of, map_tensors
+from terrazzo.engine.parameter import AtRest
+
+__all__ = ["Copies"]
+
+
+class Copies:
+    """Makes them.
+
+    Args:
+        storages: addresses of those that gathered weights lie in.
+    """
+
+    def __init__(self, storages: Container[int]) -> None:
+        self._storages = storages
+        self._latest: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+
+    def of_output(self, output: Any) -> Any:
+        """What a forward has returned, with differentiable copies in place of views of weights."""
+        if not any(isinstance(leaf, Tensor) and self._is_view(leaf) for leaf in leaves_of(output)):
+            return output
+        return map_tensors(lambda tensor: tensor.clone() if self._is_view(tensor) else tensor, output)
+
+    def in_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Copy the weights of `module` that its `state_dict` has just put into `state`; tied ones share their copy."""
+        for name, parameter in module._parameters.items():
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and self._is_view(value):
+                other, copied = self._latest.get(id(parameter), (None, None))
+                copy = copied() if copied is not None else None
+                if copy is None or state.get(str(other)) is not copy:
+                    copy = value.clone()
+                    self._latest[id(parameter)] = (prefix + name, weakref.ref(copy))
+                state[prefix + name] = copy
+
+    def _is_view(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, AtRest) or tensor.layout is not torch.strided:
+            return False
+        try:
+            return tensor.untyped_storage()._cdata in self._storages
+        except NotImplementedError:  # inside a transform of torch.func, say: no weight of ours
+            return False

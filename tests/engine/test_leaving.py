@@ -1,0 +1,114 @@
+"""What the user takes away from gathered weights: it must stay what it was when their memory is freed."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import terrazzo as tz
+from tests.engine.toys import Net, assert_equal, follows_one_process, on_ranks, plain_loop, sharded
+
+
+class Positions(nn.Module):
+    """Hands out views of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 16 * 13).view(16, 13))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"views": [self.table[: x.shape[1]], self.scale], "seen": self.scale.detach()}
+
+
+class Leaking(Net):
+    """Uses a unit's weights after that unit, and returns some of its own, for a loss and for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.scales: list[Tensor] = []
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        x = self.embed(tokens)
+        given = self.positions(x)
+        for block in self.blocks:
+            x = block(x)
+        table, scale = given["views"]
+        x = self.head(x * scale + table)
+        return x * self.temperature, self.temperature, {"scale": given["seen"], "bias": self.head.bias.detach()}
+
+
+def take_all(model: Any, optimizer: Any, data: Any) -> None:
+    """Trains on one output that is a weight, and reads others after backward."""
+    for number in range(3):
+        logits, temperature, seen = model(data(number))
+        ((logits.square().mean() + temperature) * temperature).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.scales.append(seen["scale"] + seen["bias"].sum())
+
+
+@pytest.mark.parametrize("plan", ["zero3", "shard_grad_op"])
+def test_outputs_that_are_views_of_weights_train_and_stay(plan: str) -> None:
+    follows_one_process(Leaking(), take_all, plan)
+
+
+def test_what_evaluation_returned_stays() -> None:
+    base = Leaking()
+
+    def body(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+        model, _ = sharded(base, "zero3")
+        with torch.no_grad():
+            _, temperature, seen = model(torch.zeros(2, 5, dtype=torch.long))
+            model(torch.ones(2, 5, dtype=torch.long))
+        return temperature, seen
+
+    for temperature, seen in on_ranks(2, body):
+        assert temperature == 1.5
+        assert_equal(seen, {"scale": base.positions.scale.detach(), "bias": base.head.bias.detach()})
+
+
+def test_a_state_dict_outlives_the_block_it_was_made_in() -> None:
+    base = Net()
+
+    def body(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        model, optimizer = sharded(base, "zero3")
+        with tz.gathered(model):
+            state, inner = model.state_dict(), model.blocks[1].state_dict()
+        plain_loop(model, optimizer, lambda number: torch.zeros(2, 5, dtype=torch.long))
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        return state, inner, torch.load(file)
+
+    for state, inner, read in on_ranks(2, body):
+        assert_equal(state, base.state_dict())
+        assert_equal(inner, base.blocks[1].state_dict())
+        assert_equal(read, base.state_dict())
+
+
+def test_tied_weights_share_their_copy_and_whole_ones_are_none() -> None:
+    base = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    base["b"].weight = base["a"].weight
+
+    def body(rank: int) -> None:
+        for plan in ("zero1", "zero3"):
+            model, _ = sharded(base, plan)
+            with tz.gathered(model):
+                state = model.state_dict()
+                assert (state["a.weight"].data_ptr() == model["a"].weight.data_ptr()) == (plan == "zero1")
+                with torch.no_grad():
+                    first = state["a.weight"].clone()
+                again = model.state_dict()
+            assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr()
+            if plan == "zero3":
+                assert again["a.weight"].data_ptr() != state["a.weight"].data_ptr()
+            assert torch.equal(first, again["b.weight"])
+
+    on_ranks(2, body)
