@@ -20,7 +20,7 @@ from terrazzo.engine.parameter import Asked, watch_data
 from terrazzo.engine.partition import Member
 from terrazzo.errors import Misuse
 
-__all__ = ["Displaced", "Edits", "take_data"]
+__all__ = ["Edits", "take_data"]
 
 
 @dataclass(frozen=True)
