@@ -256,3 +256,138 @@ def test_a_forward_that_changes_its_own_weights() -> None:
         assert norms.max() < 0.6
     with pytest.raises(tz.Misuse, match=r"embed\.weight.*written to"):
         on_ranks(2, lambda rank: body(rank, "zero3"))
+
+
+class TutorialEMA:
+    """Averages of a model's weights as tutorials write them: backups and averages are given by reference."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay = model, decay
+        self.shadow: dict[str, Tensor] = {}
+        self.backup: dict[str, Tensor] = {}
+
+    def register(self) -> None:
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                self.shadow[name] = param.data.clone()
+
+    def update(self) -> None:
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                new_average = (1.0 - self.decay) * param.data + self.decay * self.shadow[name]
+                self.shadow[name] = new_average.clone()
+
+    def apply_shadow(self) -> None:
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                self.backup[name] = param.data
+                param.data = self.shadow[name]
+
+    def restore(self) -> None:
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                param.data = self.backup[name]
+        self.backup = {}
+
+
+def averaged(model: Any, optimizer: Any) -> list[float]:
+    ema = TutorialEMA(model, 0.5)
+    ema.register()
+    losses = []
+    for number in range(3):
+        step(model, optimizer, number, 0)
+        ema.update()
+        ema.apply_shadow()
+        with torch.no_grad():
+            losses.append(loss_of(model, batch(9, 0)).item())
+        ema.restore()
+    step(model, optimizer, 3, 0)
+    return losses
+
+
+def perturbed(model: Any, optimizer: Any) -> list[float]:
+    """Sharpness-aware steps that keep the weights by reference."""
+    for number in range(2):
+        loss_of(model, batch(number, 0)).backward()
+        optimizer.zero_grad()
+        old = {parameter: parameter.data for parameter in model.parameters()}
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 0.05
+        loss_of(model, batch(number, 0)).backward()
+        for parameter in model.parameters():
+            parameter.data = old[parameter]
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def exchanged(model: Any, optimizer: Any) -> list[float]:
+    step(model, optimizer, 0, 0)
+    a, b = model.blocks[0].up.weight, model.blocks[1].up.weight
+    a.data, b.data = b.data, a.data
+    step(model, optimizer, 1, 0)
+    return []
+
+
+@pytest.mark.parametrize("use", [averaged, perturbed, exchanged])
+@pytest.mark.parametrize(
+    ("plan", "precision"), [*((plan, "fp32") for plan in EVERY_PLAN), *((plan, "bf16") for plan in WHOLE)]
+)
+def test_data_kept_by_reference_and_given_back(plan: str, use: Any, precision: str) -> None:
+    """Every rank has the same batches, so all is as in one process; or refused before a weight is lost."""
+    base, world = Net(), 4 if mesh_plan(plan) else 2
+    alone = copy.deepcopy(base)
+    losses = use(alone, sgd(alone.parameters()))
+
+    def body(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+        model = copy.deepcopy(base)
+        model, optimizer = tz.shard(
+            model, sgd(model.parameters()), plan, precision=precision, mesh=mesh_for(plan, world)
+        )
+        return use(model, optimizer), full_parameters(model)
+
+    if plan not in WHOLE:
+        with pytest.raises(tz.Misuse, match="gathered"):
+            on_ranks(world, body)
+        return
+    wanted, tolerance = dict(alone.named_parameters()), 1e-6 if precision == "fp32" else 0.02
+    for found, weights in on_ranks(world, body):
+        assert found == pytest.approx(losses, abs=tolerance)
+        assert_close({name: value.float() for name, value in weights.items()}, wanted, tolerance)
+
+
+@pytest.mark.parametrize("plan", WHOLE)
+def test_parameters_are_not_tied_by_data(plan: str) -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Net(), None, plan)
+        model.blocks[0].up.weight.data = model.blocks[1].up.weight.data
+        loss_of(model, batch(0, rank))
+
+    with pytest.raises(tz.Misuse, match=r"blocks\.0\.up\.weight.*does not tie"):
+        on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_parameters_that_share_memory_are_refused_before_sharding(plan: str) -> None:
+    def tied() -> nn.Module:
+        model = Net()
+        model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+        return model
+
+    with pytest.raises(tz.BadInput, match=r"'blocks\.0\.up\.weight' and 'blocks\.1\.up\.weight'.*share memory"):
+        on_ranks(2, lambda rank: tz.shard(tied(), None, plan))
+
+
+def test_disjoint_views_of_one_memory_are_sharded() -> None:
+    def body(rank: int) -> dict[str, Tensor]:
+        model = Net()
+        flat = torch.arange(sum(parameter.numel() for parameter in model.parameters())) / 1000
+        parts = flat.split([parameter.numel() for parameter in model.parameters()])
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            parameter.data = part.view_as(parameter)
+        wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        model, _ = tz.shard(model, None, "zero0")
+        assert_close(full_parameters(model), wanted, 0)
+        return wanted
+
+    on_ranks(2, body)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values, view
-from terrazzo.engine.edits import Edits
+from terrazzo.engine.edits import Edits, take_data
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Ledger, Moves
@@ -24,7 +24,7 @@ from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import BucketSpec
 from terrazzo.errors import Misuse, listed
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "take_displaced"]
 
 
 class Bucket(BucketSpec):
@@ -41,12 +41,13 @@ class Bucket(BucketSpec):
         changes: counts those of the weights.
         weight, master: at rest, from `build` on; one memory, or part of one, where the description says so.
         full: the weights that the parameters are views of, from `build` on.
+        edits: what users do to the parameters, from `build` on.
     """
 
     weight: Resting
     master: Resting
     full: Buffer
-    _edits: Edits
+    edits: Edits
     _guard: Guard
 
     def __init__(
@@ -95,8 +96,8 @@ class Bucket(BucketSpec):
         self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = view(self.full.data, slot)
-        watches_data = self.resident and self.trainable and self.has_own_master
-        self._edits = Edits(self.members, self.slots, self.full.data, watches_data)
+        watches_data = self.resident and self.stored is None
+        self.edits = Edits(self.members, self.slots, self.full.data, watches_data)
         self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
         if not self.resident:
             self.ledger.take(self.full.data.nbytes)
@@ -136,27 +137,26 @@ class Bucket(BucketSpec):
         lower precision loses nothing.
         """
         self.changes += 1
-        self._edits.check(self._present)
-        self._edits.written()
+        self.edits.written()
         if not self.resident:
             take_values(self.weight, self.full)
         if self.has_own_master:
             take_values(self.master, self.weight)
 
     def adopt_edits(self) -> None:
-        """Take over what has been written into whole weights, and refuse what cannot be: see `Edits`."""
-        self._edits.check(self._present)
+        """Take over what has been written into whole weights, after `take_displaced`."""
         if not (self.resident and self._present):
             return
-        if self._edits.written() or (self._edits.asked and differ(self.master, self.weight)):
+        has_master = self.has_own_master
+        if self.edits.written() or (has_master and self.edits.asked and differ(self.master, self.weight)):
             self.changes += 1
-            if self.has_own_master:
+            if has_master:
                 take_values(self.master, self.weight)
 
     def forget_edits(self) -> None:
         """What has been written into gathered weights goes with them; whole ones keep it."""
         if not self.resident:
-            self._edits.written()
+            self.edits.written()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
@@ -214,7 +214,7 @@ class Bucket(BucketSpec):
         """Give back the memory of the full weights."""
         if self.resident:
             return
-        if self._present and (written := self._edits.written()):
+        if self._present and (written := self.edits.written()):
             self.release()
             raise Misuse(
                 f"{listed([*map(repr, written)])} written to while the weights were gathered: this would be lost. "
@@ -279,3 +279,14 @@ class Bucket(BucketSpec):
         if isinstance(self.weight, Buffer):
             return self.weight.narrow(self.optim_axes)
         return self.weight if self.weight_axes == self.optim_axes and self.tiers.optim == "nvme" else None
+
+
+def take_displaced(buckets: Iterable[Bucket]) -> None:
+    """Take over other `data` that parameters of a model's `buckets` have been given, and refuse what cannot be.
+
+    Raises:
+        Misuse: for parameters that have been frozen, unfrozen or replaced, and for `data` that cannot be taken over.
+    """
+    known = list(buckets)
+    if displaced := [each for bucket in known for each in bucket.edits.displaced(bucket.present)]:
+        take_data(displaced, [bucket.edits for bucket in known])

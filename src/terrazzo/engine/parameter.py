@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 
-__all__ = ["Arriving", "AtRest", "Guard", "Zeros", "sharded_name", "torch_names", "watch_data"]
+__all__ = ["Arriving", "Asked", "AtRest", "Guard", "Zeros", "sharded_name", "torch_names", "watch_data"]
 
 _T = Tensor
 _PROPERTIES = (
@@ -177,8 +178,12 @@ class Guard:
             parameter.__class__ = original
 
 
-def watch_data(parameter: nn.Parameter, asked: set[str]) -> None:
-    """Have its name put into `asked` when `.data` is asked of `parameter`: what is written into it leaves no trace."""
+Asked: TypeAlias = dict[str, weakref.WeakValueDictionary[int, Tensor]]
+"""What was given out as `.data`, by name of the parameter and `id`, as long as somebody holds it."""
+
+
+def watch_data(parameter: nn.Parameter, asked: Asked) -> None:
+    """Have what is asked of `parameter` as `.data` put into `asked`: what is written into it leaves no trace."""
     parameter.terrazzo_asked = asked  # type: ignore[attr-defined]
     parameter.__class__ = _watched(type(parameter))
 
@@ -199,9 +204,10 @@ def _watched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         if frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
             frame = frame.f_back  # whoever touched it while it was arriving
         asks = frame.f_globals.get("__name__", "")
-        if "terrazzo_asked" in known and not asks.startswith(_COMPILERS):
-            known["terrazzo_asked"].add(known["terrazzo_name"])
         value: Tensor = descriptor.__get__(self)
+        if "terrazzo_asked" in known and not asks.startswith(_COMPILERS):
+            held = known["terrazzo_asked"].setdefault(known["terrazzo_name"], weakref.WeakValueDictionary())
+            held[id(value)] = value
         return value
 
     def give_data(self: nn.Parameter, value: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.bucket import Bucket, take_displaced
 from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.copies import Copies
 from terrazzo.engine.loop.listeners import (
@@ -131,9 +131,10 @@ class Hooks:
     def adopt_edits(self) -> None:
         """Take over what the user has written into weights, or refuse it."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would answer each question in Python
-            for unit in self.units:
-                for bucket in unit.buckets:
-                    bucket.adopt_edits()
+            buckets = [bucket for unit in self.units for bucket in unit.buckets]
+            take_displaced(buckets)
+            for bucket in buckets:
+                bucket.adopt_edits()
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model's forward has returned `output`; returns what the user gets. Collective until ranks agree."""

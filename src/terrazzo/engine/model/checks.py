@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 
 import torch
@@ -107,8 +108,27 @@ def check_model(model: nn.Module) -> None:
             f"{listed(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
             "each by nn.Parameter(parameter.detach().contiguous())."
         )
-
+    _check_apart(parameters)
     _check_sparse(model)
+
+
+def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that share memory but are not one object: apart in the engine's memory, they would be untied.
+
+    Raises:
+        BadInput: there.
+    """
+    extents = sorted(
+        (str(each.device), each.data_ptr(), each.data_ptr() + each.nbytes, name)
+        for name, each in parameters.items()
+        if each.nbytes and each.device.type != "meta"
+    )
+    for (device, _, end, first), (next_device, start, _, second) in itertools.pairwise(extents):
+        if device == next_device and start < end:
+            raise BadInput(
+                f"{first!r} and {second!r} share memory but are two parameters, which sharding would untie. Assign the "
+                f"parameter itself, as in 'b.weight = a.weight', or give each its own copy, 'b.data = b.data.clone()'."
+            )
 
 
 def _check_sparse(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.bucket import Bucket, take_displaced
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks
@@ -346,6 +346,8 @@ class Engine:
         try:
             yield {name: member.parameter for member in members for name in member.names}
             with torch.no_grad():
+                if write:
+                    take_displaced(self.buckets())
                 for bucket in self.buckets() if write else ():
                     bucket.take_written()
         except BaseException:
