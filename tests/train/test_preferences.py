@@ -325,6 +325,10 @@ def test_a_resumed_run_tells_of_another_objective_and_of_nothing_that_a_checkpoi
     )
     assert note == "resume: objective.beta is 0.2 in the configuration, which is used, and 0.1 in the checkpoint"
     assert resume_notes(config_from_dict({}), {}) == []
+    options = {"optimizer": {"options": {"betas": [0.9, 0.95]}}}
+    assert resume_notes(config_from_dict(options), options) == []
+    (note,) = resume_notes(config_from_dict(options), {})
+    assert note.startswith("resume: optimizer.options.betas is [0.9, 0.95] in the configuration")
 
 
 def test_pairs_of_text_keep_prompt_and_completion_apart(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ class Report:
         if self._first_validation is None or self._last_validation is None:
             return ""
         (step, first), last = self._first_validation, self._last_validation
-        if step == self._session.step or first.unit != last.unit:
+        if last is first or step == self._session.step or first.unit != last.unit:  # nothing to compare with
             return ""
         since = f" since step {step}" if step else ""
         return f"; {first.number(2)} → {last.number(2)} {first.unit}{since}"

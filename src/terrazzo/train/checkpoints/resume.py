@@ -46,8 +46,8 @@ def clear_checkpoints(config: Config) -> None:
 
 def resume_notes(config: Config, saved: dict[str, Any]) -> list[str]:
     """One line for each setting of training that differs from `saved`, the checkpoint's, saying which one is used."""
-    now = flatten(without_passwords(config.model_dump(mode="json")))  # as it was saved
-    before = flatten(Config()) | flatten(saved)  # a key that was not there yet had its default's meaning
+    now = _settings_of(without_passwords(config.model_dump(mode="json")))  # as it was saved
+    before = _settings_of(Config()) | _settings_of(saved)  # a key that was not there yet had its default's meaning
     keys = [key for key in sorted(now.keys() | before.keys()) if key.split(".")[0] in COMPARED and key not in PLACES]
     return [_note(key, now.get(key), before.get(key)) for key in keys if now.get(key) != before.get(key)]
 
@@ -72,6 +72,11 @@ def data_changes(config: Config, saved: dict[str, Any], files: Sequence[SourceFi
     return str(
         without_passwords(f"{what}, or start a new run from the weights: {_from_weights(config, saved['step'])}.")
     )
+
+
+def _settings_of(config: Config | dict[str, Any]) -> dict[str, str]:
+    """What is set, by key. An empty mapping sets nothing: with more in it, it has other keys."""
+    return {key: value for key, value in flatten(config).items() if value != "{}"}
 
 
 def _changed_settings(config: Config, saved: dict[str, Any]) -> str:
