@@ -370,8 +370,8 @@ def test_parameters_are_not_tied_by_data(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_parameters_that_share_memory_are_refused_before_sharding(plan: str) -> None:
-    def tied() -> nn.Module:
-        model: Any = Net()
+    def tied() -> Any:
+        model = Net()
         model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
         return model
 
