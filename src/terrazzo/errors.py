@@ -77,7 +77,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def install(extra: str) -> str:
     """The edit for a package that is not there, without the full stop."""
-    return f"Install the extra, in a clone of Terrazzo: pip install '.[{extra}]'"
+    return f"Install the extra, in a clone of Terrazzo: pip install -e '.[{extra}]'"
 
 
 def listed(things: Sequence[object], most: int = 3, mark: str = ",") -> str:

@@ -146,6 +146,14 @@ def test_enter_takes_every_default_and_an_impossible_answer_is_asked_for_again(m
     assert document["data"]["source"] == "python-stdlib"
 
 
+def test_text_that_is_not_there_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = typed(monkeypatch, "", "", "nofile.txt", *[""] * 6)
+    result = run()
+    assert result.exit_code == 0, result.exception
+    assert "'nofile.txt' does not exist" in result.stderr
+    assert [prompt.partition(":")[0] for prompt in asked[2:4]] == ["Text"] * 2
+
+
 def test_what_is_given_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = typed(monkeypatch, *[""] * 5)
     assert run("--goal", "pretrain", "--steps", 10, "--ranks", 1).exit_code == 0

@@ -273,7 +273,7 @@ def test_a_model_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert model_shape("qwen3-8b").layers == 36
-    with pytest.raises(BadInput, match=r"'cohere' is not among.*pip install '\.\[hf\]'.*llama, mistral"):
+    with pytest.raises(BadInput, match=r"'cohere' is not among.*pip install -e '\.\[hf\]'.*llama, mistral"):
         model_shape({"model_type": "cohere", **SMALL})
 
 

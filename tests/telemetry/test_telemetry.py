@@ -170,7 +170,10 @@ def test_a_run_goes_on_without_a_reader(monkeypatch: pytest.MonkeyPatch, capfd: 
             console.say("unread " * 10_000)
             console.advance()
         console.close()
-    assert capfd.readouterr().err.count("Standard output is closed (nobody reads it any more)") == 1
+        console.say("how to go on", needed=True)
+    *_, warned, last = capfd.readouterr().err.splitlines()
+    assert warned.startswith("Standard output is closed (nobody reads it any more)")
+    assert last == "how to go on"
 
 
 def test_a_run_goes_on_with_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ def test_parquet_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(BadInput, match="not a readable parquet"):
         documents(str(tmp_path / "b.parquet"))
     without(monkeypatch, "pyarrow")
-    with pytest.raises(BadInput, match=r"pip install '\.\[data\]'"):
+    with pytest.raises(BadInput, match=r"pip install -e '\.\[data\]'"):
         documents(str(tmp_path / "a.parquet"))
 
 
@@ -212,7 +212,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(BadInput, match="not a readable tokenizer"):
         load_tokenizer(str(tmp_path / "bad.json"))
     without(monkeypatch, "tokenizers")
-    with pytest.raises(BadInput, match=r"pip install '\.\[hf\]'"):
+    with pytest.raises(BadInput, match=r"pip install -e '\.\[hf\]'"):
         load_tokenizer(str(folder))
 
 

@@ -83,7 +83,7 @@ def test_errors_in_a_compressed_file_name_its_line(tmp_path: Path) -> None:
 def test_zstandard_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard(LINES))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(BadInput, match=r"Zstandard.*pip install '\.\[data\]"):
+    with pytest.raises(BadInput, match=r"Zstandard.*pip install -e '\.\[data\]"):
         documents(tmp_path)
 
 
@@ -139,9 +139,9 @@ def test_urls_that_cannot_be_used(source: str, named: str, bucket: Any) -> None:
 @pytest.mark.parametrize(("protocol", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gs")])
 def test_a_store_whose_package_is_absent(protocol: str, package: str, extra: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(BadInput, match=rf"pip install '\.\[{extra}\]'"):
+    with pytest.raises(BadInput, match=rf"pip install -e '\.\[{extra}\]'"):
         find_files(f"{protocol}://bucket/a.txt")
-    with pytest.raises(BadInput, match=rf"The checkpoints' place .* pip install '\.\[{extra}\]'"):
+    with pytest.raises(BadInput, match=rf"The checkpoints' place .* pip install -e '\.\[{extra}\]'"):
         latest(f"{protocol}://bucket/runs/a")
 
 
@@ -278,7 +278,7 @@ def test_what_a_table_adds_to_conversations_is_taken_away(library: Any, tmp_path
 def test_the_library_is_asked_for_by_its_extra(rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.save_to_disk(tmp_path / "one")
     monkeypatch.setattr("terrazzo.train.data.datasets_folder.find_spec", lambda _: None)
-    with pytest.raises(BadInput, match=r"pip install '\.\[datasets\]'"):
+    with pytest.raises(BadInput, match=r"pip install -e '\.\[datasets\]'"):
         find_files(str(tmp_path / "one"))
     assert importlib.util.find_spec("datasets") is not None
 

@@ -332,7 +332,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "transformers")
-    with pytest.raises(BadInput, match=r"pip install '\.\[hf\]'"):
+    with pytest.raises(BadInput, match=r"pip install -e '\.\[hf\]'"):
         build_model(LLAMA)
 
 

@@ -12,6 +12,7 @@ from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner import Cluster, ModelShape, model_shape
 from terrazzo.planner.machine.devices import cpu_host, device, this_machine
 from terrazzo.planner.setup.request import LIMIT
+from terrazzo.train.data.sources import find_files
 from terrazzo.train.promise.as_setup import setup_of
 
 __all__ = ["DECODER", "QUESTIONS", "Machine", "Model", "Question"]
@@ -94,6 +95,13 @@ def _model(text: str, answers: Answers) -> Model:
     return Model(text, model_shape(text), folder)
 
 
+def _data(text: str, answers: Answers) -> str:
+    """Of an object store nothing is asked yet."""
+    if "://" not in text:
+        find_files(text)
+    return text
+
+
 def _machine(text: str, answers: Answers) -> Machine:
     here = this_machine()
     if text == "cpu":
@@ -153,7 +161,7 @@ def _whole(flag: str, text: str) -> int:
 QUESTIONS = (
     Question("goal", "What for: pretrain (random weights) or finetune (a model's own)", lambda _: "pretrain", _goal),
     Question("model", "Model: decoder (built in), a preset such as gpt2, or a local folder", _default_model, _model),
-    Question("data", "Text: a file, folder or glob, or python-stdlib", lambda _: "python-stdlib", lambda text, _: text),
+    Question("data", "Text: a file, folder or glob, or python-stdlib", lambda _: "python-stdlib", _data),
     Question("gpu", "Machine: here, cpu, or a GPU such as h100-sxm", lambda _: "here", _machine),
     Question("ranks", "Ranks, one per GPU", _default_ranks, _ranks),
     Question("seq", "Tokens of a sequence", _default_sequence, _sequence),

@@ -161,7 +161,7 @@ class _UnreadConsole(RichConsole):
         """Print nothing from here on; what waits in the stream goes nowhere."""
         self.quiet = True
         to_nowhere(self.file)
-        _warn(f"Standard output is closed ({why}): the run goes on, and its log files too.")
+        _warn(f"Standard output is closed ({why}): nothing more is printed there. The log files go on.")
 
 
 class Console:
@@ -194,8 +194,11 @@ class Console:
             self._task = self._progress.add_task("training", total=steps, completed=first_step)
             self._progress.start()
 
-    def say(self, text: str) -> None:
-        """Print `text` as it is, at once."""
+    def say(self, text: str, *, needed: bool = False) -> None:
+        """Print `text` as it is, at once; on stderr what is `needed` where nobody reads standard output any more."""
+        if self._console.quiet and needed:
+            _warn(text)
+            return
         try:
             self._console.print(text, markup=False)
             self._console.file.flush()

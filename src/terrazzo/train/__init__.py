@@ -12,5 +12,5 @@ evaluate and report between its steps. What is learnt, from the model to the met
 
 Open to other packages, which is to say to the command line:
 
-    checkpoints.export, command, launch, preflight, promise, run   what it runs
+    checkpoints.export, command, data.sources, launch, preflight, promise, run   what it runs, and asks for
 """

@@ -231,7 +231,7 @@ class Report:
     def _say_how_to_go_on(self, *, finished: bool) -> None:
         command = self._command.going_on(self._session.config, finished=finished)
         width = self._console.width if self._console is not None else 0
-        self._say(folded(f"{'continue':<{LABEL}}", command, width))
+        self._say(folded(f"{'continue':<{LABEL}}", command, width), needed=True)
 
     def _say_nothing_left(self) -> None:
         """Of a finished run that was started again: there is nothing that was measured."""
@@ -306,9 +306,9 @@ class Report:
         room = (self._console.width if self._console is not None else 0) - beside
         return text if len(text) <= room else f"{text[: room - 4]} ..."
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, needed: bool = False) -> None:
         if self._console is not None:
-            self._console.say(without_passwords(text))
+            self._console.say(without_passwords(text), needed=needed)
 
 
 def _precision(config: Config) -> str:
