@@ -165,9 +165,14 @@ class _StandIns:
         with _PLAINLY():
             for member in self._members:
                 grad = member.parameter.grad
-                if grad is not None and not isinstance(grad, _StandIn) and member.group >= 0:
+                if grad is not None and not isinstance(grad, _StandIn) and member.group >= 0 and self._learns():
                     raise _set_by_hand(member)
         self.notice_dropped()
+
+    def _learns(self) -> bool:
+        """Whether a step would change anything: torch has states made by one of zeros, at a learning rate of 0."""
+        groups = (group for driver in self._engine.drivers.stepping() for group in driver.optimizer.param_groups)
+        return any(float(group.get("lr", 1)) != 0 for group in groups)
 
     def notice_dropped(self) -> None:
         """Forget gradients whose `.grad` someone has set to None since they were shown."""

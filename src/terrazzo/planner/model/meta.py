@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
@@ -114,6 +115,10 @@ def refused(name: str, model_type: str, error: Exception) -> BadInput:
     )
 
 
+_HOOKED = threading.RLock()
+"""Held while torch calls a hook for each module of the process: another thread's would count, and change the hooks."""
+
+
 @contextmanager
 def bounded(name: str) -> Iterator[None]:
     """Stops the construction of a model that registers more modules and parameters than any real one."""
@@ -128,15 +133,16 @@ def bounded(name: str) -> Iterator[None]:
                 "Lower its number of layers or experts."
             )
 
-    hooks = [
-        torch_module.register_module_module_registration_hook(registered),
-        torch_module.register_module_parameter_registration_hook(registered),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _HOOKED:
+        hooks = [
+            torch_module.register_module_module_registration_hook(registered),
+            torch_module.register_module_parameter_registration_hook(registered),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 if __name__ == "__main__":
