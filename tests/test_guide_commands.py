@@ -56,9 +56,9 @@ def follow(words: list[str]) -> None:
     """Do what a command does, or have the program that it starts read it."""
     name, arguments = words[0], words[1:]
     if name == "pip":
-        assert arguments[0] == "install"
+        assert arguments[:2] == ["install", "-e"]  # without it the clone's own installation would become a copy
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert re.fullmatch(r"\.\[(\w+)\]", arguments[1])[1] in extras  # type: ignore[index]
+        assert re.fullmatch(r"\.\[(\w+)\]", arguments[2])[1] in extras  # type: ignore[index]
     elif name == "torchrun":
         asked = torchrun.parse_args(arguments)
         target, rest = asked.training_script, asked.training_script_args
