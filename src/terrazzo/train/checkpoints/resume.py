@@ -107,7 +107,7 @@ def _changed_files(files: Sequence[SourceFile], saved: list[list[Any]] | None) -
 
 def _from_weights(config: Config, step: int) -> str:
     """The commands of a new run that begins with a checkpoint's weights."""
-    if config.lora.rank is not None or config.objective.name == "reward":
+    if config.lora.rank is not None or config.objective.kind.scored:
         return "in another log.folder, of a model.path with them"
     newest, log = step_path(config.checkpoint_folder, step), config.log.folder
     weights, folders = f"{log}-weights", [f"log.folder={log}-new"]
