@@ -36,7 +36,7 @@ $(DEV): $(TEST)
 	@touch $@
 
 demo: $(BASE)
-	@echo "training a small language model on two processes, about two minutes ..."
+	@echo "training a small language model on two processes, a minute or two ..."
 	@$(BIN)/terrazzo train examples/quickstart.yaml
 
 test: install

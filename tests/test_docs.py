@@ -104,10 +104,10 @@ def test_blocks_run_on_two_ranks(page: Path, two_processes: Pool, tmp_path: Path
             assert "".join(outputs) == block.prints
 
 
-def losses_of(script: str, folder: Path) -> list[float]:
+def losses_of(script: str, folder: Path, names: dict[str, Any] | None = None) -> list[float]:
     """Of a loop that computes a `loss` in each step, run in `folder` and in a group that is there already."""
     looped = re.sub(r"^( +)loss\.backward\(\)", r"\1losses.append(loss.item())\n\g<0>", script, flags=re.MULTILINE)
-    names: dict[str, Any] = {"losses": []}
+    names = {"losses": []} if names is None else names
     with contextlib.chdir(folder):
         exec(compile(looped.replace("dist.init_process_group()", ""), "<diff>", "exec"), names)
     return list(names["losses"])
@@ -124,6 +124,33 @@ def test_the_diff_on_the_first_screen_keeps_the_losses_and_goes_on(two_processes
     assert whole[-1] < whole[0]
     found = [sum(both) / 2 for ranks in parts for both in zip(*ranks, strict=True)]
     assert found == pytest.approx(whole, rel=1e-4)
+
+
+class _Stopped(Exception):
+    pass
+
+
+def losses_until(stop: int, script: str, folder: Path) -> list[float]:
+    """`losses_of` a loop that is ended in the middle of step `stop`, from 0, or that ends by itself before it."""
+    ended = script.replace("loss.backward()", "loss.backward()\n        if len(losses) > stop: raise Stopped")
+    names: dict[str, Any] = {"losses": [], "stop": stop, "Stopped": _Stopped}
+    with contextlib.suppress(_Stopped):
+        losses_of(ended, folder, names)
+    return list(names["losses"])
+
+
+@pytest.mark.processes
+def test_the_loop_of_the_guide_goes_on_in_its_epoch_with_its_learning_rate(two_processes: Pool, tmp_path: Path) -> None:
+    """Stopped in its second epoch, right behind an epoch's end, and not at all, after which nothing is left to do."""
+    (script,) = (block.code for block in blocks_of(DOCS / "guides/own-loop.md") if block.kind == "python resumable")
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    (whole, _), (nothing, _) = (two_processes.run(losses_until, 99, script, tmp_path / "whole") for _ in range(2))
+    assert len(set(whole)) == 18
+    assert nothing == []
+    parts = [two_processes.run(losses_until, stop, script, tmp_path / "parts")[0] for stop in (9, 4, 99)]
+    assert [len(part) for part in parts] == [10, 5, 6]
+    assert parts[0][:8] + parts[1][:4] + parts[2] == whole
 
 
 def test_the_number_of_plans_is_that_of_the_table() -> None:

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "ALL",
     "BadInput",
     "Damaged",
     "Diverged",
@@ -35,6 +36,10 @@ __all__ = [
     "printable",
     "warn",
 ]
+
+
+ALL = "?"
+"""In the place of a name from a table: is refused with all of the table's names."""
 
 
 class TerrazzoError(Exception):

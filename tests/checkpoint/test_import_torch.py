@@ -279,6 +279,9 @@ def test_folders_and_paths_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5").mkdir()
     with pytest.raises(BadInput, match="holds checkpoint-5"):
         open_foreign(tmp_path)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    with pytest.raises(BadInput, match=r"is no checkpoint.* Did you mean '.*/run/checkpoints'\?"):
+        open_foreign(tmp_path / "run")
     with pytest.raises(BadInput, match="There is no checkpoint"):
         open_foreign(tmp_path / "nothing")
 

@@ -176,14 +176,24 @@ def test_without_a_terminal_nothing_is_asked() -> None:
 def test_a_file_is_never_replaced_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.yaml").write_text("mine")
     assert "'train.yaml' exists, and is not replaced" in refused("--yes")
-    typed(monkeypatch)
-    monkeypatch.setattr("typer.confirm", lambda _: False)
-    assert "'train.yaml' exists" in refused()
-    assert Path("train.yaml").read_text() == "mine"
     assert run("--yes", "--overwrite").exit_code == 0
     Path("train").mkdir()
     Path("train/config.json").write_text("{}")
     assert "the config of another model" in refused("--yes", "--overwrite", "--model", "gpt2")
+
+
+def test_where_a_file_is_to_stay_another_name_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train.yaml", "other.yaml"):
+        Path(name).write_text("mine")
+    replaced = iter([False, False])
+    monkeypatch.setattr("typer.confirm", lambda _: next(replaced))
+    asked = typed(monkeypatch, "other.yaml", "new.json", "", *[""] * 8)
+    result = run()
+    assert result.exit_code == 0, result.exception
+    assert asked[:3] == [f"Another file to write [{name}-2.yaml]: " for name in ("train", "other", "other")]
+    assert "must end with .yaml" in result.stderr
+    assert [Path(name).read_text() for name in ("train.yaml", "other.yaml")] == ["mine"] * 2
+    assert load_config(Path("other-2.yaml")).train.steps == 1000
 
 
 @pytest.mark.parametrize(
@@ -194,7 +204,10 @@ def test_a_file_is_never_replaced_unasked(monkeypatch: pytest.MonkeyPatch) -> No
         (("--goal", "fintune"), "Did you mean 'finetune'?"),
         (("--goal", "finetune"), "--model has no default here"),
         (("--goal", "finetune", "--model", "gpt2"), "holds no weights to begin from"),
-        (("--model", "gtp2"), "gtp2"),
+        (("--model", "gtp2"), "Did you mean 'gpt2'? '?' lists the presets."),
+        (("--model", "dekoder"), "Did you mean 'decoder'?"),
+        (("--model", "?"), "smollm2-135m, "),
+        (("--gpu", "?"), "RTX4090, "),
         (("--gpu", "h1000"), "There is no GPU 'h1000'"),
         (("--ranks", "0"), "--ranks is '0', expected a whole number"),
         (("--data", "nowhere.txt"), "nowhere.txt"),

@@ -63,6 +63,7 @@ def test_unknown_names_are_answered_with_the_nearest_known_one(raw: dict[str, An
     [
         ({"lr": 1e-3}, "'optimizer.lr'"),
         ({"train": {"lr": 1e-3}}, "'optimizer.lr'"),
+        ({"train": {"step": 5}}, "'steps' or 'offload.step'"),
         ({"eval_evry": 5}, "'train.eval_every'"),
         ({"data": {"folder": "runs"}}, "'checkpoint.folder' or 'log.folder'"),
         ({"batch": {"micro_batches": 2}}, "'micro_batch'"),
@@ -289,9 +290,9 @@ def test_optimizer_names_and_options_are_checked() -> None:
         optimizer_class(OptimizerConfig(options={"beta": [0.9, 0.99]}))
     with pytest.raises(BadInput, match=r"does not accept.*1\.5"):
         check_settings(OptimizerConfig(options={"betas": [0.9, 1.5]}))
-    for name in ("Adafactor", "adafactor"):
+    for name in ("Adafactor", "adafactor"):  # before its options, which the one to take in its place has not
         with pytest.raises(BadInput, match="Adafactor cannot run on flat shards"):
-            check_settings(OptimizerConfig(name=name))
+            check_settings(OptimizerConfig(name=name, options={"betas": [0.9, 0.99]}))
 
 
 @pytest.mark.parametrize("name", ["muon", "Muon", "Muons", "lbfgs", "sparse_adam"])

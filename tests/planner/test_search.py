@@ -344,6 +344,15 @@ def test_the_first_that_runs_is_above_the_floor_and_one_host_less_does_not_run()
     assert f"14 is only the floor for model states; {sizing.gpus} is the first that runs" in str(sizing)
 
 
+def test_a_floor_that_is_the_answer_is_not_called_only_a_floor() -> None:
+    assert str(min_gpus(request("llama3-8b", "1..8", host_memory_bytes=None))) == (
+        "2 is the first that runs; fewer would not even hold the model states."
+    )
+    offloaded = min_gpus(request("llama3-8b", "1..8", offload=True))
+    assert (offloaded.gpus, offloaded.floor) == (1, 2)
+    assert str(offloaded) == ("1 is the first that runs, by offload; without, model states alone would need 2.")
+
+
 def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:
     assert min_gpus(request("llama3-8b", "16..64")).gpus == 16
     none = min_gpus(request("llama3-405b", "8..32"))

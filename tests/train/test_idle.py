@@ -55,6 +55,7 @@ def test_a_setting_that_does_nothing_is_named_with_the_edit(raw: dict[str, Any],
         {"train": {"activation_checkpointing": "selective", "activation_checkpointing_ops": ["mm"]}},
         {"checkpoint": {"keep_last": 1, "keep_every": 5, "keep_best": 1, "background": True, "staging_gib": 1}},
         {"checkpoint": {"resume": "never", "overwrite": True}},
+        {"checkpoint": {"resume": "if_exists", "overwrite": True}},
         {"launch": {"ranks": 2}},
     ],
 )

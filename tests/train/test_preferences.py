@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -484,6 +484,12 @@ def test_smoothing_is_the_expectation_over_flipped_pairs() -> None:
     torch.testing.assert_close(found, 0.8 * plain + 0.2 * flipped)
 
 
+def test_a_pair_of_which_neither_is_preferred_counts_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = objective_of(config_from_dict({"objective": "reward"}))
+    monkeypatch.setattr(objective, "margins", lambda *_: torch.tensor([1e-30, 0.0, -2.0, 0.0]))
+    assert objective.measure(*[cast(Any, None)] * 3)[1] == 2.0
+
+
 def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     folders = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", "launch.ignore_planner=true"]
@@ -493,4 +499,5 @@ def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         )
         check(config, 2)
         train(config.model_dump(mode="json"))
-        assert len(lines(tmp_path / "run", "validation")) == 2
+        first, _ = lines(tmp_path / "run", "validation")
+        assert objective != "dpo" or first["accuracy"] == 0.5, "the policy is its reference"

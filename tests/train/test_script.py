@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from typer.testing import CliRunner
 from terrazzo import cli
 from terrazzo.errors import BadInput
 from terrazzo.train.launch import script as launching
+from terrazzo.train.launch import starting
 from terrazzo.train.launch.labelled import Labelled
 from terrazzo.train.launch.starting import _report
 from terrazzo.train.launch.telling import Failure
@@ -25,6 +29,9 @@ STARTED = [
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
     *("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 ]
+
+
+ASKED = "Stopping: waiting for all 2 ranks of the script to end. Ctrl-C once more ends them at once."
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +179,33 @@ def test_a_stop_that_was_asked_for_is_no_failure(capsys: pytest.CaptureFixture[s
     assert "OSError: disk full" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("begun", "said"),
+    [
+        (True, [ASKED, "Ended at once, as asked."]),
+        (False, ["Ended before the script began."]),
+    ],
+)
+def test_a_script_that_is_ended_at_once_is_said_to_be(
+    begun: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ranks(contextlib.nullcontext[Any]):
+        def __init__(self, count: int, *_: object, **__: object) -> None:
+            self.enter_result = self
+            self.ranks = [SimpleNamespace(begun=begun)] * count
+
+        def wait(self, signals: object, asked: Callable[[], None]) -> int:
+            if begun:
+                asked()
+            return signal.SIGINT
+
+    monkeypatch.setattr(starting, "LocalRanks", Ranks)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    result = run("--ranks", "2", __file__)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines() == said
+
+
 def test_a_rank_that_ends_without_a_word_is_named_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     ranks: list[Any] = [Ended(0, -9, ended_ns=9 * S, ended_by_us=True), Ended(1, 7, ended_ns=S)]
     assert _report(ranks) == 7
@@ -230,5 +264,5 @@ def test_ctrl_c_reaches_every_rank_of_a_script(tmp_path: Path) -> None:
         out, err = command.communicate(timeout=60)
     assert len({line.partition("]")[0] for line in lines}) == 2
     assert sorted(out.splitlines()) == ["[rank 1] cleaned up", "cleaned up"]
-    assert err == "Stopped by SIGINT; all ranks have ended.\n"
+    assert err.splitlines() == [ASKED, "Stopped by SIGINT; all ranks have ended."]
     assert command.returncode == 130

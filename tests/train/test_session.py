@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 import re
 import shutil
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -473,9 +474,14 @@ def test_folders_that_cannot_be_written_are_refused_before_any_work(
     there = tmp_path / "read-only"
     there.mkdir()
     config = config_in(tmp_path, **{key: {"folder": str(there / "run")}})
-    access = os.access
+
+    def refusing(dir: Path) -> BinaryIO:
+        if dir == there:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return BytesIO()
+
     with monkeypatch.context() as patched:  # root may write anywhere
-        patched.setattr(os, "access", lambda path, mode: Path(path) != there and access(path, mode))
+        patched.setattr("tempfile.TemporaryFile", refusing)
         with pytest.raises(BadInput, match=rf"{key}\.folder is '{there}/run', but '{there}' cannot be written to"):
             check(config, 1)
     assert not list(there.iterdir())
@@ -483,7 +489,10 @@ def test_folders_that_cannot_be_written_are_refused_before_any_work(
     for name in ("file", "file/run"):
         with pytest.raises(BadInput, match=rf"{key}\.folder is .* is a file"):
             check(config_in(tmp_path, **{key: {"folder": str(there / name)}}), 1)
-    # What only shows when it is tried: /proc takes no folders, whatever it says of itself.
+    for folder, why in (("/proc/run", "No such file"), (str(there / ("a" * 300)), "File name too long")):
+        with pytest.raises(BadInput, match=rf"{key}\.folder is '{folder}', .* cannot be .*{why}"):
+            check(config_in(tmp_path, **{key: {"folder": folder}}), 1)
+    # What has become so since: /proc takes no folders, whatever it says of itself.
     monkeypatch.setattr(session, "load_data", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(
         BadInput, match=r"/proc/run.*(cannot be written to|cannot be saved in)|cannot be saved in '/proc/run"

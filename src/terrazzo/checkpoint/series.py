@@ -152,6 +152,9 @@ def load_newest(
 ) -> Resumed | None:
     """Restore the newest checkpoint that is whole, going back past damaged ones; None where there is none. Collective.
 
+    What it returns has `extra` in it, which is all that `load` returns: there the caller has named the checkpoint, here
+    it has to be said which one it was.
+
     Raises:
         Damaged: there are checkpoints, and none is whole; the message has the reason for each.
         BadInput: the newest whole one does not fit, or one cannot be read, which proves no damage.

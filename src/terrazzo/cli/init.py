@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from terrazzo.errors import BadInput
 
-if TYPE_CHECKING:
-    from terrazzo.cli.init_questions import Question
-
 __all__ = ["init"]
 
 Option = typer.Option
+T = TypeVar("T")
 
 
 def init(  # structure: signature fixed by the command line
@@ -36,14 +36,14 @@ def init(  # structure: signature fixed by the command line
         Option(
             "--model",
             metavar="NAME|PATH",
-            help="decoder, the built-in one (default to pretrain), a preset such as llama3-8b, or a folder.",
+            help="decoder, built in (default to pretrain), a preset such as llama3-8b ('?' lists), or a folder.",
         ),
     ] = None,
     data: Annotated[
         str | None, Option("--data", metavar="SOURCE", help="A file, folder, glob or URL, or python-stdlib (default).")
     ] = None,
     gpu: Annotated[
-        str | None, Option("--gpu", metavar="NAME", help="here (default), cpu, or a GPU such as h100-sxm.")
+        str | None, Option("--gpu", metavar="NAME", help="here (default), cpu, or a GPU such as h100-sxm ('?' lists).")
     ] = None,
     ranks: Annotated[
         str | None, Option("--ranks", metavar="N", help="Processes; default: the GPUs of one host, or one on a CPU.")
@@ -83,37 +83,54 @@ def init(  # structure: signature fixed by the command line
 
     given = {"goal": goal, "model": model, "data": data, "gpu": gpu, "ranks": ranks, "seq": seq}
     given |= {"global_batch": global_batch, "steps": steps}
-    write(file, _answers(file, given, yes, overwrite))
+    file = _checked_file(file)
+    _check_askable(given, yes)
+    write(_free_file(file, yes, overwrite), _answers(given, yes))
 
 
-def _answers(file: Path, given: Mapping[str, str | None], yes: bool, overwrite: bool) -> dict[str, Any]:
-    """What every question is answered with, once it is known that the file can be written and somebody can be asked."""
+def _check_askable(given: Mapping[str, str | None], yes: bool) -> None:
+    """Somebody is there to be asked, or nothing is left to ask."""
     from terrazzo.cli.init_questions import QUESTIONS
 
-    _check_file(file)
     missing = [question.flag for question in QUESTIONS if given[question.name] is None]
     if missing and not yes and not _can_ask():
         raise BadInput(
             f"There is no terminal to ask on, and these are not given: {', '.join(missing)}. Give them, or --yes for"
             " their defaults."
         )
-    if file.exists() and not overwrite and (yes or not _can_ask() or not typer.confirm(f"Replace '{file}'?")):
-        raise BadInput(f"'{file}' exists, and is not replaced: name another file, or give --overwrite.")
+
+
+def _free_file(file: Path, yes: bool, overwrite: bool) -> Path:
+    """`file`, or the one that is named in its place where it exists and is to stay."""
+    while file.exists() and not overwrite:
+        if yes or not _can_ask():
+            raise BadInput(f"'{file}' exists, and is not replaced: name another file, or give --overwrite.")
+        if typer.confirm(f"Replace '{file}'?"):
+            break
+        names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))
+        free = next(name for name in names if not name.exists())
+        file = _asked("Another file to write", str(free), lambda text: _checked_file(Path(text or "")))
+    return file
+
+
+def _answers(given: Mapping[str, str | None], yes: bool) -> dict[str, Any]:
+    """What every question is answered with: as given, else its default, or else what is typed."""
+    from terrazzo.cli.init_questions import QUESTIONS
+
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
-        text = given[question.name]
+        text, read = given[question.name], partial(question.answer, answers=answers)
         ask = text is None and not yes
-        answers[question.name] = _ask(question, answers) if ask else question.answer(text, answers)
+        answers[question.name] = _asked(question.text, question.default(answers), read) if ask else read(text)
     return answers
 
 
-def _ask(question: Question, answers: dict[str, Any]) -> Any:
-    """Until the answer is one."""
-    default = question.default(answers)
+def _asked(text: str, default: str | None, read: Callable[[str | None], T]) -> T:
+    """What is typed, or the default, as `read` takes it: asked for again until it does."""
     while True:
-        text = input(f"{question.text}{'' if default is None else f' [{default}]'}: ").strip()
+        typed = input(f"{text}{'' if default is None else f' [{default}]'}: ").strip()
         try:
-            return question.answer(text or default, answers)
+            return read(typed or default)
         except BadInput as error:
             print(f"  {error}", file=sys.stderr)
 
@@ -122,10 +139,12 @@ def _can_ask() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _check_file(file: Path) -> None:
+def _checked_file(file: Path) -> Path:
+    """`file`; raises `BadInput` for what cannot be written."""
     if file.suffix.lower() not in (".yaml", ".yml"):
         raise BadInput(f"FILE is '{file}': its name must end with .yaml or .yml.")
     if not file.parent.is_dir():
         raise BadInput(f"There is no folder '{file.parent}' for '{file.name}': make it, or name another.")
     if file.is_dir():
         raise BadInput(f"FILE is '{file}', which is a folder: name a file in it.")
+    return file

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.config import config_from_dict
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import ALL, BadInput, did_you_mean
 from terrazzo.planner import Cluster, ModelShape, model_shape
 from terrazzo.planner.machine.devices import cpu_host, device, this_machine
+from terrazzo.planner.model.loading import preset_name
+from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.setup.request import LIMIT
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.promise.as_setup import setup_of
@@ -92,6 +94,11 @@ def _model(text: str, answers: Answers) -> Model:
         )
     if text == "decoder" and folder is None:
         return Model(text, setup_of(config_from_dict({"model": DECODER, "launch": {"device": "cpu"}}), 1).model)
+    if folder is None and preset_name(text) is None and text != ALL:
+        raise BadInput(
+            f"--model is '{text}', which is neither decoder, a preset nor a folder here."
+            f"{did_you_mean(text, ('decoder', *PRESETS))} {ALL!r} lists the presets."
+        )
     return Model(text, model_shape(text), folder)
 
 
@@ -160,9 +167,11 @@ def _whole(flag: str, text: str) -> int:
 
 QUESTIONS = (
     Question("goal", "What for: pretrain (random weights) or finetune (a model's own)", lambda _: "pretrain", _goal),
-    Question("model", "Model: decoder (built in), a preset such as gpt2, or a local folder", _default_model, _model),
+    Question(
+        "model", "Model: decoder (built in), a preset such as gpt2 (? lists), or a local folder", _default_model, _model
+    ),
     Question("data", "Text: a file, folder or glob, or python-stdlib", lambda _: "python-stdlib", _data),
-    Question("gpu", "Machine: here, cpu, or a GPU such as h100-sxm", lambda _: "here", _machine),
+    Question("gpu", "Machine: here, cpu, or a GPU such as h100-sxm (? lists)", lambda _: "here", _machine),
     Question("ranks", "Ranks, one per GPU", _default_ranks, _ranks),
     Question("seq", "Tokens of a sequence", _default_sequence, _sequence),
     Question("global_batch", "Sequences of a step, over all ranks", _default_batch, _batch),

@@ -39,9 +39,13 @@ def plan(  # structure: signature fixed by the command line
     context: typer.Context,
     config: _Config = None,
     overrides: _Overrides = None,
-    model: str | None = _model("--model NAME|PATH", "a preset such as llama3-8b, a config.json, or its folder"),
+    model: str | None = _model(
+        "--model NAME|PATH", "a preset such as llama3-8b ('?' lists them), a config.json, or its folder"
+    ),
     params: str | None = _model("--params COUNT", "a number such as 70e9 or 70B: states and traffic of zero0 to zero3"),
-    gpu: str | None = _machine("--gpu NAME", "such as h100-sxm (default), a100, mi300x, or cpu for this machine"),
+    gpu: str | None = _machine(
+        "--gpu NAME", "such as h100-sxm (default), a100, mi300x ('?' lists them), or cpu for this machine"
+    ),
     gpus: str | None = _machine(
         "--gpus --world N|N..M", "how many in all, or a range to search, of which whole hosts are tried"
     ),

@@ -5,6 +5,7 @@ All problems of a file are reported together, each with the key, what was found 
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -161,6 +162,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+_NEARLY_EQUAL = 0.85  # as step and steps are
+
+
 def _unknown_key(location: tuple[int | str, ...]) -> str:
     *parents, key = (str(part) for part in location)
     section: type[BaseModel] = Config
@@ -171,5 +175,7 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
     elsewhere = f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
     is_key = any(each.rpartition(".")[2] == key for each in meant)  # of another section
     near = elsewhere if is_key else did_you_mean(key, known) or elsewhere
+    if is_key and (same := difflib.get_close_matches(key, known, n=1, cutoff=_NEARLY_EQUAL)):
+        near = f" Did you mean {' or '.join(map(repr, [*same, *meant]))}?"
     place = f"section '{'.'.join(parents)}'" if parents else "the configuration"
     return f"unknown key '{key}' in {place}.{near or ' Known: ' + ', '.join(known) + '.'}"

@@ -20,15 +20,20 @@ TEMPERATURE = 0.8
 
 @torch.no_grad()
 def evaluate(session: Session) -> Validation | None:
-    """The validation loss over the same sequences every time, or None without validation data. Collective."""
+    """The validation loss over the same sequences every time, or None without validation data. Collective.
+
+    What is compared with the model of the first step prefers nothing then: rounding that says otherwise is not heard.
+    """
     dataset, batch, ranks = session.data.validation, session.config.batch, session.ranks
     if dataset is None:
         return None
     limit, objective = evaluation_limit(session.config, ranks.world_size), objective_of(session.config)
+    undecided = session.step == 0 and session.config.objective.kind.against_initial
     total = torch.zeros(3, dtype=torch.float64)
     session.model.eval()
     for part in evaluation_batches(dataset, batch.micro_batch, ranks.rank, ranks.world_size, limit):
         loss, right = objective.measure(session.model, part, ranks.device)
+        right = part.samples / 2 if undecided else right
         total += torch.tensor([float(loss), part.samples, right], dtype=torch.float64)
     session.model.train()
     dist.all_reduce(total)

@@ -33,7 +33,7 @@ class Validation:
     """The mean loss in nats, per token or per preference pair.
 
     Of tokens also the same in bits per byte of text, which no tokenizer can flatter; of pairs the share of those that
-    are put in their order.
+    are put in their order, where a pair of which neither is preferred counts half.
     """
 
     loss: float
@@ -87,7 +87,7 @@ class Objective(ABC):
         """In nats, fp32 scalar, summed over the batch's `samples`."""
 
     @abstractmethod
-    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, int]:
+    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, float]:
         """`loss`, and of how many samples the model is right, where that can be said; 0 where it cannot."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class NextToken(Objective):
     def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
         return _cross_entropy(model, batch, device, "sum")
 
-    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, int]:
+    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, float]:
         return self.loss(model, batch, device), 0
 
     def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
@@ -130,9 +130,9 @@ class _Pairs(Objective):
     def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
         return self.losses(self.margins(model, batch, device)).sum()
 
-    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, int]:
+    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, float]:
         margins = self.margins(model, batch, device)
-        return self.losses(margins).sum(), int((margins > 0).sum())
+        return self.losses(margins).sum(), float((margins.sign() + 1).sum() / 2)
 
     def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
         return Validation(loss, accuracy=right)

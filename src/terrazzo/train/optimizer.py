@@ -33,7 +33,12 @@ __all__ = [
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """The torch.optim class of that name, its options checked; raises `BadInput` for unknown names."""
+    """The torch.optim class of that name, its options checked.
+
+    Raises:
+        BadInput: a name that torch.optim does not have, an optimizer that cannot be sharded, an option that it does not
+            take; in this order, since another optimizer takes other options.
+    """
     known = {
         name: value
         for name, value in vars(torch.optim).items()
@@ -49,6 +54,7 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
             f" that can be sharded: {', '.join(shardable)}."
         )
     chosen: type[torch.optim.Optimizer] = known[config.name]
+    check_optimizer(object.__new__(chosen))
     options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}
     for option in config.options:
         if option not in options:
@@ -91,7 +97,6 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
 def check_settings(config: OptimizerConfig) -> None:
     """Raise `BadInput` for an optimizer that cannot be sharded or does not accept its settings."""
     chosen = optimizer_class(config)
-    check_optimizer(object.__new__(chosen))
     # torch's own add_param_group imports its compiler, which takes a second that only the ranks need to wait.
     keep = {"add_param_group": lambda optimizer, group: optimizer.param_groups.append(optimizer.defaults | group)}
     _construct(type(chosen.__name__, (chosen,), keep), config, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])

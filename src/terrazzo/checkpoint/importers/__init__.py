@@ -56,6 +56,7 @@ def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str]) -> S
     if (path / safetensors.INDEX_FILE).exists() or any(path.glob("*.safetensors")):
         return safetensors.SafetensorsCheckpoint(path, names)
     found = sorted(entry.name for entry in path.iterdir())
+    below = f" Did you mean '{path / 'checkpoints'}'?" if "checkpoints" in found else ""  # of a run's log.folder
     raise BadInput(
-        f"The folder '{path}' is no checkpoint: it holds {listed(found, 10) or 'nothing'}. Known are {_KNOWN}."
+        f"The folder '{path}' is no checkpoint: it holds {listed(found, 10) or 'nothing'}.{below} Known are {_KNOWN}."
     )

@@ -69,8 +69,8 @@ def check_group() -> None:
     """
     if not dist.is_initialized():
         raise Misuse(
-            "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first; "
-            "'torchrun --nproc-per-node=1' is enough for a single rank."
+            "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first, in a script that "
+            "'terrazzo run --ranks N script.py' or 'torchrun --nproc-per-node=N script.py' starts; N may be 1."
         )
 
 

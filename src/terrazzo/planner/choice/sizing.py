@@ -65,7 +65,12 @@ class Sizing:
         if self.gpus is None:
             return f"{alone}; no number of GPUs that was tried runs."
         sooner = "" if self.expected == self.gpus else f" ({self.expected} may, with little room)"
-        return f"{alone}; {self.gpus} is the first that runs{sooner}."
+        runs = f"{self.gpus} is the first that runs{sooner}"
+        if self.gpus == self.floor:
+            return f"{runs}; fewer would not even hold the model states."
+        if self.gpus < self.floor:
+            return f"{runs}, by offload; without, model states alone would need {self.floor}."
+        return f"{alone}; {runs}."
 
 
 def min_gpus(request: Request, calibration: Calibration | None = None, framework: Framework = TERRAZZO) -> Sizing:

@@ -13,7 +13,7 @@ from importlib.resources import files
 
 from terrazzo.engine.process import device as gpus
 from terrazzo.engine.process.system import control_groups, text_of
-from terrazzo.errors import BadInput
+from terrazzo.errors import ALL, BadInput
 
 __all__ = ["Cluster", "Device", "cpu_host", "device", "devices", "this_machine"]
 
@@ -87,9 +87,11 @@ def device(name: str) -> Device:
     Short names mean the usual part: `H100` is the 80 GB SXM, `A100` the 80 GB SXM, `V100` the 32 GB SXM.
 
     Raises:
-        BadInput: a name that fits several parts, which are listed, or none; then the nearest is named.
+        BadInput: a name that fits several parts, which are listed, or none; then the nearest is named; at `?` all are.
     """
     table, key = _table(), _key(name)
+    if name == ALL:
+        raise BadInput(f"GPUs of the table are {', '.join(found.name for found in devices())}.")
     if key in table:
         return table[key]
     fitting = _fitting(set(_words(name)))
@@ -100,8 +102,8 @@ def device(name: str) -> Device:
     near = [table[known].name for known in difflib.get_close_matches(key, table, n=1)]
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise BadInput(
-        f"There is no GPU {name!r} in the table.{hint} It holds {', '.join(found.name for found in devices())}. "
-        "Of another device --memory-gb gives the memory, and terrazzo.planner.machine.devices.Device all figures."
+        f"There is no GPU {name!r} in the table.{hint} {ALL!r} in its place lists all {len(devices())}. Of another "
+        "device `terrazzo plan --memory-gb` takes the memory, and terrazzo.planner.machine.devices.Device all figures."
     )
 
 

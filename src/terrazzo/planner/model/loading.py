@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import ALL, BadInput, did_you_mean
 from terrazzo.planner.model.closed_form import closed_form, shape_of_config
 from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
@@ -36,9 +36,9 @@ def model_shape(spec: ModelSpec) -> ModelShape:
     """The tensors of the model that `spec` describes, grouped into the units in which the engine would shard it.
 
     Args:
-        spec: the name of a preset (`llama3-8b`; case, `_` and `-` do not matter); the path of a config.json, or of a
-            folder with one; the contents of one; a module, best under `torch.device("meta")`; or a bare number of
-            parameters, of which only model states can be said.
+        spec: the name of a preset (`llama3-8b`; case, `_` and `-` do not matter; at `?` the error names all); the path
+            of a config.json, or of a folder with one; the contents of one; a module, best under
+            `torch.device("meta")`; or a bare number of parameters, of which only model states can be said.
 
     Raises:
         BadInput: `spec` names nothing, or describes a model that cannot be. No code of a model is ever run, nothing is
@@ -81,9 +81,11 @@ def _named(text: str) -> ModelShape:
         return _preset(name)
     if "/" in text or text.endswith(".json") or _exists(text):
         return _from_file(Path(text))
+    if text == ALL:
+        raise BadInput(f"Presets are {', '.join(PRESETS)}.")
     raise BadInput(
-        f"model {_short(text)} is neither a preset nor a file here.{_hint(text)} {_ACCEPTED}. "
-        f"Presets: {', '.join(PRESETS)}."
+        f"model {_short(text)} is neither a preset nor a file here.{_hint(text)} {_ACCEPTED}; {ALL!r} lists all "
+        f"{len(PRESETS)} presets."
     )
 
 

@@ -180,7 +180,7 @@ def _text(error: BaseException) -> str:
     """A paragraph for what the user can mend, the whole traceback for everything else; no passwords."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted."
-    said = str(error) if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
+    said = f"Error: {error}" if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
     return str(without_passwords(said))
 
 

@@ -18,6 +18,7 @@ from terrazzo.train.command import program
 from terrazzo.train.launch.here import require_environment
 from terrazzo.train.launch.local_ranks import RUN_ID
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
+from terrazzo.train.launch.stop import Notices
 
 __all__ = ["Script", "run_script"]
 
@@ -59,7 +60,15 @@ def run_script(script: Script, ranks: int | None) -> int:
     if ranks is None:
         which = "one for each GPU here" if count > 1 else "as for one GPU, or none"
         print(f"terrazzo run: {count} rank{'s' if count > 1 else ''}, {which}; --ranks N starts N.", file=sys.stderr)
-    return launch_ranks(count, ["-m", _RANK, *script.words], environment_of_script(count), labelled=True)
+    words, defaults = ["-m", _RANK, *script.words], environment_of_script(count)
+    return launch_ranks(count, words, defaults, labelled=True, notices=notices_of_script(count))
+
+
+def notices_of_script(ranks: int) -> Notices:
+    """What is said when somebody stops it: only the script knows what it does then."""
+    who, them = (f"all {ranks} ranks of the script", "them") if ranks > 1 else ("the script", "it")
+    asked = f"Stopping: waiting for {who} to end. Ctrl-C once more ends {them} at once."
+    return Notices(asked, lambda: "Ended at once, as asked.", "Ended before the script began.")
 
 
 def environment_of_script(ranks: int) -> dict[str, str]:

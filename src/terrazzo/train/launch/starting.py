@@ -108,7 +108,7 @@ def launch_ranks(
             return _report(started.ranks, next(iter(signals.received), None))
         if notices is not None:
             begun = any(rank.begun for rank in started.ranks)
-            say_now(notices.cut_short() if begun else "Ended before training began: nothing is lost.")
+            say_now(notices.cut_short() if begun else notices.unbegun)
         return 128 + stopped_by
     finally:
         signals.restore()

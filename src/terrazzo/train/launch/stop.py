@@ -27,10 +27,14 @@ __all__ = ["Notices", "StopRequest", "say_now"]
 
 @dataclass(frozen=True)
 class Notices:
-    """What is said of a run that somebody stops: when it is `asked` to, and, if he does not wait, what that costs."""
+    """What is said of a run that somebody stops: when it is `asked` to, and, if he does not wait, what that costs.
+
+    `unbegun` is said where no rank had begun, so that there was nobody to ask.
+    """
 
     asked: str
     cut_short: Callable[[], str]
+    unbegun: str = "Ended before training began: nothing is lost."
 
 
 def say_now(line: str) -> None:

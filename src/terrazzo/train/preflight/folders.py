@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -28,8 +29,11 @@ def check_written(config: Config) -> None:
     for key, folder in folders.items():
         if str(folder).startswith("~"):
             raise BadInput(f"{key} is '{folder}', and ~ is not read as your home here: write '{folder.expanduser()}'.")
-        _check_apart(key, folder, config.data)
-        _check_writable(key, folder)
+        try:
+            _check_apart(key, folder, config.data)
+            _check_writable(key, folder)
+        except OSError as error:  # such as a name that is too long
+            raise BadInput(f"{key} is '{folder}', which cannot be made: {error.strerror}. Use another.") from None
     for name in WRITTEN:
         file = config.log.folder / name
         if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
@@ -90,11 +94,19 @@ def _check_metrics(config: Config) -> None:
 
 
 def _check_writable(key: str, folder: Path) -> None:
-    """By what the system says of the folder, or of the one that it will be made in."""
+    """By a file without a name in the folder, or in the one that it will be made in: rights alone do not say it of
+    /proc, nor of some network drives.
+    """
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise BadInput(f"{key} is '{folder}', and '{there}' is a file: use a folder.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise BadInput(f"{key} is '{folder}', but '{there}' cannot be written to: make it writable, or use another.")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise BadInput(
+            f"{key} is '{folder}', but '{there}' cannot be written to: {error.strerror}. Make it writable, or use"
+            " another."
+        ) from None

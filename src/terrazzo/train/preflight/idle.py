@@ -1,6 +1,8 @@
 """Settings that change nothing, because of what others say: each is told of, with the edit, and nothing is refused.
 
 What stands at its default is passed over, so that a configuration written with all defaults filled in is quiet.
+checkpoint.overwrite of a run that is to begin anew is passed over, too, where somebody has set it to be resumed: so do
+the commands that a run prints.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ _RULES = (
     ),
     _Rule(
         "checkpoint.overwrite",
-        lambda config: config.checkpoint.resume != "never",
+        lambda config: config.checkpoint.resume != "never" and "resume" not in config.checkpoint.model_fields_set,
         "checkpoint.resume is not 'never', so nothing is removed",
         "set checkpoint.resume=never",
     ),
