@@ -1,11 +1,12 @@
 """The engine: one table of places, running.
 
 The core is in this folder. Read it in this order: layout, place, precision, spec, scaler, progress, tally, axes and
-recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable,
-reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+recipe, what is stated; buffer, gradient, partition, bucket and unit, what is held; order, runnable, reductions and
+schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
     process     threads, devices, memory
     links       how ranks exchange
+    border      what a user does to parameters and modules
     (core)
     loop        how a training loop drives the core
     optim       stock optimizers over flat master weights

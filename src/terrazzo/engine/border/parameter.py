@@ -58,8 +58,6 @@ _HARMLESS = _harmless()
 class Link:
     """What the engine has noted on a parameter, or on what stands in for one: its one attribute there.
 
-    A parameter that is pickled, inside `tz.gathered` say, is an ordinary one afterwards.
-
     Attributes:
         name: what errors call it.
         split: whether its values are split over ranks; else they are only out of reach while they are updated.
@@ -77,9 +75,6 @@ class Link:
     arrive: Callable[[], None] | None = None
     alias: Callable[[nn.Parameter], Tensor] | None = None
     taker: int | None = None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 def link_of(tensor: Tensor) -> Link | None:
@@ -291,7 +286,14 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     def give_data(self: nn.Parameter, value: Tensor) -> None:
         _DATA.__set__(self, value)
 
-    own = {"data": property(data, give_data), "register_post_accumulate_grad_hook": _register_before_ours}
+    def pickled(self: nn.Parameter, protocol: Any) -> Any:
+        """As an ordinary parameter, with what else users have noted on it."""
+        plain = nn.Parameter(self.detach().clone(), self.requires_grad)  # alone: not all of its unit
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "terrazzo_link"})
+        return plain.__reduce_ex__(protocol)
+
+    own: dict[str, Any] = {"data": property(data, give_data), "__reduce_ex__": pickled}
+    own["register_post_accumulate_grad_hook"] = _register_before_ours
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ACTS", "Act", "Answer", "Moment", "Plans"]
+__all__ = ["ACTS", "Answer", "Moment", "Plans"]
 
 
 class Moment(enum.StrEnum):
