@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.model.digest import digest
@@ -21,6 +22,7 @@ __all__ = [
     "materialize_buffers",
     "move_buffers",
     "replace_buffers",
+    "step_real",
     "synchronize",
 ]
 
@@ -86,25 +88,49 @@ def check_initializable(model: nn.Module) -> None:
             )
 
 
-def materialize(members: Iterable[Member], initialize: Initializer, device: torch.device) -> None:
+def materialize(
+    members: Iterable[Member], initialize: Initializer, device: torch.device
+) -> dict[nn.Parameter, nn.Parameter]:
     """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them.
 
     Their buffers are real by then: see `materialize_buffers`.
+
+    Returns:
+        What has come in whose place.
     """
-    touched, fresh = {}, set()
+    touched, made = {}, dict[nn.Parameter, nn.Parameter]()
     for member in members:
         meta, holders = member.parameter, member.holders
         member.holders = ()  # they may hold the model itself, which holds the members
         member.registered = tuple((module._parameters, attribute) for module, attribute in holders)
         if not meta.is_meta:
             continue
-        member.parameter = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
-        fresh.add(member.parameter)
+        made[meta] = member.parameter = _real(meta, device)
         for module, attribute in holders:
             module._parameters[attribute] = member.parameter
             touched[id(module)] = module
+    fresh = set(made.values())
     for module in touched.values():
         initialize(module, fresh)
+    return made
+
+
+def _real(meta: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter without values yet, with the class, attributes and hooks of `meta`."""
+    made = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
+    made.__class__ = type(meta)
+    notes = {name: value for name, value in vars(meta).items() if name != "_is_hf_initialized"}  # it has to be
+    vars(made).update(notes)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (registered := getattr(meta, hooks)) is not None:
+            setattr(made, hooks, registered)  # the same dictionary: handles that users have can remove them
+    return made
+
+
+def step_real(optimizer: Optimizer, made: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Have an optimizer that was built over meta parameters step those that have come in their place."""
+    for group in optimizer.param_groups:
+        group["params"] = [made.get(parameter, parameter) for parameter in group["params"]]
 
 
 def materialize_buffers(model: nn.Module, device: torch.device) -> list[nn.Module]:
