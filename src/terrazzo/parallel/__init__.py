@@ -1,8 +1,9 @@
 """The axes beside data: what a rank has of matrices that several ranks share.
 
-    mesh    the mesh of ranks by the names of its axes
+It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads.
+Open to other packages:
 
-Imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads.
+    mesh    the mesh of ranks by the names of its axes
 """
 
 from terrazzo.parallel.mesh import mesh, mesh_sizes
