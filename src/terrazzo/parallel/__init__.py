@@ -6,6 +6,20 @@ Open to other packages:
     mesh    the mesh of ranks by the names of its axes
 """
 
+from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.mesh import mesh, mesh_sizes
+from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
 
-__all__ = ["mesh", "mesh_sizes"]
+__all__ = [
+    "Column",
+    "Embedding",
+    "Enter",
+    "Logits",
+    "Row",
+    "SplitSequence",
+    "Style",
+    "Uncut",
+    "mesh",
+    "mesh_sizes",
+    "parallelize",
+]
