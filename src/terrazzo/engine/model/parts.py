@@ -55,7 +55,7 @@ def check_uncut(model: nn.Module) -> None:
         Misuse: there.
     """
     for name, module in model.named_modules():
-        held = module._parameters
+        held = (attribute for attribute, _ in module.named_parameters(recurse=False))
         if hasattr(module, "_terrazzo") or any(record_of(module, attribute) is not None for attribute in held):
             raise Misuse(
                 f"tz.parallelize was given a model that has been cut or sharded already (at {name or 'its root'!r}). "

@@ -81,7 +81,8 @@ def shard(  # structure: signature fixed by the design
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
         precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`, or another spelling of one, such as
             `bfloat16` or `torch.bfloat16`.
-        mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.
+        mesh: axes named `dp_replicate`, `dp_shard`, `cp`, and `tp` for a model that `tz.parallelize` has cut; see
+            `tz.mesh`. By default all ranks on one `dp_shard` axis.
         prefetch: how many units ahead of the running one are gathered; 0 for none. Nothing where weights are whole.
         offload: how states that the plan places on `cpu` or `nvme` are kept and updated; see `tz.Offload`.
 
