@@ -1,8 +1,8 @@
 """The engine: one table of places, running.
 
-The core is in this folder. Read it in this order: layout, place, family, precision, spec, scaler, progress, tally, axes
-and recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order,
-runnable, reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+The core is in this folder. Read it in this order: layout, rectangles, place, family, precision, spec, scaler, progress,
+tally, axes and recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held;
+order, runnable, reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
     process     threads, devices, memory
     links       how ranks exchange
@@ -21,7 +21,7 @@ packages:
     offload.topology                                  CPUs that a rank may use
     process.device                                    what a device can do beside arithmetic
     process.system                                    what this process may use, for those who count memory
-    partition, place, spec, layout                    units, where their states rest, what moves: for the planner
+    partition, place, spec, layout, rectangles        units, where their states rest, what moves: for the planner
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer                        chains of collectives on paper, likewise
     axes, model.materialize, model.parts              what is exchanged before a model is sharded, and of activations
@@ -33,7 +33,7 @@ packages:
 """
 
 from terrazzo.engine.axes import data_mesh, named_mesh
-from terrazzo.engine.family import Box, Family, Record, Rectangle, leave_record, record_of
+from terrazzo.engine.family import Box, Family, Record, leave_record, record_of
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.attach import attach
@@ -68,6 +68,7 @@ from terrazzo.engine.precision import (
     dtype_named,
     preset_named,
 )
+from terrazzo.engine.rectangles import Rectangle
 
 __all__ = [
     "DTYPES",

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Box", "Family", "Record", "Rectangle", "leave_record", "record_of"]
+from terrazzo.engine.rectangles import Rectangle, whole
+
+__all__ = ["Box", "Family", "Record", "leave_record", "record_of"]
 
 
 class Family(enum.StrEnum):
@@ -31,18 +33,6 @@ class Family(enum.StrEnum):
 
 
 _SUMS: dict[Family, tuple[str, ...]] = {Family.DENSE: (), Family.SHARED: ("tp",)}
-
-
-@dataclass(frozen=True)
-class Rectangle:
-    """A part of a tensor: `sizes[dim]` elements from `offsets[dim]` on in each of its dims."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Box:
     @classmethod
     def all_of(cls, shape: Sequence[int]) -> Box:
         """The whole parameter."""
-        return cls(tuple(shape), (Rectangle((0,) * len(shape), tuple(shape)),))
+        return cls(tuple(shape), (whole(shape),))
 
     @classmethod
     def cut(cls, shape: Sequence[int], dim: int, runs: Iterable[tuple[int, int]]) -> Box:
@@ -85,9 +75,9 @@ class Box:
     def is_all(self) -> bool:
         return math.prod(self.local_shape) == math.prod(self.shape)
 
-    def of(self, whole: Tensor) -> Tensor:
-        """What the rank has of `whole`, in memory of its own, contiguous."""
-        parts = [whole[each.slices] for each in self.rectangles]
+    def of(self, full: Tensor) -> Tensor:
+        """What the rank has of `full`, in memory of its own, contiguous."""
+        parts = [full[each.slices] for each in self.rectangles]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from terrazzo.checkpoint.importers.parts.boxes import Box, boxes_of, whole
+from terrazzo.engine.rectangles import Rectangle, rectangles_of, whole
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Chunk", "Chunked", "Held", "Region", "Values"]
@@ -66,7 +66,7 @@ class Held(Values):
         if self._tensor.is_contiguous():
             return self._tensor.view(-1)[start:stop].clone()
         full = whole(self.shape)
-        parts = [self._tensor[box.within(full)].reshape(-1) for box in boxes_of(self.shape, start, stop)]
+        parts = [self._tensor[box.within(full)].reshape(-1) for box in rectangles_of(self.shape, start, stop)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
 
 
@@ -107,7 +107,7 @@ class Region:
 class Chunk(ABC):
     """A block of a tensor that lies in one file."""
 
-    box: Box
+    box: Rectangle
 
     @abstractmethod
     def region(self) -> Region:
@@ -126,12 +126,12 @@ class Chunked(Values):
     def read(self, start: int, stop: int) -> Tensor:
         values = torch.empty(stop - start, dtype=self.dtype)
         done = 0
-        for box in boxes_of(self.shape, start, stop):
+        for box in rectangles_of(self.shape, start, stop):
             self._fill(values[done : done + box.numel].view(box.sizes), box)
             done += box.numel
         return values
 
-    def _fill(self, out: Tensor, box: Box) -> None:
+    def _fill(self, out: Tensor, box: Rectangle) -> None:
         for chunk in self._chunks:
             if (common := chunk.box.intersect(box)) is not None:
                 out[common.within(box)] = chunk.region().read(common.within(chunk.box))
