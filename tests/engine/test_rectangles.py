@@ -7,15 +7,16 @@ import time
 from itertools import pairwise, product
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.engine.layout import Range
 from terrazzo.engine.rectangles import Rectangle, Runs, rectangles_of, tiling_problem, whole
 
 
+@settings(deadline=None)  # in wall time, of a machine that others use
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
-def test_a_flat_range_is_these_boxes(sizes: list[int], data: st.DataObject) -> None:
+def test_a_flat_range_is_these_rectangles(sizes: list[int], data: st.DataObject) -> None:
     shape, numel = tuple(sizes), math.prod(sizes)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
@@ -25,8 +26,9 @@ def test_a_flat_range_is_these_boxes(sizes: list[int], data: st.DataObject) -> N
     assert len(parts) <= max(1, 2 * len(shape) - 1)
 
 
+@settings(deadline=None)  # in wall time, of a machine that others use
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())
-def test_boxes_tile_a_shape_exactly_when_each_element_is_in_one(sizes: list[int], data: st.DataObject) -> None:
+def test_rectangles_tile_a_shape_exactly_when_each_element_is_in_one(sizes: list[int], data: st.DataObject) -> None:
     offsets = st.tuples(*(st.integers(0, size) for size in sizes))
     boxes = [
         Rectangle(first, tuple(data.draw(st.integers(0, size - at)) for size, at in zip(sizes, first, strict=True)))
@@ -44,6 +46,7 @@ def test_boxes_tile_a_shape_exactly_when_each_element_is_in_one(sizes: list[int]
     assert (tiling_problem(tuple(sizes), boxes) is None) == bool((counts == 1).all())
 
 
+@settings(deadline=None)  # in wall time, of a machine that others use
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 def test_runs_are_the_elements_of_a_box_in_as_few_pieces_as_there_are(sizes: list[int], data: st.DataObject) -> None:
     shape, numel = tuple(sizes), math.prod(sizes)

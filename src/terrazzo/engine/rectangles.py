@@ -143,6 +143,17 @@ class Runs:
             part = Range(start, start + self.length).intersect(outer)
             yield number * self.length + part.start - start, part
 
+    def groups(self, outer: Range, gap: int) -> Iterator[list[tuple[int, Range]]]:
+        """What `inside` gives, in lists of those with at most `gap` elements between one and the next."""
+        group: list[tuple[int, Range]] = []
+        for each in self.inside(outer):
+            if group and each[1].start - group[-1][1].stop > gap:
+                yield group
+                group = []
+            group.append(each)
+        if group:
+            yield group
+
 
 def tiling_problem(shape: tuple[int, ...], rectangles: Sequence[Rectangle]) -> str | None:
     """Why `rectangles` are not the tensor, each element once; None where they are. Empty ones count for nothing."""
