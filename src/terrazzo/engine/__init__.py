@@ -33,7 +33,7 @@ packages:
 """
 
 from terrazzo.engine.axes import data_mesh, named_mesh
-from terrazzo.engine.family import Box, Family, Record, leave_record, record_of
+from terrazzo.engine.family import Box, Family, Owned, Record, leave_record, record_of
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.attach import attach
@@ -89,6 +89,7 @@ __all__ = [
     "ModelState",
     "Offload",
     "OptimizerStates",
+    "Owned",
     "ParameterInfo",
     "PersistentBuffer",
     "Piece",

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.rectangles import Rectangle, whole
+from terrazzo.engine.layout import Range
+from terrazzo.engine.rectangles import Rectangle, rectangles_of, whole
 
-__all__ = ["Box", "Family", "Record", "leave_record", "record_of"]
+__all__ = ["Box", "Family", "Owned", "Record", "leave_record", "record_of"]
 
 
 class Family(enum.StrEnum):
@@ -75,10 +76,65 @@ class Box:
     def is_all(self) -> bool:
         return math.prod(self.local_shape) == math.prod(self.shape)
 
+    def owned(self, within: Range) -> Iterator[Owned]:
+        """Of flat elements `within` what the rank has, what they are of the whole parameter, in their order."""
+        before, leading = 0, math.prod(self.local_shape[: self.dim])
+        if len(self.rectangles) == 1 or leading == 1:  # one after the other in memory too
+            for each in self.rectangles:
+                here = within.intersect(Range(before, before + each.numel))
+                if here.numel:
+                    elements = Range(here.start - before, here.stop - before)
+                    yield Owned(each, elements, here.from_start_of(within), (here.numel,), (slice(0, here.numel),))
+                before += each.numel
+            return
+        places = self._places()
+        for part in rectangles_of(self.local_shape, within.start, within.stop):
+            for each, place in zip(self.rectangles, places, strict=True):
+                if (common := place.intersect(part)) is not None:
+                    tile = common.relative_to(place).placed_in(each)
+                    inside = Range(before, before + part.numel)
+                    yield Owned(tile, Range(0, tile.numel), inside, part.sizes, common.relative_to(part).slices)
+            before += part.numel
+
+    def _places(self) -> list[Rectangle]:
+        """Where each of the rectangles is in what the rank has."""
+        places, start = [], 0
+        for each in self.rectangles:
+            offsets = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
+            places.append(Rectangle(offsets, each.sizes))
+            start += each.sizes[self.dim]
+        return places
+
     def of(self, full: Tensor) -> Tensor:
         """What the rank has of `full`, in memory of its own, contiguous."""
         parts = [full[each.slices] for each in self.rectangles]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Elements of a parameter that a rank has.
+
+    Attributes:
+        tile: a rectangle of the whole parameter.
+        elements: which of it they are, flat and row-major.
+        inside: where they are in the flat range that was asked for.
+    """
+
+    tile: Rectangle
+    elements: Range
+    inside: Range
+    _sizes: tuple[int, ...]
+    _index: tuple[slice, ...]
+
+    def of(self, data: Tensor) -> Tensor:
+        """A view of them in the flat `data` that is `inside`, where others may be too: 1-D, or of the tile's sizes."""
+        return data.view(self._sizes)[self._index]
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        """The same as rectangles of the whole parameter, in their order."""
+        inner = rectangles_of(self.tile.sizes, self.elements.start, self.elements.stop)
+        yield from (each.placed_in(self.tile) for each in inner)
 
 
 @dataclass(frozen=True)

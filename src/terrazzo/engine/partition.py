@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.family import Family, Record, record_of
+from terrazzo.engine.family import Box, Family, Record, record_of
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Member", "UnitSpec", "Units", "find_units", "parameter_names", "partition"]
@@ -57,9 +57,14 @@ class Member:
         return Family.DENSE if self.record is None else self.record.family
 
     @property
+    def box(self) -> Box:
+        """What this rank has of it."""
+        return Box.all_of(self.parameter.shape) if self.record is None else self.record.box
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter, of which this rank may have a part."""
-        return tuple(self.parameter.shape) if self.record is None else self.record.box.shape
+        return self.box.shape
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.family import Box
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.model.parts import refuse_parts
 from terrazzo.engine.model.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
 from terrazzo.engine.model.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.engine.model.together import together
@@ -31,7 +31,7 @@ class ParameterInfo:
 
     Attributes:
         names: all that it has in the model, its own first.
-        shape: the parameter's.
+        box: what this rank has of the parameter.
         dtype: of its weight, the master weight where there is one.
         group: number of its param group among those of all optimizers; -1 for none.
         states: of what an optimizer keeps for it by kind, the number of elements and their dtype, or None for the dtype
@@ -39,7 +39,7 @@ class ParameterInfo:
     """
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
+    box: Box
     dtype: torch.dtype
     group: int
     states: Mapping[str, tuple[int, torch.dtype | None]] | None
@@ -49,8 +49,17 @@ class ParameterInfo:
         return self.names[0]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's."""
+        return self.box.shape
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def per_element(self, kind: str) -> bool:
+        """Whether a state has a value for each element; weights and their averages have."""
+        return self.states is None or self.states.get(kind, (self.numel, self.dtype))[1] is not None
 
 
 class ModelState:
@@ -69,19 +78,20 @@ class ModelState:
 
     def _info(self, bucket: Bucket, index: int) -> ParameterInfo:
         slot, group = bucket.slots[index], bucket.members[index].group
+        box = bucket.box(slot)
+        numel = math.prod(box.shape)
         states: dict[str, tuple[int, torch.dtype | None]] | None = None
         if bucket.trainable and group >= 0:
             states = {
-                kind: (slot.numel, bucket.precision.moments) if spec.per_element else (math.prod(spec.shape), None)
+                kind: (numel, bucket.precision.moments) if spec.per_element else (math.prod(spec.shape), None)
                 for kind, spec in self._engine.drivers.templates[group].items()
             }
         dtype = bucket.master.dtype if bucket.trainable else bucket.weight.dtype
-        return ParameterInfo(slot.names, slot.shape, dtype, group, states)
+        return ParameterInfo(slot.names, box, dtype, group, states)
 
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
         """This rank's share of all state; over all ranks each element comes once. Collective."""
         engine = self._engine
-        refuse_parts(engine.axes, "Saving")
         if with_optimizer:
             engine.require_own_weights("Saving the optimizer's state")
             if engine.average is not None:
@@ -104,7 +114,6 @@ class ModelState:
             read: may come from any plan and number of ranks.
             all_or_none: does what can fail on one rank alone, or raises on all; by default as `tz.shard` does.
         """
-        refuse_parts(self._engine.axes, "Loading a checkpoint")
         as_one = all_or_none or functools.partial(together, self._engine.axes)
         as_one(lambda: self._fill(read, with_optimizer))
         self._engine.publish()
@@ -139,14 +148,14 @@ class ModelState:
         Raises:
             BadInput: tensors of the wrong shape; all are listed, and nothing is changed.
         """
-        refuse_parts(self._engine.axes, "load_state_dict()")
         self._engine.require_own_weights("load_state_dict()")
         found = self._fitting(state, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
         self._engine.settle()
         with torch.no_grad():
             for bucket, slot, name in found:
                 value = state[name]
-                bucket.write(slot, value.full_tensor() if isinstance(value, DTensor) else value)
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                bucket.write(slot, full if bucket.box(slot).is_all else bucket.box(slot).of(full))
             for name, buffer in buffers.items():
                 buffer.copy_(state[name])
 
@@ -163,7 +172,7 @@ class ModelState:
         """
         slots = [(b, slot, _name_in(state, slot)) for b in self._engine.buckets() for slot in b.slots]
         found = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
-        wanted = {name: slot.shape for _, slot, name in found} | dict(buffers)
+        wanted = {name: bucket.box(slot).shape for bucket, slot, name in found} | dict(buffers)
         shapes = {name: tuple(state[name].shape) for name in wanted}
         unequal = [name for name in wanted if shapes[name] != wanted[name]]
         wrong = [f"{name} is {shapes[name]} and should be {wanted[name]}" for name in unequal]
