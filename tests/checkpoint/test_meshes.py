@@ -20,6 +20,7 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import Box, Family, ModelState, Record, leave_record
 from terrazzo.errors import BadInput
+from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.checkpoint.documented import read_as_documented
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -181,3 +182,49 @@ def test_copies_along_every_axis_are_compared(alone: list[State]) -> None:
         checkpoint.check_replicas(model)
 
     run_in_threads(4, body)
+
+
+def decoder(mesh: Mesh) -> tuple[nn.Module, Any]:
+    plan, _, tp = mesh
+    config = DecoderConfig(23, dim=8, layers=2, heads=4, kv_heads=2, ffn_dim=12, max_sequence_length=8)
+    with exclusive():
+        torch.manual_seed(0)
+        model: nn.Module = Decoder(config)
+    axes = tz.mesh(tp=tp) if tp > 1 else None
+    if axes is not None:
+        model = tz.parallelize(model, axes)
+    return tz.shard(model, adamw, plan, mesh=axes, units=[Block])
+
+
+def test_the_decoder_goes_on_with_the_same_loss_on_other_meshes(tmp_path: Path) -> None:
+    """Saved again, it is the same to the bit: of what ranks share, and of heads and vocabulary that they divide."""
+    tokens = torch.arange(16).view(2, 8) % 23
+
+    def loss(model: nn.Module) -> Tensor:
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(-1))
+
+    def loss_of(model: nn.Module) -> float:
+        with torch.no_grad():
+            return float(loss(model))
+
+    def first(rank: int) -> float:
+        model, optimizer = decoder(("zero3", 2, 2))
+        loss(model).backward()
+        optimizer.step()
+        checkpoint.save(tmp_path / "first", model, optimizer, {})
+        return loss_of(model)
+
+    expected = run_in_threads(4, first)[0]
+    saved = read_as_documented(tmp_path / "first")
+    for number, mesh in enumerate([("zero2", 1, 1), ("zero0", 1, 2), ("zero1", 4, 1), ("zero3@cpu", 1, 2)]):
+
+        def body(rank: int, mesh: Mesh = mesh, path: Path = tmp_path / f"{number}") -> float:
+            model, optimizer = decoder(mesh)
+            checkpoint.load(tmp_path / "first", model, optimizer)
+            checkpoint.save(path, model, optimizer, {})
+            return loss_of(model)
+
+        assert run_in_threads(mesh[1] * mesh[2], body)[0] == pytest.approx(expected, rel=1e-6)
+        again = read_as_documented(tmp_path / f"{number}")
+        assert again.keys() == saved.keys()
+        assert all(again[key].tobytes() == saved[key].tobytes() for key in saved)
