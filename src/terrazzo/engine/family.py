@@ -87,7 +87,7 @@ class Box:
                     yield Owned(each, elements, here.from_start_of(within), (here.numel,), (slice(0, here.numel),))
                 before += each.numel
             return
-        places = self._places()
+        places = self.places()
         for part in rectangles_of(self.local_shape, within.start, within.stop):
             for each, place in zip(self.rectangles, places, strict=True):
                 if (common := place.intersect(part)) is not None:
@@ -96,7 +96,7 @@ class Box:
                     yield Owned(tile, Range(0, tile.numel), inside, part.sizes, common.relative_to(part).slices)
             before += part.numel
 
-    def _places(self) -> list[Rectangle]:
+    def places(self) -> list[Rectangle]:
         """Where each of the rectangles is in what the rank has."""
         places, start = [], 0
         for each in self.rectangles:
