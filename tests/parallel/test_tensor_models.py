@@ -242,22 +242,16 @@ def test_shard_wants_the_mesh_that_the_model_was_cut_for() -> None:
     run_in_threads(2, body)
 
 
-def test_what_needs_whole_parameters_says_so(tmp_path) -> None:
+def test_what_needs_whole_parameters_says_so() -> None:
     def body(rank):
         mesh = tz.mesh(tp=2, device="cpu")
         model = tz.parallelize(Decoder(CONFIG), mesh)
-        model, optimizer = tz.shard(model, lambda p: torch.optim.AdamW(p), mesh=mesh)
-        for action in (
-            lambda: tz.checkpoint.save(tmp_path / "saved", model, optimizer),
-            lambda: model.state_dict(),
-            lambda: model.load_state_dict({}, strict=False),
-            lambda: tz.full_state_dict(model),
-        ):
+        model, _ = tz.shard(model, lambda p: torch.optim.AdamW(p), mesh=mesh)
+        for action in (lambda: model.state_dict(), lambda: tz.full_state_dict(model)):
             with pytest.raises(tz.BadInput, match=r"needs whole parameters.*no axis tp"):
                 action()
 
     run_in_threads(2, body)
-    assert not list(tmp_path.iterdir())
 
 
 def test_lengths_that_do_not_divide_train_with_whole_sequences_alone_and_run_without_gradients() -> None:
