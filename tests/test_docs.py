@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo import checkpoint, cli, engine, planner
-from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Topology
+from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Tile, Topology
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.place import ROWS
 from terrazzo.engine.precision import DTYPE_FIELDS
@@ -275,7 +275,7 @@ def test_every_exit_code_is_in_the_reference() -> None:
 
 def test_every_manifest_field_is_in_the_reference() -> None:
     reference = text("reference/checkpoint-format.md")
-    for model in (Manifest, File, Topology, Tensor, State, Extent, OptimizerState):
+    for model in (Manifest, File, Topology, Tensor, State, Tile, Extent, OptimizerState):
         assert all(f"`{name}`" in reference for name in model.model_fields)
 
 

@@ -61,9 +61,30 @@ MUTATIONS = [
     Mutation(
         "an earlier micro-batch is overwritten",
         "engine/gradient.py",
-        "target.add_(parameter.grad)",
-        "target.copy_(parameter.grad)",
+        "target.add_(given)",
+        "target.copy_(given)",
         "engine/test_parity.py",
+    ),
+    Mutation(
+        "gradients of norms are not summed over tp",
+        "engine/family.py",
+        'Family.SHARED: ("tp",)',
+        "Family.SHARED: ()",
+        "parallel/test_tensor.py",
+    ),
+    Mutation(
+        "what all tp ranks compute alike is counted for each of them",
+        "engine/gradient.py",
+        "not member.record.alike for",
+        "member.record.alike for",
+        "parallel/test_tensor.py",
+    ),
+    Mutation(
+        "the total norm counts what tp ranks share more than once",
+        "engine/gradient.py",
+        "(*self.sum_axes.optim, *self.recipe.axes.summed_beside)",
+        "self.sum_axes.optim",
+        "parallel/test_tensor.py",
     ),
     Mutation(
         "padding between parameters is not zeroed",

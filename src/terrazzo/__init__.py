@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         register_forward_method,
         shard,
     )
+    from terrazzo.parallel import parallelize
+    from terrazzo.parallel.mesh import mesh
     from terrazzo.planner.api import plan
 
     full_state_dict: Any
@@ -49,6 +51,8 @@ else:
             "terrazzo.integrations.fsdp2": ("fully_shard",),
             "terrazzo.integrations.pretrained": ("save_pretrained",),
             "terrazzo.integrations.weights": ("full_state_dict",),
+            "terrazzo.parallel": ("parallelize",),
+            "terrazzo.parallel.mesh": ("mesh",),
             "terrazzo.planner.api": ("plan",),
         },
     )
@@ -79,6 +83,8 @@ __all__ = [
     "fully_shard",
     "gathered",
     "initialize",
+    "mesh",
+    "parallelize",
     "plan",
     "register_forward_method",
     "save_pretrained",

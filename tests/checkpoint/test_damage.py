@@ -130,7 +130,7 @@ def regions(folder: Path) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
     for name, tensor in manifest["tensors"].items():
         for kind, state in tensor["states"].items():
             itemsize = getattr(torch, state["dtype"]).itemsize
-            for part in state["ranges"]:
+            for part in (part for tile in state["tiles"] for part in tile["ranges"]):
                 file = manifest["files"][part["file"]]["name"]
                 count_bytes = (part["stop"] - part["start"]) * itemsize
                 yield file, part["offset"], part["offset"] + count_bytes, (file, name, kind)

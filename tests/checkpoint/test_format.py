@@ -1,58 +1,22 @@
-"""The format as its documentation says it: a reader that knows nothing but that page, and what reading costs."""
+"""The format as its documentation says it: to a reader that knows nothing but that page; and what reading costs."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from blake3 import blake3
 from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import ModelState
+from tests.checkpoint.documented import read_as_documented
 from tests.engine.toys import Net, adamw, batch, loss_of
 from tests.helpers import programs
 from tests.helpers.threads import exclusive, run_in_threads
-
-DTYPES = {"float32": np.float32, "int64": np.int64}
-
-
-def read_as_documented(folder: Path) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
-    """Every state, flat; written from docs/reference/checkpoint-format.md alone."""
-    text = (folder / "manifest.json").read_bytes()
-    assert (folder / "manifest.sha256").read_text() == f"{hashlib.sha256(text).hexdigest()}  manifest.json\n"
-    manifest = json.loads(text)
-    assert (manifest["format"], manifest["version"], manifest["digest"]) == ("terrazzo", 2, "blake3-128")
-    files = [(folder / file["name"]).read_bytes() for file in manifest["files"]]
-    covered = []
-    for file, data in zip(manifest["files"], files, strict=True):
-        assert file["size_bytes"] == len(data)
-        assert blake3(data[: file["header_bytes"]]).digest()[:16].hex() == file["header_digest"]
-        covered.append(file["header_bytes"])
-    found = {}
-    for name, tensor in manifest["tensors"].items():
-        for kind, state in tensor["states"].items():
-            dtype, parts = DTYPES[state["dtype"]], []
-            for part in state["ranges"]:
-                count_bytes = (part["stop"] - part["start"]) * np.dtype(dtype).itemsize
-                data = files[part["file"]][part["offset"] : part["offset"] + count_bytes]
-                size = manifest["block_bytes"]
-                blocks = [data[first : first + size] for first in range(0, count_bytes, size)]
-                assert [blake3(block).digest()[:16].hex() for block in blocks] == part["digests"]
-                covered[part["file"]] += count_bytes
-                parts.append(np.frombuffer(data, dtype))
-            found[name, kind] = np.concatenate(parts) if parts else np.empty(0, dtype)
-            assert len(found[name, kind]) == state["numel"]
-            assert kind not in ("weight", "exp_avg", "buffer") or state["numel"] == math.prod(tensor["shape"])
-    assert covered == [len(data) for data in files], "every byte is the header's or a range's"
-    return found
 
 
 def test_a_stranger_reads_what_was_written(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import open_source, step_path
-from terrazzo.checkpoint.manifest import parse_manifest
+from terrazzo.checkpoint.parse import parse_manifest
 from terrazzo.checkpoint.shard import digest
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint.forgery import (
@@ -53,7 +53,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 WEIGHT = ("tensors", "linear.weight", "states", "weight")
-RANGE = (*WEIGHT, "ranges", 0)
+TILE = (*WEIGHT, "tiles", 0)
+RANGE = (*TILE, "ranges", 0)
 MOMENTS = ("tensors", "linear.weight", "states")
 
 
@@ -72,7 +73,7 @@ def _keys(item: str) -> str:
     "text",
     [
         "[" + "[]," * MANY + "0]", '{"files": [' + "[]," * MANY + "0]}", '{"files": [' + "1," * 3 * MANY + "0]}",
-        '{"tensors": {"a": {"shape": [], "states": {"w": {"ranges": [' + "{}," * MANY + "{}]}}}}}",
+        '{"tensors": {"a": {"shape": [], "states": {"w": {"tiles": [' + "{}," * MANY + "{}]}}}}}",
         "{" + _keys("0") + "}", '{"tensors": {' + _keys("0") + "}}", '{"aliases": {' + _keys("0.5") + "}}",
         '{"tensors": {"a": {"shape": [' + '"sixteen letters",' * MANY + "0]}}}",
         "[" * MANY, '{"a":' * MANY,
@@ -122,7 +123,8 @@ def test_shapes_that_claim_more_than_there_is(saved: Path) -> None:
         tensor["shape"] = [HUGE]
         for state in tensor["states"].values():
             state["numel"] = HUGE
-            state["ranges"][0]["stop"] = HUGE
+            state["tiles"][0] |= {"offsets": [0], "sizes": [HUGE]}
+            state["tiles"][0]["ranges"][0]["stop"] = HUGE
 
     def file_huge(manifest: Manifest) -> None:
         everything_huge(manifest)
@@ -148,14 +150,14 @@ def test_shapes_that_claim_more_than_there_is(saved: Path) -> None:
 def test_ranges_that_overlap_or_have_gaps(saved: Path) -> None:
     def another_tensors_bytes(manifest: Manifest) -> None:
         states = manifest["tensors"]["linear.weight"]["states"]
-        states["exp_avg"]["ranges"] = copy.deepcopy(states["weight"]["ranges"])
+        states["exp_avg"]["tiles"] = copy.deepcopy(states["weight"]["tiles"])
 
     def the_same_range_twice(manifest: Manifest) -> None:
-        state = manifest["tensors"]["linear.weight"]["states"]["weight"]
-        state["ranges"].append(copy.deepcopy(state["ranges"][0]))
+        tile = manifest["tensors"]["linear.weight"]["states"]["weight"]["tiles"][0]
+        tile["ranges"].append(copy.deepcopy(tile["ranges"][0]))
 
     all_refused(saved, {
-        "another's": another_tensors_bytes, "twice": the_same_range_twice, "none": put_at(*WEIGHT, "ranges", value=[]),
+        "another's": another_tensors_bytes, "twice": the_same_range_twice, "none": put_at(*TILE, "ranges", value=[]),
         "begins late": put_at(*RANGE, "start", value=1), "ends early": put_at(*RANGE, "stop", value=24),
         "empty": put_at(*RANGE, "stop", value=0), "in the header": put_at(*RANGE, "offset", value=0),
         "off by one": put_at(*RANGE, "offset", value=4097), "at the end": put_at(*RANGE, "offset", value=HUGE),
@@ -167,12 +169,14 @@ def test_states_that_are_shorter_than_their_tensors(saved: Path) -> None:
     def short(kind: str, numel: int) -> Change:
         def change(manifest: Manifest) -> None:
             state = manifest["tensors"]["linear.weight"]["states"][kind]
-            part = state["ranges"][0]
+            tile = state["tiles"][0]
+            part = tile["ranges"][0]
             data = (saved / RANK_FILE).read_bytes()[part["offset"] : part["offset"] + 4 * numel]
             state["numel"] = part["stop"] = numel
+            tile |= {"offsets": [0], "sizes": [numel]}
             part["digests"] = [digest(data)]
             if numel == 0:
-                state["ranges"] = []
+                tile["ranges"] = []
 
         return change
 
@@ -235,7 +239,7 @@ def test_blocks_of_one_byte(saved: Path) -> None:
         manifest["block_bytes"] = 1
         for tensor in manifest["tensors"].values():
             for state in tensor["states"].values():
-                for part in state["ranges"]:
+                for part in (part for tile in state["tiles"] for part in tile["ranges"]):
                     count = (part["stop"] - part["start"]) * getattr(torch, state["dtype"]).itemsize
                     part["digests"] = [
                         digest(data[at : at + 1]) for at in range(part["offset"], part["offset"] + count)
@@ -256,7 +260,8 @@ def test_versions_and_formats_of_others(saved: Path) -> None:
     def work(target: Target) -> None:
         newest = target.manifest["version"]
         target.refuses(target.changed(put_at("version", value=newest + 1)), "newer", BadInput, "newer release")
-        target.refuses(target.changed(put_at("version", value=newest - 1)), "older", BadInput, "release that wrote it")
+        target.refuses(target.changed(put_at("version", value=1)), "older", BadInput, "release that wrote it")
+        target.refuses(target.changed(put_at("version", value=2)), "tiles in version 2", Damaged)
         values: list[Any] = [0, -1, True, "2", 2.0, None, [], 10**400]
         for value in values:
             target.refuses(target.changed(put_at("version", value=value)), repr(value), BadInput)

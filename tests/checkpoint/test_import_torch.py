@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from terrazzo.checkpoint import Source, open_source
 from terrazzo.checkpoint.importers import open_foreign
-from terrazzo.checkpoint.importers.parts.boxes import Box, boxes_of, tiling_problem, whole
 from terrazzo.errors import BadInput
 from tests.helpers.imported import Net, RunsCode, assert_same, names_of, states_of, train, trained
 
@@ -284,33 +280,3 @@ def test_folders_and_paths_that_are_none(tmp_path: Path) -> None:
         open_foreign(tmp_path / "run")
     with pytest.raises(BadInput, match="There is no checkpoint"):
         open_foreign(tmp_path / "nothing")
-
-
-@given(st.lists(st.integers(0, 4), max_size=4), st.data())
-def test_a_flat_range_is_these_boxes(sizes: list[int], data: st.DataObject) -> None:
-    shape, numel = tuple(sizes), math.prod(sizes)
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    values = torch.arange(numel).view(shape)
-    parts = [values[box.within(whole(shape))].flatten() for box in boxes_of(shape, start, stop)]
-    assert torch.cat([torch.arange(0), *parts]).tolist() == list(range(start, stop))
-    assert len(parts) <= max(1, 2 * len(shape))
-
-
-@given(st.lists(st.integers(1, 4), max_size=3), st.data())
-def test_boxes_tile_a_shape_exactly_when_each_element_is_in_one(sizes: list[int], data: st.DataObject) -> None:
-    offsets = st.tuples(*(st.integers(0, size) for size in sizes))
-    boxes = [
-        Box(first, tuple(data.draw(st.integers(0, size - at)) for size, at in zip(sizes, first, strict=True)))
-        for first in data.draw(st.lists(offsets, max_size=3))
-    ]
-    if data.draw(st.booleans()) and sizes:  # else two that are enough would hardly come up
-        cut = data.draw(st.integers(0, sizes[0]))
-        boxes = [
-            Box((0,) * len(sizes), (cut, *sizes[1:])),
-            Box((cut, *[0] * (len(sizes) - 1)), (sizes[0] - cut, *sizes[1:])),
-        ]
-    counts = torch.zeros(sizes, dtype=torch.long)
-    for box in boxes:
-        counts[box.within(whole(sizes))] += 1
-    assert (tiling_problem(tuple(sizes), boxes) is None) == bool((counts == 1).all())

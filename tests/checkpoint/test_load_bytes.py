@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Bytes that each rank has read from a checkpoint's files."""
     found: Counter[int] = Counter()
-    real = LocalFolder.read_into
+    real = LocalFolder.read_each
 
-    def counted(self: LocalFolder, file: str, offset: int, buffer: memoryview) -> None:
-        found[dist.get_rank()] += len(buffer)
-        real(self, file, offset, buffer)
+    def counted(self: LocalFolder, file: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        found[dist.get_rank()] += sum(len(buffer) for _, buffer in parts)
+        real(self, file, parts)
 
-    monkeypatch.setattr(LocalFolder, "read_into", counted)
+    monkeypatch.setattr(LocalFolder, "read_each", counted)
     return found
 
 

@@ -175,7 +175,7 @@ def test_inspect_tells_what_was_saved(saved: Path) -> None:
 def test_inspect_reads_well(saved: Path) -> None:
     shown = run("inspect", saved / "step-00000002").stdout
     for part in (
-        "Terrazzo, version 2",
+        "Terrazzo, version 3",
         "ab12",
         "zero3: ",
         "AdamW: lr 0.01",

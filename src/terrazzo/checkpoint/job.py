@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.checkpoint.manifest import Extent, Manifest, State
+from terrazzo.checkpoint.manifest import Extent, Manifest, State, Tile, index_space
 from terrazzo.checkpoint.manifest import Tensor as TensorEntry
 from terrazzo.checkpoint.seal import seal_of
 from terrazzo.checkpoint.shard import Entry, file_name, write_file
 from terrazzo.checkpoint.store import Draft
 from terrazzo.checkpoint.stores import open_store
+from terrazzo.errors import SaveFailed
 
 __all__ = ["FAILED", "Job", "record_name"]
 
@@ -58,7 +60,7 @@ class Job:
     def from_json(cls, text: str) -> Job:
         """What `to_json` gave."""
         values: dict[str, Any] = json.loads(text)
-        entries = [Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in values.pop("entries")]
+        entries = [_entry(entry) for entry in values.pop("entries")]
         return cls(**values, entries=entries)
 
     def draft(self) -> Draft:
@@ -88,25 +90,28 @@ class Job:
             draft.note(FAILED, f"rank {self.rank}: {problem}".encode())
 
     def conclude(self, draft: Draft) -> None:
-        """Make the checkpoint of all ranks' records visible."""
+        """Make the checkpoint of all ranks' records visible. Raises `SaveFailed` for elements missing or twice."""
         manifest = self._manifest(draft).model_dump_json().encode()
         draft.commit(manifest, seal_of(manifest))
 
     def _manifest(self, draft: Draft) -> Manifest:
         assert self.common is not None
-        shapes: dict[str, list[int]] = self.common["tensors"]
-        tensors = {name: TensorEntry(shape=shape, states={}) for name, shape in shapes.items()}
+        shapes: dict[str, list[int]] = dict(self.common["tensors"])
+        states: dict[str, dict[str, _Gathered]] = {name: {} for name in shapes}
         files: list[dict[str, Any]] = []
         ranks: list[dict[str, Any]] = []
         for rank in range(self.world_size):
             record = json.loads(draft.noted(record_name(rank)))
             files.append(record["file"])
             ranks += [] if record["alone"] is None else [record["alone"]]
-            for entry, digests in zip(record["entries"], record["digests"], strict=True):
-                _add(tensors, entry, digests, rank, record["file"]["header_bytes"])
-        for tensor in tensors.values():
-            for state in tensor.states.values():
-                state.ranges.sort(key=lambda extent: extent.start)
+            for entry, digests in zip(map(_entry, record["entries"]), record["digests"], strict=True):
+                shapes.setdefault(entry.name, list(entry.shape))
+                kinds = states.setdefault(entry.name, {})
+                kinds.setdefault(entry.kind, _Gathered(entry)).add(entry, digests, rank, record["file"]["header_bytes"])
+        tensors = {
+            name: TensorEntry(shape=shapes[name], states={kind: one.state() for kind, one in kinds.items()})
+            for name, kinds in states.items()
+        }
         return Manifest(**{**self.common, "files": files, "tensors": tensors, "ranks": ranks})
 
 
@@ -115,9 +120,43 @@ def record_name(rank: int) -> str:
     return f"rank-{rank:05d}.note"
 
 
-def _add(tensors: dict[str, TensorEntry], entry: dict[str, Any], digests: list[str], rank: int, header: int) -> None:
-    tensor = tensors.setdefault(entry["name"], TensorEntry(shape=entry["shape"], states={}))
-    state = tensor.states.setdefault(entry["kind"], State(dtype=entry["dtype"], numel=entry["numel"], ranges=[]))
-    if entry["start"] < entry["stop"]:
-        offset = header + entry["offset"]
-        state.ranges.append(Extent(start=entry["start"], stop=entry["stop"], file=rank, offset=offset, digests=digests))
+def _entry(values: dict[str, Any]) -> Entry:
+    """From JSON, which has no tuples."""
+    offsets, sizes = values["tile"] or ((), ())
+    tile = (tuple(offsets), tuple(sizes)) if values["tile"] is not None else None
+    return Entry(**{**values, "shape": tuple(values["shape"]), "tile": tile})
+
+
+class _Gathered:
+    """What all ranks have written of one state, `first` of it the one that came first."""
+
+    def __init__(self, first: Entry) -> None:
+        self._first = first
+        self._ranges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Extent]] = {}
+
+    def add(self, entry: Entry, digests: list[str], rank: int, header_bytes: int) -> None:
+        """A range that `rank` has written behind its header."""
+        if (entry.shape, entry.numel, entry.dtype) != (self._first.shape, self._first.numel, self._first.dtype):
+            raise self._failed(f"{list(entry.shape)} of {entry.dtype} is not {list(self._first.shape)} of another rank")
+        space = index_space(entry.shape, entry.numel)
+        ranges = self._ranges.setdefault(entry.tile or ((0,) * len(space), space), [])
+        if entry.start < entry.stop:
+            offset = header_bytes + entry.offset
+            ranges.append(Extent(start=entry.start, stop=entry.stop, file=rank, offset=offset, digests=digests))
+
+    def state(self) -> State:
+        """All of it, in order. Raises `SaveFailed` unless each element was written once, as far as can be counted."""
+        tiles = []
+        for (offsets, sizes), ranges in sorted(self._ranges.items()):
+            ranges.sort(key=lambda extent: extent.start)
+            edges = [0, *(edge for extent in ranges for edge in (extent.start, extent.stop)), math.prod(sizes)]
+            if edges[::2] != edges[1::2]:
+                raise self._failed(f"of {list(sizes)} at {list(offsets)} the ranges {edges[1:-1]} are there")
+            tiles.append(Tile(offsets=list(offsets), sizes=list(sizes), ranges=ranges))
+        if (numel := sum(math.prod(tile.sizes) for tile in tiles)) != self._first.numel:
+            raise self._failed(f"{numel} of {self._first.numel} elements are there")
+        return State(dtype=self._first.dtype, numel=self._first.numel, tiles=tiles)
+
+    def _failed(self, problem: str) -> SaveFailed:
+        what = f"{self._first.name}, {self._first.kind}"
+        return SaveFailed(f"Ranks have not written each element of {what} once: {problem}. Please report this.")

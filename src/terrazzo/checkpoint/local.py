@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,9 @@ class LocalFolder(Folder):
         with self._opened(file) as descriptor:
             return os.fstat(descriptor).st_size
 
-    def _read_into(self, file: str, offset: int, buffer: memoryview) -> int:
-        done = 0
+    def _read_each(self, file: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
         with self._opened(file) as descriptor:
-            while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done:]], offset + done)):
-                done += count
-        return done
+            return [_read(descriptor, offset, buffer) for offset, buffer in parts]
 
     def _has(self, file: str) -> bool:
         return _is_there(self.path / file)
@@ -229,6 +226,14 @@ class _LocalSink:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+
+def _read(descriptor: int, offset: int, buffer: memoryview) -> int:
+    """Fill `buffer` as far as the file goes; returns how many bytes there were."""
+    done = 0
+    while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done:]], offset + done)):
+        done += count
+    return done
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:

@@ -10,14 +10,14 @@ import torch
 
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo
-from terrazzo.engine import ModelState, engine_of, parameter_names, persistent_buffers
+from terrazzo.engine import ModelState, engine_of, persistent_buffers
 
 __all__ = ["fitted_groups", "misfits"]
 
 
 def misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
     """A line for each reason why `source` cannot be loaded."""
-    shapes = {tuple(names): tuple(parameter.shape) for names, parameter in _parameters(model)}
+    shapes = {tuple(kept.names): kept.shape for kept in ModelState(model).parameters()}
     buffers = {tuple(buffer.names): tuple(buffer.tensor.shape) for buffer in persistent_buffers(model)}
     shapes |= buffers
     found = {names: source.resolve(names) for names in shapes}
@@ -59,10 +59,6 @@ def _hyper_parameters(source: Source) -> dict[str, dict[str, Any]]:
         values = {key: value for key, value in group.items() if key != "params"}
         found |= {source.resolve([name]) or name: values for name in group["params"]}
     return found
-
-
-def _parameters(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
-    return zip(parameter_names(model), model.parameters(), strict=True)
 
 
 def _group_names(source: Source, model: torch.nn.Module) -> list[tuple[dict[str, Any], frozenset[str]]]:

@@ -3,58 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.manifest import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    SEAL,
-    Extent,
-    blocks_of,
-    parse_manifest,
-)
+from terrazzo.checkpoint.blocks import Blocks, DigestBlock
+from terrazzo.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, SEAL, State, index_space
+from terrazzo.checkpoint.parse import named_tiles, parse_manifest, rectangle_of
 from terrazzo.checkpoint.seal import check_seal
-from terrazzo.checkpoint.shard import checked_block
 from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.checkpoint.store import Folder
 from terrazzo.checkpoint.tensors import bytes_of, dtype_of
-from terrazzo.errors import BadInput, Damaged
+from terrazzo.engine.rectangles import Rectangle, Runs, rectangles_of
+from terrazzo.errors import Damaged
 
-__all__ = ["Checkpoint", "DigestBlock"]
-
-
-@dataclass(frozen=True)
-class DigestBlock:
-    """Bytes of a file under one digest, and what they are."""
-
-    file: str
-    offset: int
-    count_bytes: int
-    digest: str
-    what: str
-
-    @property
-    def span(self) -> str:
-        """Which bytes of the file it is, and of what."""
-        return f"bytes {self.offset} to {self.offset + self.count_bytes - 1}, {self.what}"
-
-    def check(self, folder: Folder, buffer: memoryview) -> None:
-        """Read it into `buffer`. Raises what `Folder.read_into` does, and `Damaged` for another digest, naming it."""
-        try:
-            good = checked_block(folder, self.file, self.offset, buffer[: self.count_bytes], self.digest)
-        except BadInput as error:
-            raise type(error)(f"{error} This concerns {self.span}.") from None
-        if not good:
-            raise Damaged(self.changed(folder))
-
-    def changed(self, folder: Folder) -> str:
-        """The message for bytes that have another digest."""
-        return f"'{folder.where}/{self.file}', {self.span}: not what was written."
+__all__ = ["Checkpoint"]
 
 
 class Checkpoint(Source):
@@ -74,10 +39,10 @@ class Checkpoint(Source):
     def __init__(self, folder: Folder, sizes: bool = True) -> None:
         super().__init__(folder.where)
         self.folder = folder
-        self._checked: set[DigestBlock] = set()  # where this process reads, which need not do it again
         data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
         check_seal(data, folder.read(SEAL, 4096), folder.where)
         self.manifest = manifest = parse_manifest(data, f"{folder.where}/{MANIFEST}")
+        self._blocks = Blocks(folder, manifest)
         for file in manifest.files if sizes else ():
             if (size := folder.size_bytes(file.name)) != file.size_bytes:
                 raise Damaged(f"'{folder.where}/{file.name}' has {size} bytes and was written with {file.size_bytes}.")
@@ -97,19 +62,47 @@ class Checkpoint(Source):
             self.optimizer = OptimizerInfo(optimizer.name, groups, optimizer.scaler)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        state = self.manifest.tensors[name].states[kind]
+        state, what = self._state(name, kind), f"{name}, {kind}"
         if not 0 <= start <= stop <= state.numel:
-            raise Damaged(f"'{self.where}' has {state.numel} elements of {name}, {kind}, and not {start}..{stop}.")
-        dtype = dtype_of(state.dtype)
-        values = torch.empty(stop - start, dtype=dtype)
-        into = bytes_of(values)
-        for extent in state.ranges:
-            first, last = max(start, extent.start), min(stop, extent.stop)
-            if first < last:
-                skipped = extent.offset + (first - extent.start) * dtype.itemsize
-                out = into[(first - start) * dtype.itemsize : (last - start) * dtype.itemsize]
-                self._fill(out, skipped, self._blocks(extent, dtype.itemsize, f"{name}, {kind}"))
+            raise Damaged(f"'{self.where}' has {state.numel} elements of {what}, and not {start}..{stop}.")
+        space = index_space(self.tensors[name].shape, state.numel)
+        values = torch.empty(stop - start, dtype=dtype_of(state.dtype))
+        if len(state.tiles) == 1:
+            itemsize = values.itemsize
+            runs = Runs.of_range(start * itemsize, stop * itemsize)
+            self._blocks.fill(bytes_of(values), state.tiles[0].ranges, runs, itemsize, what)
+            return values
+        done = 0
+        for part in rectangles_of(space, start, stop):
+            self._fill(values[done : done + part.numel].view(part.sizes), state, part, what)
+            done += part.numel
         return values
+
+    def read_box(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        part = self._part(name, kind, offsets, sizes)
+        state = self._state(name, kind)
+        values = torch.empty(part.sizes, dtype=dtype_of(state.dtype))
+        self._fill(values, state, part, f"{name}, {kind}")
+        return values
+
+    def _state(self, name: str, kind: str) -> State:
+        return self.manifest.tensors[name].states[kind]
+
+    def _fill(self, out: Tensor, state: State, part: Rectangle, what: str) -> None:
+        """The contiguous `out` with a rectangle of a state, from whichever tiles have some of it."""
+        itemsize = out.itemsize
+        for tile_name, tile in named_tiles(what, state):
+            common = rectangle_of(tile).intersect(part)
+            if common is None:
+                continue
+            there = out[common.relative_to(part).slices]
+            into = there if there.is_contiguous() else torch.empty(common.sizes, dtype=out.dtype)
+            in_tile = common.relative_to(rectangle_of(tile))
+            in_bytes = Rectangle((*in_tile.offsets, 0), (*in_tile.sizes, itemsize))
+            runs = Runs((*tile.sizes, itemsize), in_bytes)
+            self._blocks.fill(bytes_of(into.view(-1)), tile.ranges, runs, itemsize, tile_name)
+            if into is not there:
+                there.copy_(into)
 
     def blocks(self, wanted: Callable[[str], bool] = lambda kind: True) -> dict[str, list[DigestBlock]]:
         """By file, its blocks of the kinds of state that are `wanted`, and its header, in the order of the bytes."""
@@ -120,8 +113,9 @@ class Checkpoint(Source):
             for kind, state in tensor.states.items():
                 if wanted(kind):
                     itemsize = dtype_of(state.dtype).itemsize
-                    for extent in state.ranges:
-                        found[manifest.files[extent.file].name] += self._blocks(extent, itemsize, f"{name}, {kind}")
+                    for what, tile in named_tiles(f"{name}, {kind}", state):
+                        for extent in tile.ranges:
+                            found[manifest.files[extent.file].name] += self._blocks.of(extent, itemsize, what)
         return {file: sorted(blocks, key=lambda block: block.offset) for file, blocks in found.items()}
 
     def about(self) -> dict[str, Any]:
@@ -134,37 +128,7 @@ class Checkpoint(Source):
         for block in shares[part]:
             block.check(self.folder, buffer)
         for number in (part, *beside):
-            self._checked.update(shares[number])
-
-    def _blocks(self, extent: Extent, itemsize: int, what: str) -> Iterator[DigestBlock]:
-        file = self.manifest.files[extent.file].name
-        spans = blocks_of((extent.stop - extent.start) * itemsize, self.manifest.block_bytes)
-        for (first, last), expected in zip(spans, extent.digests, strict=True):
-            yield DigestBlock(file, extent.offset + first, last - first, expected, what)
-
-    def _fill(self, out: memoryview, offset: int, blocks: Iterable[DigestBlock]) -> None:
-        """Fill `out` with the bytes at `offset`, which lie in `blocks`; whole blocks are read in place."""
-        end = offset + len(out)
-        for block in blocks:
-            last = block.offset + block.count_bytes
-            if last <= offset or block.offset >= end:
-                continue
-            if offset <= block.offset and last <= end:
-                self._read_block(block, out[block.offset - offset : last - offset])
-            elif block in self._checked:
-                begin, finish = max(offset, block.offset), min(end, last)
-                self.folder.read_into(block.file, begin, out[begin - offset : finish - offset])
-            else:
-                buffer = memoryview(bytearray(block.count_bytes))
-                self._read_block(block, buffer)
-                begin, finish = max(offset, block.offset), min(end, last)
-                out[begin - offset : finish - offset] = buffer[begin - block.offset : finish - block.offset]
-
-    def _read_block(self, block: DigestBlock, into: memoryview) -> None:
-        if block in self._checked:
-            self.folder.read_into(block.file, block.offset, into)
-        else:
-            block.check(self.folder, into)
+            self._blocks.trust(shares[number])
 
 
 def _shares(blocks: list[DigestBlock], parts: int) -> list[list[DigestBlock]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from terrazzo.checkpoint.shard import file_name
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.store import Folder
 from terrazzo.checkpoint.stores import store_and_name
-from terrazzo.engine import ModelState, Read, parameter_names, persistent_buffers
+from terrazzo.engine import ModelState, Owned, Read, parameter_names, persistent_buffers
+from terrazzo.engine.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable
 from terrazzo.exchange import gather_json, together
 
@@ -180,6 +181,7 @@ def _check_bytes(source: Source, with_optimizer: bool, beside: Collection[int]) 
 def _reads(source: Source, model: torch.nn.Module) -> Read:
     """How the engine asks for runs of elements; whether a state is there is known without reading any."""
     listed = {names[0]: source.resolve(names) for names in parameter_names(model)}
+    kept = {each.name: each for each in ModelState(model).parameters()}
 
     def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
         found = listed[name]
@@ -187,9 +189,21 @@ def _reads(source: Source, model: torch.nn.Module) -> Read:
             return None
         if start == stop:
             return torch.empty(0, dtype=source.tensors[found].states[kind].dtype)
-        return source.read(found, kind, start, stop)
+        if kept[name].box.is_all or not kept[name].per_element(kind):
+            return source.read(found, kind, start, stop)
+        return _read_part(source, found, kind, kept[name].box.owned(Range(start, stop)), stop - start)
 
     return read
+
+
+def _read_part(source: Source, name: str, kind: str, parts: Iterable[Owned], numel: int) -> Tensor:
+    """What a rank has of a parameter that ranks share: rectangles, from whichever tiles have them."""
+    values = torch.empty(numel, dtype=source.tensors[name].states[kind].dtype)
+    for part in parts:
+        read = [source.read_box(name, kind, each.offsets, each.sizes).reshape(-1) for each in part.rectangles()]
+        into = part.of(values[part.inside.start : part.inside.stop])
+        into.copy_(torch.cat(read).view(into.shape))
+    return values
 
 
 def _restore_rest(source: Source, model: torch.nn.Module, with_optimizer: bool) -> None:

@@ -65,8 +65,9 @@ def _named(piece: Piece, rows: Tensor) -> str:
     most = 2 * count > len(found)
     ranks = [rank for rank, value in found if not most or value != usual]
     others = "those of the others" if most else "each other"
+    part = f" of {piece.tile}" if piece.tile.sizes not in (piece.shape, (piece.numel,)) else ""
     return (
-        f"{piece.name}, {piece.kind}, elements {piece.start} to {piece.stop - 1}: of {len(found)} copies that should be"
-        f" equal, rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ"
+        f"{piece.name}, {piece.kind}, elements {piece.start} to {piece.stop - 1}{part}: of {len(found)} copies that"
+        f" should be equal, rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ"
         f"{'s' if len(ranks) == 1 else ''} from {others}"
     )

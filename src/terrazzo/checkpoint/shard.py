@@ -34,7 +34,12 @@ _PAGE_BYTES = 4096
 
 
 class Entry(NamedTuple):
-    """Elements `start..stop` of one state of a tensor, and the byte of the data section where they begin."""
+    """Elements `start..stop` of a tile of one state of a tensor, and the byte of the data section where they begin.
+
+    Attributes:
+        shape: of the whole tensor, and `numel` of the whole state.
+        tile: offsets and sizes; None where the state is not cut.
+    """
 
     name: str
     kind: str
@@ -43,12 +48,14 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     numel: int
     dtype: str
+    tile: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     offset: int = 0
 
     @property
     def key(self) -> str:
         """The name under which the file holds it."""
-        return f"{self.name}|{self.kind}|{self.start}"
+        at = "" if self.tile is None else f"{','.join(map(str, self.tile[0]))}|"
+        return f"{self.name}|{self.kind}|{at}{self.start}"
 
     @property
     def count_bytes(self) -> int:

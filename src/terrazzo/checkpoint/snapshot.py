@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import DTYPES, head
+from terrazzo.checkpoint.manifest import DTYPES, head, index_space
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.seal import seal_of
@@ -24,6 +24,7 @@ from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import (
     DTYPE_FIELDS,
     ModelState,
+    Piece,
     check_no_extra_state,
     engine_of,
     parameter_names,
@@ -109,18 +110,20 @@ def _check_dtypes(entries: list[Entry]) -> None:
 
 def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Callable[[], Tensor]]]:
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
-    held = [
-        (
-            Entry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, name_of(piece.dtype)),
-            piece.read,
-        )
-        for piece in ModelState(model).pieces(with_optimizer)
-    ]
+    held = [(_entry(piece), piece.read) for piece in ModelState(model).pieces(with_optimizer)]
     if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
         whole = {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
-        empty = {(name, WEIGHT): value for name, value in model.named_parameters() if not value.numel()}
+        none = {kept.name for kept in ModelState(model).parameters() if not kept.numel}
+        empty = {(name, WEIGHT): value for name, value in model.named_parameters() if name in none}
         held += [_whole(name, kind, tensor.detach()) for (name, kind), tensor in {**whole, **empty}.items()]
     return held
+
+
+def _entry(piece: Piece) -> Entry:
+    space = index_space(piece.shape, piece.numel)
+    tile = None if piece.tile.sizes == space else (piece.tile.offsets, piece.tile.sizes)
+    dtype = name_of(piece.dtype)
+    return Entry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, dtype, tile)
 
 
 def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Entry, Callable[[], Tensor]]:
@@ -130,14 +133,15 @@ def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Entry, Callable[[], Te
 
 def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any], run: str) -> dict[str, Any]:
     engine = engine_of(model)
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    whole = {kept.name: kept.shape for kept in ModelState(model).parameters()}
+    shapes = {name: list(whole[name]) for name, _ in model.named_parameters()}
     names = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
     common = {
         **head(run, extra.get("step", 0)),
         "topology": {
             "world_size": dist.get_world_size(),
             "plan": {"name": engine.plan.name, **{state: str(place) for state, place in engine.plan.places().items()}},
-            "mesh": {axis: engine.axes.along(axis).size for axis in engine.axes.names},
+            "mesh": {axis: engine.axes.along(axis).size for axis in engine.axes.every},
             "precision": {field: name_of(getattr(engine.precision, field)) for field in DTYPE_FIELDS},
         },
         "tensors": shapes,

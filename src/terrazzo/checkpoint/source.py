@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["AVERAGE", "BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched"]
+from terrazzo.engine.layout import PAGE_BYTES, Range
+from terrazzo.engine.rectangles import Rectangle, Runs
+from terrazzo.errors import BadInput
+
+__all__ = ["AVERAGE", "BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched", "by_runs"]
 
 WEIGHT, BUFFER, AVERAGE = "weight", "buffer", "average"
 """The kinds of state that are not the optimizer's own. `weight` is the master weight where there was one, `average` is
@@ -100,6 +104,28 @@ class Source(ABC):
         are damaged or missing.
         """
 
+    def read_box(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A rectangle of a state per element: of the shape `sizes`, from `offsets` on, on the CPU, in its dtype.
+
+        Reads little more than the bytes asked for, however the checkpoint is cut. Raises `BadInput` as `read` does, and
+        for what is not inside the tensor.
+        """
+        part, state = self._part(name, kind, offsets, sizes), self.tensors[name].states[kind]
+        read = lambda start, stop: self.read(name, kind, start, stop)  # noqa: E731
+        return by_runs(read, self.tensors[name].shape, part, state.dtype)
+
+    def _part(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Rectangle:
+        """Of a tensor, what is asked for."""
+        shape, part = self.tensors[name].shape, Rectangle(tuple(offsets), tuple(sizes))
+        if self.tensors[name].states[kind].numel != math.prod(shape):
+            raise BadInput(f"{name}, {kind} in '{self.where}' is not of the shape {list(shape)}: ask for all of it.")
+        inside = len(part.offsets) == len(part.sizes) == len(shape) and all(
+            0 <= first <= first + size <= end for first, size, end in zip(*vars(part).values(), shape, strict=True)
+        )
+        if not inside:
+            raise BadInput(f"{name} in '{self.where}' is {list(shape)}: {part} is not inside.")
+        return part
+
     def about(self) -> dict[str, Any]:
         """What only Terrazzo's own checkpoints say of themselves, as plain JSON values; empty of other formats."""
         return {}
@@ -138,8 +164,24 @@ class Watched(Source):
         self._advance(values.nbytes)
         return values
 
+    def read_box(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        values = self._source.read_box(name, kind, offsets, sizes)
+        self._advance(values.nbytes)
+        return values
+
     def about(self) -> dict[str, Any]:
         return self._source.about()
 
     def check(self, wanted: Callable[[str], bool], part: int, parts: int, beside: Collection[int] = ()) -> None:
         self._source.check(wanted, part, parts, beside)
+
+
+def by_runs(read: Callable[[int, int], Tensor], shape: tuple[int, ...], part: Rectangle, dtype: torch.dtype) -> Tensor:
+    """A rectangle of a tensor of which `read` gives flat ranges, some bytes between them where that saves reads."""
+    values, runs = torch.empty(part.numel, dtype=dtype), Runs(shape, part)
+    for group in runs.groups(Range(0, math.prod(shape)), PAGE_BYTES // dtype.itemsize):
+        first = group[0][1].start
+        found = read(first, group[-1][1].stop)
+        for before, run in group:
+            values[before : before + run.numel] = found[run.start - first : run.stop - first]
+    return values.view(part.sizes)

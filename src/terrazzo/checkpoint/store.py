@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
@@ -62,12 +62,20 @@ class Folder(ABC):
         with self._asked(file):
             return self._size_bytes(file)
 
+    skip_bytes = 4096
+    """Reading through so many bytes costs no more than another read behind them. A disk gives whole pages."""
+
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from the bytes at `offset`."""
+        self.read_each(file, [(offset, buffer)])
+
+    def read_each(self, file: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each of the buffers from the bytes at its offset."""
         with self._asked(file):
-            count = self._read_into(file, offset, buffer)
-        if count < len(buffer):
-            raise Damaged(f"'{self.where}/{file}' ends at byte {offset + count}: it has been cut off.")
+            counts = self._read_each(file, parts)
+        for (offset, buffer), count in zip(parts, counts, strict=True):
+            if count < len(buffer):
+                raise Damaged(f"'{self.where}/{file}' ends at byte {offset + count}: it has been cut off.")
 
     def has(self, file: str) -> bool:
         """Whether there is such an entry."""
@@ -87,8 +95,8 @@ class Folder(ABC):
         """For stores."""
 
     @abstractmethod
-    def _read_into(self, file: str, offset: int, buffer: memoryview) -> int:
-        """For stores: as far as the file goes; returns how many bytes there were."""
+    def _read_each(self, file: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
+        """For stores: as far as the file goes; returns how many bytes there were for each buffer."""
 
     @abstractmethod
     def _has(self, file: str) -> bool:

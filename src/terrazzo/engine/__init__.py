@@ -1,8 +1,8 @@
 """The engine: one table of places, running.
 
-The core is in this folder. Read it in this order: layout, place, precision, spec, scaler, progress, tally, axes and
-recipe, what is stated; buffer, gradient, partition, bucket and unit, what is held; order, runnable, reductions and
-schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+The core is in this folder. Read it in this order: layout, rectangles, place, family, precision, spec, scaler, progress,
+tally, axes and recipe, what is stated; buffer, gradient, partition, bucket and unit, what is held; order, runnable,
+reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
     process     threads, devices, memory
     links       how ranks exchange
@@ -22,17 +22,20 @@ packages:
     offload.topology                                  CPUs that a rank may use
     process.device                                    what a device can do beside arithmetic
     process.system                                    what this process may use, for those who count memory
-    partition, place, spec, layout                    units, where their states rest, what moves: for the planner
+    partition, place, spec, layout, rectangles        units, where their states rest, what moves: for the planner
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer                        chains of collectives on paper, likewise
+    axes, model.materialize, model.parts              what is exchanged before a model is sharded, and of activations
+    model.together                                    what ranks are told alike, or refuse as one
     links.gloo, links.columns                         what sums receive, likewise
     offload.needs, offload.store                      what rests away from the device, likewise
 
 `tools/lint_structure.py` checks both.
 """
 
-from terrazzo.engine.axes import data_mesh
+from terrazzo.engine.axes import data_mesh, named_mesh
 from terrazzo.engine.border.parameter import Zeros
+from terrazzo.engine.family import Box, Family, Owned, Record, leave_record, record_of
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.attach import attach
@@ -66,6 +69,7 @@ from terrazzo.engine.precision import (
     dtype_named,
     preset_named,
 )
+from terrazzo.engine.rectangles import Rectangle
 
 __all__ = [
     "DTYPES",
@@ -78,12 +82,15 @@ __all__ = [
     "PRECISIONS",
     "PRECISION_SPELLINGS",
     "TIERS",
+    "Box",
     "Engine",
+    "Family",
     "LossScaling",
     "MemoryBill",
     "ModelState",
     "Offload",
     "OptimizerStates",
+    "Owned",
     "ParameterInfo",
     "PersistentBuffer",
     "Piece",
@@ -91,6 +98,8 @@ __all__ = [
     "Plan",
     "Precision",
     "Read",
+    "Record",
+    "Rectangle",
     "ShardedModule",
     "ShardedOptimizer",
     "Traffic",
@@ -109,10 +118,13 @@ __all__ = [
     "estimate",
     "find_units",
     "gathered",
+    "leave_record",
+    "named_mesh",
     "on_foreign_step",
     "parameter_names",
     "persistent_buffers",
     "preset_named",
+    "record_of",
     "register_forward_method",
     "shard",
     "whole_weights",

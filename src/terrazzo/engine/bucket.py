@@ -13,6 +13,7 @@ from torch import Tensor
 from terrazzo.engine.border.edits import Edits, Held, take_data
 from terrazzo.engine.border.parameter import Guard, Link
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values, view
+from terrazzo.engine.family import Box
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Ledger, Moves
@@ -67,8 +68,9 @@ class Bucket(BucketSpec):
             on_host=axes.device.type == "cpu",
         )
         self.members, self.recipe, self.ledger, self.space = members, recipe, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, recipe, ledger, self.sum_axes, tiers.grad)
+        self.gradient = Gradient(self.space, recipe, members, ledger, self.sum_axes, tiers.grad)
         self.moments: dict[str, Resting] = {}
+        self._boxes = {member.name: member.box for member in members}
         self.changes = 0
         self._moment_homes: list[Resting] = []
         self._held: Buffer | None = None
@@ -77,6 +79,10 @@ class Bucket(BucketSpec):
     @property
     def slots(self) -> Sequence[Slot]:
         return self.space.layout.slots
+
+    def box(self, slot: Slot) -> Box:
+        """What this rank has of the parameter in a slot."""
+        return self._boxes[slot.name]
 
     # -- building ----------------------------------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ class Range:
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
+    def from_start_of(self, outer: Range) -> Range:
+        """The same, counted from where `outer` begins."""
+        return Range(self.start - outer.start, self.stop - outer.start)
+
     def within(self, outer: Range) -> slice:
         """This range as a slice of a tensor that holds `outer`."""
         return slice(self.start - outer.start, self.stop - outer.start)
@@ -68,6 +72,10 @@ class Slot:
     @cached_property
     def range(self) -> Range:
         return Range(self.offset, self.offset + self.numel)
+
+    def own(self, held: Range) -> Range:
+        """A part of the slot as elements of its parameter."""
+        return held.from_start_of(self.range)
 
     @cached_property
     def padded(self) -> Range:

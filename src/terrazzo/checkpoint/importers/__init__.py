@@ -14,6 +14,7 @@ _KNOWN = (
     "folders of DeepSpeed (with 'latest'), of torch.distributed.checkpoint (with '.metadata'), of the Trainer, of"
     " Accelerate and of *.safetensors, and files of safetensors and of torch.save"
 )
+_MEGATRON = ("mp_rank_*/model_optim_rng.pt", "iter_*/mp_rank_*/model_optim_rng.pt")
 _ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"  # what torch.save writes, and what it wrote until torch 1.6
 
 
@@ -55,6 +56,11 @@ def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str]) -> S
         return deepspeed.DeepSpeedCheckpoint(path)
     if (path / safetensors.INDEX_FILE).exists() or any(path.glob("*.safetensors")):
         return safetensors.SafetensorsCheckpoint(path, names)
+    if any(file for pattern in _MEGATRON for file in path.glob(pattern)):
+        raise BadInput(
+            f"The folder '{path}' is of Megatron-LM's format 'torch', in which ranks have parts of tensors and nothing"
+            " says how they fit together: load it there and save the state dict of the whole model with torch.save."
+        )
     found = sorted(entry.name for entry in path.iterdir())
     below = f" Did you mean '{path / 'checkpoints'}'?" if "checkpoints" in found else ""  # of a run's log.folder
     raise BadInput(

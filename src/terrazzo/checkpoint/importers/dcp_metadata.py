@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.importers.parts.archive import Archive
-from terrazzo.checkpoint.importers.parts.boxes import Box, tiling_problem
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.unpickle import load_pickle
+from terrazzo.engine.rectangles import Rectangle, tiling_problem
 from terrazzo.errors import BadInput
 
 __all__ = ["METADATA_FILE", "DcpEntry", "TensorEntry", "TreePath", "read_metadata"]
@@ -26,7 +26,7 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: list[tuple[Box, Archive]]
+    chunks: list[tuple[Rectangle, Archive]]
 
 
 DcpEntry = TensorEntry | Archive  # a plain value is one archive
@@ -139,11 +139,11 @@ class _Reader:
                 raise self._damaged(f"'{key}': {archive.count_bytes} bytes for {box.numel} elements of {dtype}")
         return TensorEntry(shape, dtype, parts)
 
-    def _box(self, chunk: Any) -> Box:
+    def _box(self, chunk: Any) -> Rectangle:
         offsets, sizes = (_ints(value) for value in self._fields(chunk, "offsets", "sizes"))
         if offsets is None or sizes is None or len(offsets) != len(sizes):
             raise self._damaged("a block has no offsets or sizes")
-        return Box(offsets, sizes)
+        return Rectangle(offsets, sizes)
 
     def _part(self, key: str, info: Any) -> Archive:
         name, offset, count = self._fields(info, "relative_path", "offset", "length")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from terrazzo.checkpoint.importers.parts.boxes import Box, tiling_problem, whole
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Chunk, Chunked, Region, Values
 from terrazzo.checkpoint.manifest import DTYPES
 from terrazzo.checkpoint.tensors import dtype_of
+from terrazzo.engine.rectangles import Rectangle, tiling_problem, whole
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["INDEX_FILE", "MODEL_FILE", "SafetensorsCheckpoint", "add_safetensors"]
@@ -69,7 +69,7 @@ def add_safetensors(source: StateDictSource, path: Path, names: Sequence[str] = 
 
 @dataclass(frozen=True)
 class _Block(Chunk):
-    box: Box
+    box: Rectangle
     at: Region
 
     def region(self) -> Region:
@@ -104,7 +104,7 @@ class _Header:
             strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
             start = self._first_byte + entry["data_offsets"][0]
             region = Region(self.file, start, _DTYPES[entry["dtype"]], sizes, strides, name)
-            yield _Block(Box(offsets.get(name, whole(sizes).offsets), sizes), region)
+            yield _Block(Rectangle(offsets.get(name, whole(sizes).offsets), sizes), region)
 
     def _saved_offsets(self) -> dict[str, tuple[int, ...]]:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,43 +88,46 @@ def check_initializable(model: nn.Module) -> None:
             )
 
 
-def materialize(
-    members: Iterable[Member], initialize: Initializer, device: torch.device
-) -> dict[nn.Parameter, nn.Parameter]:
+def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) -> dict[nn.Parameter, nn.Parameter]:
     """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them.
 
-    Their buffers are real by then: see `materialize_buffers`.
+    What several ranks share is drawn whole and in the order of modules, on each of them, and then each keeps its part:
+    the values do not depend on the mesh. Their buffers are real by then: see `materialize_buffers`.
 
     Returns:
-        What has come in whose place.
+        What has come in whose place: equal values on all ranks that have the same of them.
     """
-    touched, made = {}, dict[nn.Parameter, nn.Parameter]()
+    touched: dict[int, nn.Module] = {}
+    fresh: dict[nn.Parameter, Member] = {}
     for member in members:
         meta, holders = member.parameter, member.holders
         member.holders = ()  # they may hold the model itself, which holds the members
         member.registered = tuple((module._parameters, attribute) for module, attribute in holders)
         if not meta.is_meta:
             continue
-        made[meta] = member.parameter = _real(meta, device)
-        for module, attribute in holders:
-            module._parameters[attribute] = member.parameter
-            touched[id(module)] = module
-    fresh = set(made.values())
+        _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
+        fresh[meta] = member
+        touched |= {id(module): module for module, _ in holders}
     for module in touched.values():
-        initialize(module, fresh)
-    return made
+        initialize(module, {member.parameter for member in fresh.values()})
+    synchronize([member.parameter for member in fresh.values()], axes)
+    for member in fresh.values():
+        if member.record is not None:
+            _replace(member, member.record.box.of(member.parameter.detach()))
+    return {meta: member.parameter for meta, member in fresh.items()}
 
 
-def _real(meta: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter without values yet, with the class, attributes and hooks of `meta`."""
-    made = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
-    made.__class__ = type(meta)
-    notes = {name: value for name, value in vars(meta).items() if name != "_is_hf_initialized"}  # it has to be
-    vars(made).update(notes)
+def _replace(member: Member, value: Tensor) -> None:
+    """Register a parameter of that value under all names of the old one, with its class, attributes and hooks."""
+    old = member.parameter
+    made = member.parameter = nn.Parameter(value, requires_grad=old.requires_grad)
+    made.__class__ = type(old)
+    vars(made).update((name, kept) for name, kept in vars(old).items() if name != "_is_hf_initialized")  # it has to be
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (registered := getattr(meta, hooks)) is not None:
+        if (registered := getattr(old, hooks)) is not None:
             setattr(made, hooks, registered)  # the same dictionary: handles that users have can remove them
-    return made
+    for parameters, attribute in member.registered:
+        parameters[attribute] = made
 
 
 def step_real(optimizer: Optimizer, made: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -165,14 +168,15 @@ def replace_buffers(model: nn.Module, replaced: Callable[[Tensor], Tensor]) -> N
                 module._buffers[name] = made[buffer]
 
 
-def synchronize(tensors: list[Tensor], axes: Axes) -> None:
-    """Make `tensors` equal on all data ranks: those that differ take the first rank's values, as in DDP."""
-    if not axes.live(axes.names) or not tensors:
+def synchronize(tensors: Sequence[Tensor], axes: Axes, along: tuple[str, ...] | None = None) -> None:
+    """Make `tensors` equal along all axes, or those of `along`: those that differ take the first rank's values."""
+    over = axes.every if along is None else along
+    if not axes.live(over) or not tensors:
         return
     digests = torch.stack([digest(tensor).to(axes.device) for tensor in tensors])
-    for tensor, same in zip(tensors, axes.equal(digests), strict=True):
+    for tensor, same in zip(tensors, axes.equal(digests, over), strict=True):
         if not same:
             value = tensor.detach().to(axes.device).contiguous()
-            axes.broadcast(value)
+            axes.broadcast(value, over)
             with torch.no_grad():
                 tensor.copy_(value)

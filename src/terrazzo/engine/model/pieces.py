@@ -1,11 +1,13 @@
 """A sharded model's and optimizer's state as named pieces, for whatever writes it down.
 
-A piece is a contiguous run of one parameter's elements, under the parameter's own name: nothing of the plan, the units
-or the number of ranks remains in it, so pieces written under one plan can be restored under any other.
+A piece is a run of elements of a rectangle of one parameter, under the parameter's own name: nothing of the plan, the
+units or the mesh remains in it, so pieces written under one plan can be restored under any other.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,24 +16,27 @@ from torch import Tensor
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer, Resting
+from terrazzo.engine.family import Owned
 from terrazzo.engine.layout import Range, Slot
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.rectangles import Rectangle, whole
 
 __all__ = ["Piece", "average_pieces", "copied_pieces", "model_pieces", "optimizer_pieces"]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of one state of one parameter.
+    """Elements [start, stop) of a rectangle of one state of one parameter.
 
     Attributes:
         name: the parameter's fully qualified name.
         kind: `weight`, `average`, or the optimizer's own key such as `exp_avg`; a state that is not per element, as
             `step` is, is given whole as [0, its number of elements).
-        shape: the parameter's.
+        shape: the whole parameter's.
         numel: of the whole state.
+        tile: the rectangle; the whole where ranks do not share the parameter, 1-D of a state with another `numel`.
         dtype: of the elements.
         read: gives them, 1-D: a view where they are in memory, a copy where they are in files.
     """
@@ -42,6 +47,7 @@ class Piece:
     stop: int
     shape: tuple[int, ...]
     numel: int
+    tile: Rectangle
     dtype: torch.dtype
     read: Callable[[], Tensor] = field(repr=False, compare=False)
 
@@ -67,6 +73,11 @@ def _copies(bucket: Bucket) -> Range:
     return bucket.space.range(bucket.optim_axes)
 
 
+def _copies_among(own: Sequence[Bucket], bucket: Bucket) -> Range:
+    """The same, and nothing of others than its `own`."""
+    return _copies(bucket) if bucket in own else Range(0, 0)
+
+
 def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
     """This rank's share of the weights, master weights where there are any; over all ranks each element comes once."""
     for bucket in buckets:
@@ -82,10 +93,9 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
                 continue
             for kind, value in state.items():
                 if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
-                    yield _moment(segment, slot, kind, held, value)
-                elif held.start == slot.offset:
-                    whole = torch.as_tensor(value).reshape(-1)
-                    yield _whole(slot, kind, whole)
+                    yield from _moment(segment, slot, kind, held, value)
+                elif _has_first(segment.bucket, slot, held):
+                    yield _undivided(segment.bucket, slot, kind, torch.as_tensor(value).reshape(-1))
 
 
 def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:
@@ -98,15 +108,15 @@ def copied_pieces(
     buckets: list[Bucket], drivers: Sequence[OptimizerDriver]
 ) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
     """Mesh axes along which ranks hold the same, and all that this rank holds of the states of which that is true."""
-    for trainable in (True, False):
-        own = [bucket for bucket in buckets if bucket.trainable is trainable]
-        if not own:
-            continue
-        axes, split = own[0].recipe.axes, own[0].optim_axes
-        if along := axes.live(axis for axis in axes.names if axis not in split):
+    alike: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
+    for bucket in buckets:
+        alike.setdefault((bucket.trainable, bucket.recipe.axes.names), []).append(bucket)
+    for (trainable, names), own in alike.items():
+        split = own[0].optim_axes
+        if along := own[0].recipe.axes.live(axis for axis in names if axis not in split):
             pieces = list(model_pieces(own, _copies))
             for driver in drivers if trainable else ():
-                pieces += optimizer_pieces(driver, _copies)
+                pieces += optimizer_pieces(driver, functools.partial(_copies_among, own))
             yield along, pieces
 
 
@@ -114,26 +124,49 @@ def _pieces(bucket: Bucket, kind: str, state: Resting, share: Range) -> Iterator
     """What `share` has of one state of a bucket, parameter by parameter."""
     for slot in bucket.slots:
         if (held := share.intersect(slot.range)).numel:
-            yield _piece(slot, kind, held, state)
+            yield from _stored(bucket, slot, kind, held, state)
 
 
-def _piece(slot: Slot, kind: str, held: Range, state: Resting) -> Piece:
-    def read() -> Tensor:
-        with state.opened(held) as data:
+def _stored(bucket: Bucket, slot: Slot, kind: str, held: Range, state: Resting) -> Iterator[Piece]:
+    def read(part: Range) -> Tensor:
+        with state.opened(Range(held.start + part.start, held.start + part.stop)) as data:
             return data
 
-    start, stop = held.start - slot.offset, held.stop - slot.offset
-    return Piece(slot.name, kind, start, stop, slot.shape, slot.numel, state.dtype, read)
+    yield from _cut(bucket, slot, kind, held, state.dtype, read)
 
 
-def _moment(segment: Segment, slot: Slot, kind: str, held: Range, value: Tensor) -> Piece:
+def _moment(segment: Segment, slot: Slot, kind: str, held: Range, value: Tensor) -> Iterator[Piece]:
     """One of the states that the optimizer keeps for each element; `value` is a stand-in where they are in files."""
     if value.is_meta:
-        return _piece(slot, kind, held, segment.bucket.moments[kind])
-    start, stop = held.start - slot.offset, held.stop - slot.offset
+        yield from _stored(segment.bucket, slot, kind, held, segment.bucket.moments[kind])
+        return
     part = value[held.within(segment.range)]
-    return Piece(slot.name, kind, start, stop, slot.shape, slot.numel, value.dtype, lambda: part)
+    yield from _cut(segment.bucket, slot, kind, held, value.dtype, lambda own: part[own.start : own.stop])
 
 
-def _whole(slot: Slot, kind: str, value: Tensor) -> Piece:
-    return Piece(slot.name, kind, 0, value.numel(), slot.shape, value.numel(), value.dtype, lambda: value)
+def _cut(
+    bucket: Bucket, slot: Slot, kind: str, held: Range, dtype: torch.dtype, read: Callable[[Range], Tensor]
+) -> Iterator[Piece]:
+    """What the elements `held`, parts of which `read` gives, are of the whole parameter."""
+    box = bucket.box(slot)
+    for owned in box.owned(slot.own(held)):
+        elements, numel = owned.elements, math.prod(box.shape)
+        part = functools.partial(_part, owned, read)
+        yield Piece(slot.name, kind, elements.start, elements.stop, box.shape, numel, owned.tile, dtype, part)
+
+
+def _part(owned: Owned, read: Callable[[Range], Tensor]) -> Tensor:
+    return owned.of(read(owned.inside)).reshape(-1)
+
+
+def _has_first(bucket: Bucket, slot: Slot, held: Range) -> bool:
+    """Whether the first element of the whole parameter is among those `held`: one rank alone gives it."""
+    parts = bucket.box(slot).owned(slot.own(held))
+    return any(not any(owned.tile.offsets) and not owned.elements.start for owned in parts)
+
+
+def _undivided(bucket: Bucket, slot: Slot, kind: str, value: Tensor) -> Piece:
+    """A state that is not per element."""
+    shape, numel = bucket.box(slot).shape, value.numel()
+    tile = whole(shape if math.prod(shape) == numel else (numel,))
+    return Piece(slot.name, kind, 0, numel, shape, numel, tile, value.dtype, lambda: value)

@@ -22,6 +22,8 @@ __all__ = ["Read", "reading", "restore_averages", "restore_model", "restore_opti
 Read = Callable[[str, str, int, int], Tensor | None]
 """(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent.
 
+Of a state per element they are elements of what this rank has of the parameter, flat.
+
 No elements at all, `start == stop`, asks whether the state is there: nothing may be read for the answer.
 """
 
@@ -82,7 +84,8 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, 
 def _restore(state: Resting, slot: Slot, kind: str, within: Range, read: Read) -> None:
     """Set what `state` holds of one parameter inside `within`."""
     for part in state.cuts(slot.range.intersect(within)):
-        value = read(slot.name, kind, part.start - slot.offset, part.stop - slot.offset)
+        own = slot.own(part)
+        value = read(slot.name, kind, own.start, own.stop)
         if value is not None:
             with state.opened(part, "change") as data:
                 data.copy_(value)
@@ -98,7 +101,8 @@ def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tenso
     else:
         whole = torch.zeros_like(segment.parameter, dtype=dtype, requires_grad=False)
     for slot, held in segment.slots():
-        value = read(slot.name, kind, held.start - slot.offset, held.stop - slot.offset)
+        own = slot.own(held)
+        value = read(slot.name, kind, own.start, own.stop)
         if value is not None:
             whole[held.within(segment.range)].copy_(value)
     return whole

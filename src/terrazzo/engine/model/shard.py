@@ -82,7 +82,8 @@ def shard(  # structure: signature fixed by the design
         units: module classes or name globs that are gathered and reduced as one; found by themselves if None.
         precision: a `Precision` or its name: `fp32`, `bf16`, `bf16-pure`, `fp16`, or another spelling of one, such as
             `bfloat16` or `torch.bfloat16`.
-        mesh: axes named `dp_replicate`, `dp_shard`, `cp`; by default all ranks on one `dp_shard` axis.
+        mesh: axes named `dp_replicate`, `dp_shard`, `cp`, and `tp` for a model that `tz.parallelize` has cut; see
+            `tz.mesh`. By default all ranks on one `dp_shard` axis.
         prefetch: how many units ahead of the running one are gathered; 0 for none. Nothing where weights are whole.
         offload: how states that the plan places on `cpu` or `nvme` are kept and updated; see `tz.Offload`.
 
@@ -234,10 +235,12 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> dict[nn.P
     initialize, axes = initializer_of(model), units[0].recipe.axes
     bare = materialize_buffers(model, axes.device)
     for unit in units:
-        members = [member for bucket in unit.buckets for member in bucket.members]
-        made |= materialize(members, initialize, axes.device)
-        synchronize([member.parameter for member in members], axes)
+        real = materialize([member for bucket in unit.buckets for member in bucket.members], initialize, axes)
+        fresh = set(real.values())
+        made |= real
         for bucket in unit.buckets:
+            given = [member.parameter for member in bucket.members if member.parameter not in fresh]
+            synchronize(given, axes, bucket.recipe.axes.names)
             bucket.build(store)
     for module in bare:
         initialize(module, ())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.family import Box
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
@@ -30,7 +31,7 @@ class ParameterInfo:
 
     Attributes:
         names: all that it has in the model, its own first.
-        shape: the parameter's.
+        box: what this rank has of the parameter.
         dtype: of its weight, the master weight where there is one.
         group: number of its param group among those of all optimizers; -1 for none.
         states: of what an optimizer keeps for it by kind, the number of elements and their dtype, or None for the dtype
@@ -38,7 +39,7 @@ class ParameterInfo:
     """
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
+    box: Box
     dtype: torch.dtype
     group: int
     states: Mapping[str, tuple[int, torch.dtype | None]] | None
@@ -48,8 +49,17 @@ class ParameterInfo:
         return self.names[0]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's."""
+        return self.box.shape
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def per_element(self, kind: str) -> bool:
+        """Whether a state has a value for each element; weights and their averages have."""
+        return self.states is None or self.states.get(kind, (self.numel, self.dtype))[1] is not None
 
 
 class ModelState:
@@ -68,14 +78,16 @@ class ModelState:
 
     def _info(self, bucket: Bucket, index: int) -> ParameterInfo:
         slot, group = bucket.slots[index], bucket.members[index].group
+        box = bucket.box(slot)
+        numel = math.prod(box.shape)
         states: dict[str, tuple[int, torch.dtype | None]] | None = None
         if bucket.trainable and group >= 0:
             states = {
-                kind: (slot.numel, bucket.precision.moments) if spec.per_element else (math.prod(spec.shape), None)
+                kind: (numel, bucket.precision.moments) if spec.per_element else (math.prod(spec.shape), None)
                 for kind, spec in self._engine.drivers.templates[group].items()
             }
         dtype = bucket.master.dtype if bucket.trainable else bucket.weight.dtype
-        return ParameterInfo(slot.names, slot.shape, dtype, group, states)
+        return ParameterInfo(slot.names, box, dtype, group, states)
 
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
         """This rank's share of all state; over all ranks each element comes once. Collective."""
@@ -142,7 +154,8 @@ class ModelState:
         with torch.no_grad():
             for bucket, slot, name in found:
                 value = state[name]
-                bucket.write(slot, value.full_tensor() if isinstance(value, DTensor) else value)
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                bucket.write(slot, full if bucket.box(slot).is_all else bucket.box(slot).of(full))
             for name, buffer in buffers.items():
                 buffer.copy_(state[name])
 
@@ -159,7 +172,7 @@ class ModelState:
         """
         slots = [(b, slot, _name_in(state, slot)) for b in self._engine.buckets() for slot in b.slots]
         found = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
-        wanted = {name: slot.shape for _, slot, name in found} | dict(buffers)
+        wanted = {name: bucket.box(slot).shape for bucket, slot, name in found} | dict(buffers)
         shapes = {name: tuple(state[name].shape) for name in wanted}
         unequal = [name for name in wanted if shapes[name] != wanted[name]]
         wrong = [f"{name} is {shapes[name]} and should be {wanted[name]}" for name in unequal]

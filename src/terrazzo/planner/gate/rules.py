@@ -177,10 +177,10 @@ EVERYWHERE = (
         (),
         "warn",
         lambda setup, _: _grouped(setup) and setup.mesh.cp > 1,
-        "What {plan} splits over a shard group is split over its {shard} ranks of dp_shard alone: cp {cp} ranks each "
-        "hold a copy of it.",
+        "What {plan} splits over a shard group is counted here as split over its {shard} ranks of dp_shard alone; "
+        "the engine splits it over cp {cp} too, as one axis.",
         "Use zero3, which splits all states over cp too (D), or a larger dp_shard.",
-        "terrazzo.engine.place (S is dp_shard, D all data axes)",
+        "terrazzo.engine.axes (dp_shard and cp are one axis)",
     ),
     Rule(
         "states on consumer disks",
@@ -292,7 +292,7 @@ ENGINE = (
             ("terrazzo",),
             "planned",
             lambda setup, _, axis=axis: getattr(setup.mesh, axis) > 1,  # type: ignore[misc]
-            f"Terrazzo has no {words} parallelism yet ({axis} {{{axis}}}).",
+            f"{'`terrazzo train`' if axis == 'tp' else 'Terrazzo'} has no {words} parallelism yet ({axis} {{{axis}}}).",
             f"Plan with it, but run with {axis} 1.",
             "terrazzo.engine.place",
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 from terrazzo.checkpoint.importers.deepspeed.files import LATEST, TagFolder, Tree, need, optional, shape_in
 from terrazzo.checkpoint.importers.deepspeed.flat import Partitioned, read_stage_1_or_2, read_stage_3, striped
+from terrazzo.checkpoint.importers.deepspeed.tensor import join
 from terrazzo.checkpoint.importers.deepspeed.trained import Trained, optimizer_name, scaler_counters
 from terrazzo.checkpoint.importers.deepspeed.universal import alike, read_universal, refuse_mixed_up
 from terrazzo.checkpoint.importers.deepspeed.unsharded import read_unsharded
@@ -44,7 +45,8 @@ class DeepSpeedCheckpoint(StateDictSource):
     """The folder that was given to `save_checkpoint`, or that of one tag in it.
 
     Raises:
-        BadInput: it is damaged or not complete, or of tensor, pipeline or expert parallelism.
+        BadInput: it is damaged or not complete, of pipeline or expert parallelism, or of tensor parallelism without a
+            word of how its parts fit together.
     """
 
     format = "DeepSpeed"
@@ -74,12 +76,22 @@ class DeepSpeedCheckpoint(StateDictSource):
             saved = tag.universal_optimizer(tag.zero)
             refuse_mixed_up(tag, saved)
             return saved, read_universal(tag.zero, tag.shapes, saved)
-        ranks = tag.optimizers()
+        where = str(tag.folder)
+        if tag.tensor_ranks > 1:
+            groups = [self._optimizers(rank) for rank in range(tag.tensor_ranks)]
+            shapes = map(tag.shapes_in, tag.tensor_models)
+            parts = [read_stage_1_or_2(*each, where) for each in zip(shapes, groups, strict=True)]
+            return groups[0][0], join(parts, tag.model["universal_checkpoint_info"], where)
+        ranks = self._optimizers()
+        read = read_stage_3 if tag.stage_3 else read_stage_1_or_2
+        return ranks[0], read(tag.shapes, ranks, where)
+
+    def _optimizers(self, tensor_rank: int = 0) -> list[Tree]:
+        ranks = self._tag.optimizers(tensor_rank)
         counts = ranks[0].get("partition_count")
         if any(count != len(ranks) for count in (counts if isinstance(counts, list) else [counts])):
-            raise BadInput(f"'{tag.folder}' has files of {len(ranks)} ranks, and they were written for {counts}.")
-        read = read_stage_3 if tag.stage_3 else read_stage_1_or_2
-        return ranks[0], read(tag.shapes, ranks, str(tag.folder))
+            raise BadInput(f"'{self._tag.folder}' has files of {len(ranks)} ranks, and they were written for {counts}.")
+        return ranks
 
     def _add_module(self, trained: Mapping[str, Mapping[str, Values]]) -> None:
         """All that the model's state dict lists: what was trained, other parameters, buffers, and further names."""

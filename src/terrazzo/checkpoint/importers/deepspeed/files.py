@@ -36,7 +36,7 @@ LATEST = ("latest", "latest_universal")
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
-_OPTIMIZER_OF_RANK = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+_OPTIMIZER_OF_RANK = "zero_pp_rank_{}_mp_rank_{:02}_optim_states.pt"
 _OPTIMIZER_OF_BF16_RANK = "bf16_" + _OPTIMIZER_OF_RANK
 _MODEL_OF_TENSOR_RANK = re.compile(r"(zero_pp_rank_0_)?mp_rank_\d+_model_states\.pt")
 _MAX_RANKS = 1 << 20
@@ -44,7 +44,7 @@ _MAX_RANKS = 1 << 20
 _SAVE_WHOLE = "load it with DeepSpeed and save the state dict of the whole model with torch.save"
 _PIPELINE = f"is of pipeline parallelism, which names and stores parameters by layer: {_SAVE_WHOLE}"
 _TENSOR = (
-    "is of tensor parallelism, and how its parts fit together is for DeepSpeed to say: convert it with"
+    "is of tensor parallelism, and does not say how its parts fit together: convert it with"
     " deepspeed/checkpoint/ds_to_universal.py and import that"
 )
 _NOT_READ = {
@@ -133,8 +133,9 @@ class TagFolder:
             raise Damaged(f"'{self.where}' is not what DeepSpeed writes: dp_world_size is {self.world_size}.")
         if self.model.get("module") is None:
             raise BadInput(f"'{self.where}' {_PIPELINE}.")
-        if self.zero is None and need(self.model, "mp_world_size", int, self.where) > 1:
-            raise BadInput(f"'{self.where}' {_TENSOR}.")
+        self.tensor_ranks = need(self.model, "mp_world_size", int, self.where) if self.zero is None else 1
+        if self.zero is None:
+            self._refuse_parts()
 
     def open(self, name: str) -> Tree:
         """What a file of the folder holds. Raises `BadInput`."""
@@ -147,7 +148,11 @@ class TagFolder:
     @property
     def shapes(self) -> list[dict[str, Shape]]:
         """The shapes of the parameters in each flat group, in the order they have there. Raises `Damaged`."""
-        groups = need(self.model, "param_shapes", list, self.where)
+        return self.shapes_in(self.model)
+
+    def shapes_in(self, model: Tree) -> list[dict[str, Shape]]:
+        """The same of what a rank of tensor parallelism has. Raises `Damaged`."""
+        groups = need(model, "param_shapes", list, self.where)
         trees = [need(groups, index, dict, self.where) for index in range(len(groups))]
         return [{str(name): shape_in(tree, name, self.where) for name in tree} for tree in trees]
 
@@ -159,6 +164,13 @@ class TagFolder:
         return [self.model, *map(self.open, names[1:])]
 
     @cached_property
+    def tensor_models(self) -> list[Tree]:
+        """What each rank of tensor parallelism saved of the model. Raises `BadInput`."""
+        names = [f"mp_rank_{rank:02}_model_states.pt" for rank in range(self.tensor_ranks)]
+        missing(self.folder, names, self._names)
+        return [self.model, *map(self.open, names[1:])]
+
+    @cached_property
     def tensor_parallel(self) -> list[Tree]:
         """What each rank of tensor parallelism has of the model; empty without. Raises `BadInput`."""
         if need(self.model, "mp_world_size", int, self.where) == 1:
@@ -166,10 +178,10 @@ class TagFolder:
         names = sorted(filter(_MODEL_OF_TENSOR_RANK.fullmatch, self._names))
         return [need(self.open(name), "module", dict, str(self.folder / name)) for name in names]
 
-    def optimizers(self) -> list[Tree]:
-        """What each rank saved of the optimizer. Raises `Damaged` with all files that are missing."""
-        ranks = range(self.world_size)
-        bf16, plain = ([name.format(rank) for rank in ranks] for name in (_OPTIMIZER_OF_BF16_RANK, _OPTIMIZER_OF_RANK))
+    def optimizers(self, tensor_rank: int = 0) -> list[Tree]:
+        """What each data rank saved of the optimizer. Raises `Damaged` with all files that are missing."""
+        ranks, kinds = range(self.world_size), (_OPTIMIZER_OF_BF16_RANK, _OPTIMIZER_OF_RANK)
+        bf16, plain = ([name.format(rank, tensor_rank) for rank in ranks] for name in kinds)
         names = bf16 if self._names.intersection(bf16) else plain
         if names is bf16 and self._names.intersection(plain):
             raise BadInput(
@@ -189,14 +201,21 @@ class TagFolder:
     def _has(self, kind: str) -> bool:
         return any(name.startswith("zero_pp_rank_") and name.endswith(f"_{kind}_states.pt") for name in self._names)
 
+    def _refuse_parts(self) -> None:
+        """Files of ranks of tensor parallelism, but for those whose parts can be put together."""
+        for name in sorted(self._names):
+            rank = re.search(r"mp_rank_(\d+)_", name)
+            if rank is not None and int(rank[1]) >= self.tensor_ranks:
+                raise BadInput(f"'{self.folder / name}' {_TENSOR}.")
+        said = isinstance(self.model.get("universal_checkpoint_info"), dict) and self.model.get("param_shapes")
+        if self.tensor_ranks > 1 and (self.stage_3 or not said):
+            raise BadInput(f"'{self.where}' {_TENSOR}.")
+
     def _refuse_files(self) -> None:
         for name in sorted(self._names):
             for pattern, reason in _NOT_READ.items():
                 if re.fullmatch(pattern, name):
                     raise BadInput(f"'{self.folder / name}' {reason}.")
-            rank = re.search(r"mp_rank_(\d+)_", name)
-            if rank is not None and int(rank[1]) and self.zero is None:
-                raise BadInput(f"'{self.folder / name}' {_TENSOR}.")
 
 
 def _find_tag(path: Path) -> Path:

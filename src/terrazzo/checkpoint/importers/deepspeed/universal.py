@@ -15,6 +15,7 @@ from terrazzo.checkpoint.importers.deepspeed.trained import EXPERTS, Trained, ad
 from terrazzo.checkpoint.importers.parts.paths import subfolder
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
+from terrazzo.engine.rectangles import Rectangle
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["alike", "read_universal", "refuse_mixed_up"]
@@ -41,6 +42,10 @@ class Stored(Values):
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._values().read(start, stop)
+
+    def read_box(self, part: Rectangle) -> Tensor:
+        values = self._values()
+        return values.read_box(part) if values.shape == self.shape else super().read_box(part)
 
     def _values(self) -> Values:
         where, found = str(self._folder / self._name), open_file(self._folder, self._name)

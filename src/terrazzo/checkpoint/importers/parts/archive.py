@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from terrazzo.checkpoint.importers.parts.boxes import Box
 from terrazzo.checkpoint.importers.parts.tree import Unusable, as_tree
 from terrazzo.checkpoint.importers.parts.values import Chunk, Region
+from terrazzo.engine.rectangles import Rectangle
 from terrazzo.errors import Damaged
 
 __all__ = ["Archive", "ArchivedChunk", "PlainValues"]
@@ -61,7 +61,7 @@ class PlainValues:
 class ArchivedChunk(Chunk):
     """A block that is one `torch.save` archive inside of a file."""
 
-    def __init__(self, box: Box, archive: Archive, dtype: torch.dtype, what: str) -> None:
+    def __init__(self, box: Rectangle, archive: Archive, dtype: torch.dtype, what: str) -> None:
         self.box = box
         self._archive, self._dtype, self._what = archive, dtype, what
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,9 @@ class StateDictSource(Source):
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         return self._values[name, kind].read(start, stop)
+
+    def read_box(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        return self._values[name, kind].read_box(self._part(name, kind, offsets, sizes))
 
     def values(self, name: str, kind: str) -> Values:
         """A state that `tensors` lists."""

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from terrazzo.checkpoint.importers.parts.boxes import Box, boxes_of, whole
+from terrazzo.checkpoint.source import by_runs
+from terrazzo.engine.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Chunk", "Chunked", "Held", "Region", "Values"]
@@ -38,6 +39,10 @@ class Values(ABC):
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
         """Elements `start..stop`, flat and row-major, 1-D and newly allocated. Raises `BadInput`."""
+
+    def read_box(self, part: Rectangle) -> Tensor:
+        """A rectangle of it, of that shape and newly allocated. Raises `BadInput`."""
+        return by_runs(self.read, self.shape, part, self.dtype)
 
     def item(self) -> float:
         """The value of a tensor of one element."""
@@ -65,9 +70,11 @@ class Held(Values):
     def read(self, start: int, stop: int) -> Tensor:
         if self._tensor.is_contiguous():
             return self._tensor.view(-1)[start:stop].clone()
-        full = whole(self.shape)
-        parts = [self._tensor[box.within(full)].reshape(-1) for box in boxes_of(self.shape, start, stop)]
+        parts = [self._tensor[part.slices].reshape(-1) for part in rectangles_of(self.shape, start, stop)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
+
+    def read_box(self, part: Rectangle) -> Tensor:
+        return self._tensor[part.slices].clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class Region:
 class Chunk(ABC):
     """A block of a tensor that lies in one file."""
 
-    box: Box
+    box: Rectangle
 
     @abstractmethod
     def region(self) -> Region:
@@ -126,12 +133,17 @@ class Chunked(Values):
     def read(self, start: int, stop: int) -> Tensor:
         values = torch.empty(stop - start, dtype=self.dtype)
         done = 0
-        for box in boxes_of(self.shape, start, stop):
+        for box in rectangles_of(self.shape, start, stop):
             self._fill(values[done : done + box.numel].view(box.sizes), box)
             done += box.numel
         return values
 
-    def _fill(self, out: Tensor, box: Box) -> None:
+    def read_box(self, part: Rectangle) -> Tensor:
+        values = torch.empty(part.sizes, dtype=self.dtype)
+        self._fill(values, part)
+        return values
+
+    def _fill(self, out: Tensor, box: Rectangle) -> None:
         for chunk in self._chunks:
             if (common := chunk.box.intersect(box)) is not None:
                 out[common.within(box)] = chunk.region().read(common.within(chunk.box))

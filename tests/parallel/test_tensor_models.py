@@ -1,0 +1,272 @@
+"""Tensor parallelism of models that are not the built-in one, of bad input, and of what stands around a step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.engine import engine_of, record_of
+from terrazzo.parallel import Column
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
+from tests.helpers.threads import run_in_threads
+
+CONFIG = DecoderConfig(31, 16, 2, 4, 2, 26, 8)
+
+
+class Fused(nn.Module):
+    """A gate and an up projection in one matrix, and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), Fused()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 8, padding_idx=3)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(8, 13)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+PLAN = {
+    "table": "embedding",
+    "layers.*": "sequence",
+    "layers.*.inner": "enter",
+    "layers.*.inner.both": Column(parts=(12, 12)),
+    "layers.*.inner.down": "row",
+    "head": "column_gathered",
+}
+NO_SEQUENCE = {glob: style for glob, style in PLAN.items() if style != "sequence"}
+
+
+def seeded(make):
+    torch.manual_seed(1)
+    return make()
+
+
+def whole_of(model, grads):
+    """This rank's part of the finished gradients, as whole tensors with zeros elsewhere, and of which elements."""
+    found = {}
+    modules = dict(model.named_modules())
+    for bucket in engine_of(model).trainable():
+        own = bucket.master.range
+        for slot in bucket.slots:
+            part = own.intersect(slot.range)
+            if part.numel:
+                module, _, attribute = slot.name.rpartition(".")
+                box = record_of(modules[module], attribute).box
+                found[slot.name] = box, part.start - slot.offset, grads(bucket)[part.within(own)].clone()
+    return found
+
+
+def gradients(base, batches, loss_of, tp, plan="zero3", tensor="auto", sequence=True, precision="fp32", world=2):
+    """Losses, and each rank's parts of gradients, after one backward."""
+
+    def body(rank):
+        mesh = tz.mesh(tp=tp, device="cpu")
+        model = tz.parallelize(copy.deepcopy(base), mesh, tensor=tensor, sequence=sequence)
+        model, _ = tz.shard(model, None, plan, mesh=mesh, precision=precision)
+        loss = loss_of(model, batches[rank // tp])
+        loss.backward()
+        norm = tz.clip_grad_norm_(model, float("inf"))
+        return loss.item(), norm.item(), whole_of(model, lambda bucket: bucket.gradient.whole())
+
+    return run_in_threads(world, body)
+
+
+def check(base, batches, loss_of, tp, within=2e-6, **options):
+    found = gradients(base, batches, loss_of, tp, **options)
+    model = copy.deepcopy(base)
+    losses = [loss_of(model, batch) for batch in batches]
+    (sum(losses) / len(losses)).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in wanted.values()]))
+    for rank, (loss, total, parts) in enumerate(found):
+        assert loss == pytest.approx(losses[rank // tp].item(), rel=within)
+        assert total == pytest.approx(norm.item(), rel=within)
+        for name, (box, start, part) in parts.items():
+            theirs = box.of(wanted[name]).flatten()[start : start + part.numel()]
+            assert (part - theirs).abs().max() <= within * wanted[name].abs().max(), name
+    assert {name for _, _, parts in found for name in parts} == wanted.keys()
+
+
+def lm_loss(model, tokens):
+    output = model(tokens)
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+TOKENS = [torch.randint(13, (2, 8), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+def test_a_plan_of_globs_cuts_fused_matrices_biases_and_tables(sequence: bool, plan: str) -> None:
+    check(seeded(Net), TOKENS[:1], lm_loss, 2, tensor=PLAN, sequence=sequence, plan=plan)
+
+
+def test_parts_may_differ_in_size() -> None:
+    check(seeded(Net), TOKENS[:1], lm_loss, 3, tensor=NO_SEQUENCE, world=3)
+
+
+def test_columns_without_an_enter_put_their_own_input_together() -> None:
+    mlp = seeded(lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)))
+    data = [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    check(mlp, data, lambda model, x: model(x).square().mean(), 2, tensor={"0": "column", "2": "row"}, world=4)
+
+
+@pytest.mark.parametrize(("precision", "within"), [("bf16", 0.06), ("fp16", 0.03), ("bf16-pure", 0.06)])
+def test_half_precision_is_close(precision: str, within: float) -> None:
+    check(seeded(lambda: Decoder(CONFIG)), TOKENS[:1], lm_loss, 2, within=within, precision=precision)
+
+
+def config_of(name: str):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 13}
+    kinds = {
+        "llama": (transformers.LlamaConfig, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+        "qwen3": (transformers.Qwen3Config, {"num_key_value_heads": 1, "head_dim": 4}),
+        "phi3": (transformers.Phi3Config, {"num_key_value_heads": 2, "pad_token_id": 0}),
+        "gpt_neox": (transformers.GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    }
+    kind, more = kinds[name]
+    return kind(**sizes, **more, num_hidden_layers=2, max_position_embeddings=16, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence"), [("llama", True), ("qwen3", True), ("qwen3", False), ("gpt_neox", True), ("phi3", True)]
+)
+def test_models_of_transformers_by_their_own_plan(name: str, sequence: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    base = seeded(lambda: transformers.AutoModelForCausalLM.from_config(config_of(name)))
+    check(base, TOKENS[:1], lm_loss, 2, within=5e-6, sequence=sequence)
+
+
+def test_a_style_of_transformers_that_is_unknown_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=13,
+        num_local_experts=2,
+    )
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    refused(base, r"tp_plan of MixtralForCausalLM gives .* the style '\w+', which this version does not know")
+
+
+def refused(base, match, tp=2, error=tz.BadInput, **options):
+    def body(rank):
+        with pytest.raises(error, match=match):
+            tz.parallelize(copy.deepcopy(base), tz.mesh(tp=tp, device="cpu"), **options)
+
+    run_in_threads(tp, body)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "match"),
+    [
+        ({"layers.*.inner.both": "columns"}, "style of 'layers.*.inner.both' is 'columns'.*Did you mean 'column'"),
+        ({"layer.*": "enter"}, "'layer.*', which matches no module of Net"),
+        ({"layers.*.inner": "enter"}, "no 'column' and 'row' inside"),
+        ({"layers.*.norm": "row"}, "is a LayerNorm, and the style row knows torch.nn.Linear"),
+        ({**PLAN, "layers.0.inner.both": "column"}, "two styles"),
+        ({**PLAN, "layers.*.inner.both": Column(heads=3)}, "has 3 heads in 24 outputs, which tp 2 does not divide"),
+        ({**PLAN, "layers.*.inner.both": Column(parts=(12, 13))}, "parts that add up to 24"),
+        ({"layers.*": "sequence"}, "is neither cut nor inside of a module of style 'enter'"),
+        ({}, "give 'auto', or a dict"),
+        ("fast", "give 'auto'"),
+        ("auto", "Net has no plan of tensor parallelism"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_changed(tensor, match: str) -> None:
+    refused(Net(), match, tensor=tensor)
+
+
+def test_a_tied_parameter_is_cut_one_way() -> None:
+    net = Net()
+    net.head.weight = net.table.weight
+    refused(net, "'table.weight' and 'head.weight' are one parameter", tensor={"table": "embedding"})
+
+
+def test_heads_that_tp_does_not_divide_are_refused() -> None:
+    refused(Decoder(CONFIG), "4 heads in 16 outputs, which tp 3 does not divide", tp=3)
+
+
+def test_a_model_is_cut_once() -> None:
+    def body(rank):
+        mesh = tz.mesh(tp=2, device="cpu")
+        model = tz.parallelize(Decoder(CONFIG), mesh)
+        with pytest.raises(tz.Misuse, match="cut or sharded already"):
+            tz.parallelize(model, mesh)
+
+    run_in_threads(2, body)
+
+
+def test_shard_wants_the_mesh_that_the_model_was_cut_for() -> None:
+    def body(rank):
+        mesh = tz.mesh(tp=2, device="cpu")
+        with pytest.raises(tz.BadInput, match=r"does not know .*Call tz.parallelize"):
+            tz.shard(Decoder(CONFIG), None, mesh=mesh)
+        model = tz.parallelize(Decoder(CONFIG), mesh)
+        with pytest.raises(tz.BadInput, match=r"Pass tz.shard the mesh that tz.parallelize was given"):
+            tz.shard(model, None, mesh=tz.mesh(device="cpu"))
+
+    run_in_threads(2, body)
+
+
+def test_what_needs_whole_parameters_says_so() -> None:
+    def body(rank):
+        mesh = tz.mesh(tp=2, device="cpu")
+        model = tz.parallelize(Decoder(CONFIG), mesh)
+        model, _ = tz.shard(model, lambda p: torch.optim.AdamW(p), mesh=mesh)
+        for action in (lambda: model.state_dict(), lambda: tz.full_state_dict(model)):
+            with pytest.raises(tz.BadInput, match=r"needs whole parameters.*no axis tp"):
+                action()
+
+    run_in_threads(2, body)
+
+
+def test_lengths_that_do_not_divide_train_with_whole_sequences_alone_and_run_without_gradients() -> None:
+    base = seeded(lambda: Decoder(CONFIG))
+    odd = TOKENS[0][:, :5]
+
+    def body(rank):
+        mesh = tz.mesh(tp=2, device="cpu")
+        model = tz.parallelize(copy.deepcopy(base), mesh)
+        model, _ = tz.shard(model, None, "zero3", mesh=mesh)
+        with torch.no_grad():
+            logits = model(odd)
+        with pytest.raises(tz.BadInput, match="Sequences of 5 positions do not divide over tp 2"):
+            model(odd)
+        return logits
+
+    for logits in run_in_threads(2, body):
+        assert torch.allclose(logits, base(odd), atol=1e-6)

@@ -1,0 +1,99 @@
+"""Tensor parallelism on gloo processes, each with a random generator and memory of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import terrazzo as tz
+from terrazzo.engine import checkpoint_activations, engine_of
+from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from tests.helpers.processes import Pool
+from tests.parallel.oracle import parts_of
+
+pytestmark = pytest.mark.processes
+
+CONFIG = DecoderConfig(31, 16, 2, 4, 2, 26, 8, tie_embeddings=False)
+DROPS = DecoderConfig(31, 16, 1, 4, 4, 26, 8, dropout=0.5)
+
+
+def tokens(data_rank: int) -> Tensor:
+    return torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(data_rank))
+
+
+def loss_of(model, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def drawn_on_meta(tp: int, seeds_differ: bool):
+    """The weights of a rank whose model was drawn by `tz.shard`, and its losses of two steps."""
+    mesh = tz.mesh(tp=tp, device="cpu")
+    rank = torch.distributed.get_rank()
+    with torch.device("meta"):
+        model = Decoder(CONFIG)
+    tz.parallelize(model, mesh)
+    torch.manual_seed(7 + rank * seeds_differ)
+    model, optimizer = tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), "zero3", mesh=mesh, units=[Block])
+    with tz.gathered(model) as parameters:
+        weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    losses = []
+    for _ in range(2):
+        loss = loss_of(model, tokens(0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return weights, losses
+
+
+def dropped(seeds_differ: bool, checkpointing: str):
+    """What a rank's dropout leaves of ones, in forward and in backward; or how the forward ends."""
+    mesh, rank = tz.mesh(tp=2, device="cpu"), torch.distributed.get_rank()
+    torch.manual_seed(3)
+    model = Decoder(DROPS)
+    checkpoint_activations(model, checkpointing, units=[Block])
+    tz.parallelize(model, mesh)
+    kept: list[Tensor] = []
+    model.blocks[0].dropout.register_forward_hook(lambda module, args, output: kept.append(output.detach() != 0))
+    model, _ = tz.shard(model, None, "zero0", mesh=mesh)
+    torch.manual_seed(11 + rank * seeds_differ)
+    try:
+        loss_of(model, tokens(0)).backward()
+    except tz.RanksApart as error:
+        return str(error)
+    return (
+        kept,
+        torch.randint(1000, ()).item(),
+        engine_of(model).trainable()[0].gradient.whole().isfinite().all().item(),
+    )
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("seeds_differ", [False, True])
+def test_initial_values_do_not_depend_on_the_mesh(pool: Pool, seeds_differ: bool) -> None:
+    alone = pool.run(drawn_on_meta, 1, seeds_differ)
+    cut = pool.run(drawn_on_meta, 2, seeds_differ)
+    for rank, (weights, losses) in enumerate(cut):
+        for name, whole in alone[0][0].items():
+            assert torch.equal(weights[name], parts_of(name, whole, CONFIG, 2)[rank]), name
+        assert losses == pytest.approx(alone[0][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_dropout_is_each_ranks_own_and_comes_again_when_a_block_is_recomputed(pool: Pool, checkpointing: str) -> None:
+    (first, *ended), (second, *other_ended) = pool.run(dropped, False, checkpointing)
+    assert ended == other_ended and ended[1]
+    assert first[0].shape == (2, 4, 16) and not torch.equal(first[0], second[0])
+    if checkpointing == "full":
+        assert all(torch.equal(*pair) for kept in (first, second) for pair in zip(kept, kept[2:], strict=False))
+
+
+def test_ranks_that_see_the_same_data_are_seeded_alike(pool: Pool) -> None:
+    assert all("random states" in found for found in pool.run(dropped, True, "none"))
