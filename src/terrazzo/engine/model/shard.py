@@ -186,7 +186,8 @@ def clip_grad_norm_(
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Full parameters on every rank, by original name; call it on every rank.
+    """Full parameters on every rank, by original name; call it on every rank. Of those that ranks along `tp` share,
+    each rank has its own part.
 
     Args:
         write: take over what was written into them, which must be the same on every rank. Master weights change only
