@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,10 +18,12 @@ from pydantic.fields import FieldInfo
 
 from terrazzo import cli
 from terrazzo.config import Config, Section
+from terrazzo.engine.border.table import ACTS, Answer, Moment, Plans
 from tools.site.names import AREAS, Name, public_names, signature
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
-PAGES = (REFERENCE / "api.md", REFERENCE / "train-config.md", REFERENCE / "cli.md")
+CONCEPTS = REFERENCE.parent / "concepts"
+PAGES = (REFERENCE / "api.md", REFERENCE / "train-config.md", REFERENCE / "cli.md", CONCEPTS / "border.md")
 MARK = "python -m tools.reference_pages"
 
 WITHOUT_MEMBERS = "terrazzo.integrations."
@@ -73,7 +75,28 @@ def options(what: str) -> str:
     return _table(rows)
 
 
-MAKERS = {"names": names, "keys": keys, "options": options}
+def border(_: str) -> str:
+    """What a user may do with a sharded model: a row for each act, a line for moments that are answered alike."""
+    rows = [["", *Plans, ""]]
+    for act in ACTS.values():
+        note = act.note
+        if act.updating is Answer.REFUSED:
+            note = f"While `@cpu` or `@nvme` updates: {act.updating.text} between step and the next forward. {note}"
+        rows.append([f"`{act.code}`", *(_by_moment(act.answers(plans)) for plans in Plans), note.strip()])
+    return _table(rows)
+
+
+def _by_moment(answers: Mapping[Moment, Answer]) -> str:
+    """What comes of it most often, and the moments at which it is something else."""
+    usual = max(answers.values(), key=list(answers.values()).count)
+    others: dict[Answer, list[str]] = {}
+    for moment, answer in answers.items():
+        if answer is not usual:
+            others.setdefault(answer, []).append(moment)
+    return "; ".join([usual.text, *(f"{', '.join(moments)}: {each.text}" for each, moments in others.items())])
+
+
+MAKERS = {"names": names, "keys": keys, "options": options, "border": border}
 
 
 def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

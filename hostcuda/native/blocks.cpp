@@ -79,8 +79,8 @@ bool is_pinned(const void* address) {
 
 void unpin_block(Block* block) {
   const int entity = thread_entity();
-  for (auto& old : block->uses)
-    if (old.entity != entity && clock_of(entity)[old.entity] < old.count)
+  for (auto& old : block->uses)  // a thread may go on: the memory stays where it is
+    if (is_stream(old.entity) && clock_of(entity)[old.entity] < old.count)
       report("early free", describe(*block) + " is unpinned, and " + describe(old) + " may still use it");
   forget(block);
 }

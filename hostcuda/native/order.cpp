@@ -16,7 +16,7 @@ constexpr size_t kMostReports = 2000;  // between two lettings go of the lock
 
 struct Entity {
   std::string name;
-  bool beside;  // beside the default stream
+  bool is_stream, beside;  // beside the default stream
   Clock clock;
 };
 
@@ -46,8 +46,8 @@ thread_local int tls_device = 0;
 thread_local int64_t tls_streams[kMaxDevices] = {};
 thread_local int tls_entity = -1;
 
-int new_entity(const std::string& name, bool beside = false) {
-  state().entities.push_back({name, beside, {}});
+int new_entity(const std::string& name, bool is_stream, bool beside) {
+  state().entities.push_back({name, is_stream, beside, {}});
   return static_cast<int>(state().entities.size()) - 1;
 }
 
@@ -127,7 +127,7 @@ int stream_entity(int device, int64_t stream) {
   auto [it, fresh] = state().streams.try_emplace({device, stream}, -1);
   if (fresh) {
     auto name = stream ? "stream " + std::to_string(stream) : std::string("the default stream");
-    it->second = new_entity(name + " of cuda:" + std::to_string(device), stream != 0);
+    it->second = new_entity(name + " of cuda:" + std::to_string(device), true, stream != 0);
   }
   return it->second;
 }
@@ -140,11 +140,12 @@ int64_t new_stream(int device) {
 
 int thread_entity() {
   if (tls_entity < 0 && state().main_thread >= 0 && is_autograds()) tls_entity = state().main_thread;
-  if (tls_entity < 0) tls_entity = new_entity("a thread");
+  if (tls_entity < 0) tls_entity = new_entity("a thread", false, false);
   return tls_entity;
 }
 
 Clock& clock_of(int entity) { return state().entities[entity].clock; }
+bool is_stream(int entity) { return state().entities[entity].is_stream; }
 std::string& name_of(int entity) { return state().entities[entity].name; }
 double& spent_s(Kind kind) { return state().spent_s[kind]; }
 

@@ -78,6 +78,7 @@ inline int current_entity(int device) { return stream_entity(device, current_str
 
 Clock& clock_of(int entity);
 std::string& name_of(int entity);
+bool is_stream(int entity);
 // Seconds of all work of a kind so far.
 double& spent_s(Kind kind);
 

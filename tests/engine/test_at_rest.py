@@ -288,3 +288,17 @@ def test_an_exception_inside_gathered_writes_nothing() -> None:
 
     for found in on_ranks(2, body):
         assert_equal(found, dict(base.named_parameters()))
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_a_pickled_parameter_is_an_ordinary_one(plan: str) -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), plan)
+        with tz.gathered(model) as parameters:
+            file = io.BytesIO()
+            torch.save(parameters[NAME], file)
+            file.seek(0)
+            back = torch.load(file)
+            assert type(back) is nn.Parameter and torch.equal(back, parameters[NAME])
+
+    on_ranks(2, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import warnings
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
+from terrazzo.engine import engine_of
 from terrazzo.engine.bucket import Bucket
 from tests.engine.toys import EVERY_PLAN, Net, assert_close, batch, full_parameters, loss_of, mesh_for, on_ranks
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
+from tests.helpers.threads import exclusive
 
 WHOLE = ("zero0", "zero1", "zero2")
 
@@ -390,5 +393,116 @@ def test_disjoint_views_of_one_memory_are_sharded() -> None:
         model, _ = tz.shard(model, None, "zero0")
         assert_close(full_parameters(model), wanted, 0)
         return wanted
+
+    on_ranks(2, body)
+
+
+KEPT: dict[str, Any] = {
+    "data": lambda parameter: parameter.data,
+    "detach": lambda parameter: parameter.detach(),
+    "view": lambda parameter: parameter.detach().view(-1)[1:],
+    "numpy": lambda parameter: torch.from_numpy(parameter.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_is_kept_of_other_data_has_its_values(kept: str) -> None:
+    """As in plain PyTorch, where the memory before is still there; a view of another parameter goes on as one."""
+
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(Net(), sgd, "zero1")
+        step(model, optimizer, 0, rank)
+        alias, other = KEPT[kept](model.head.weight), model.head.bias.detach()
+        before = alias.clone()
+        model.head.weight.data = torch.zeros_like(model.head.weight)
+        step(model, optimizer, 1, rank)
+        assert torch.equal(alias, before)
+        assert other.data_ptr() == model.head.bias.data_ptr()
+
+    on_ranks(2, body)
+
+
+def test_views_of_parameters_that_modules_keep_are_refused() -> None:
+    model, normed = Net(), torch.nn.utils.spectral_norm(nn.Linear(3, 3))
+    model.row = model.head.weight[1]
+    with fake_group(2):
+        with pytest.raises(tz.BadInput, match=r"'row' of 'head\.weight'"):
+            tz.shard(model, None, "zero0")
+        tz.shard(normed, None, "zero0")
+
+
+def test_modules_that_move_are_warned_of_and_new_ones_are_refused() -> None:
+    def body(rank: int) -> list[str]:
+        model, _ = tz.shard(Net(), sgd, "zero0")
+        blocks = model.blocks
+        blocks[0], blocks[1] = blocks[1], blocks[0]
+        with exclusive(), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            hooks_of(model)._tree.check(model)
+            hooks_of(model)._tree.check(model)
+        model.blocks = nn.Sequential(*blocks, nn.Linear(1, 1))
+        with pytest.raises(tz.Misuse, match=r"came to the model after tz\.shard"):
+            hooks_of(model)._tree.check(model)
+        return [str(each.message) for each in told]
+
+    for told in on_ranks(2, body):
+        assert len(told) == 1 and "'blocks.0.up.weight' is 'blocks.1.up.weight' now" in told[0]
+
+
+def hooks_of(model: Any) -> Any:
+    return engine_of(model).hooks
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_gathered_inside_gathered(outer: bool, inner: bool) -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Net(), None, "zero3")
+        with tz.gathered(model, write=outer) as all_of, torch.no_grad():
+            if outer:
+                all_of["head.bias"].fill_(2.0)
+            with tz.gathered(model, write=inner) as again:
+                if inner:
+                    again["head.weight"].fill_(3.0)
+            seen = all_of["head.bias"].clone(), all_of["head.weight"].clone()
+        found = full_parameters(model)
+        assert torch.equal(found["head.bias"], seen[0]) and torch.equal(found["head.weight"], seen[1])
+        assert (seen[0] == 2).all() == outer and (seen[1] == 3).all() == inner
+
+    on_ranks(2, body)
+
+
+def test_a_model_that_calls_itself_without_gradients() -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            if again:
+                with torch.no_grad():
+                    x = self(x, False).argmax(-1)
+            output: Tensor = super().forward(x)
+            return output
+
+    base = Twice()
+    alone = copy.deepcopy(base)
+    optimizer = sgd(alone.parameters())
+    loss_of(alone, batch(0, 0)).backward()
+    optimizer.step()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = tz.shard(copy.deepcopy(base), sgd, "zero3")
+        step(model, optimizer, 0, 0)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 1e-5)
+
+
+def test_a_copied_unit_runs_on_one_rank_alone() -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Net(), None, "zero3")
+        with tz.gathered(model):
+            block = copy.deepcopy(model.blocks[0])
+        if rank == 0:
+            block(torch.ones(1, 13)).sum().backward()
+            assert block.up.weight.grad is not None
 
     on_ranks(2, body)

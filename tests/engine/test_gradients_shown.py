@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from typing import Any
 
 import pytest
@@ -195,17 +196,45 @@ def test_clipping_between_micro_batches_is_refused() -> None:
     on_ranks(2, body)
 
 
-def test_gradients_of_the_optimizers_own_tensors_are_refused() -> None:
+def test_an_optimizers_groups_have_the_parameters_and_their_gradients() -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(Net(), "zero2")
         loss_of(model, batch(0, rank)).backward()
-        with pytest.raises(tz.Misuse, match=r"model\.parameters\(\)"):
-            clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 1.0)
+        given = [each for group in optimizer.param_groups for each in group["params"]]
+        assert all(map(operator.is_, given, model.parameters()))
+        assert clip_grad_norm_(given, 1e9) == clip_grad_norm_(model.parameters(), 1e9)
         optimizer.step()
-        loss_of(model, batch(1, rank)).backward()
-        optimizer.step()
+        optimizer.param_groups[0]["params"].pop()
+        with pytest.raises(tz.Misuse, match=r"param_groups\[0\].* were changed"):
+            optimizer.step()
 
     on_ranks(1, body)
+
+
+def test_a_gradient_that_is_put_back_after_it_was_forgotten_is_refused() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        grad = model.head.bias.grad
+        optimizer.zero_grad()
+        model.head.bias.grad = grad
+        with pytest.raises(tz.Misuse, match=r"'head\.bias' was put back"):
+            optimizer.step()
+
+    on_ranks(1, body)
+
+
+def test_a_gradient_that_one_rank_alone_drops_is_noticed() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero0")
+        loss_of(model, batch(0, rank)).backward()
+        if rank == 0:
+            model.head.bias.grad = None
+        optimizer.step()
+        loss_of(model, batch(1, rank)).backward()
+
+    with pytest.raises(tz.RanksApart, match="set to None on some ranks"):
+        on_ranks(2, body)
 
 
 def test_a_gradient_that_is_replaced_is_refused() -> None:

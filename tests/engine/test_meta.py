@@ -333,3 +333,33 @@ def test_a_word_is_mixed_as_splitmix64_does() -> None:
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         assert found % 2**64 == z ^ (z >> 31)
+
+
+def test_hooks_attributes_and_class_of_a_meta_parameter_stay() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    def body(rank: int) -> None:
+        model, seen = on_meta(), list[str]()
+        model.head.bias = Own(model.head.bias)
+        model.head.bias.mine = 3
+        model.head.bias.register_hook(lambda grad: seen.append("hook"))
+        gone = model.head.bias.register_hook(lambda grad: seen.append("gone"))
+        model.head.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append("post"))
+        optimizer = adamw(model.parameters())
+        model, optimizer = tz.shard(model, optimizer, "zero2")
+        gone.remove()
+        train(model, optimizer, 1, rank)
+        assert seen == ["hook", "post"] and isinstance(model.head.bias, Own) and model.head.bias.mine == 3
+        assert [id(each) for each in optimizer.param_groups[0]["params"]] == [*map(id, model.parameters())]
+
+    on_ranks(2, body)
+
+
+def test_states_without_values_are_refused() -> None:
+    def body(rank: int) -> None:
+        model = on_meta()
+        with pytest.raises(tz.BadInput, match="Adagrad made its states as it was built"):
+            tz.shard(model, torch.optim.Adagrad(model.parameters()), "zero3")
+
+    on_ranks(1, body)

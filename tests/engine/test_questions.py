@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import ModelState, ShardedModule, ShardedOptimizer, engine_of
 from terrazzo.engine.spec import Pass
+from terrazzo.integrations.fsdp2 import units
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, on_ranks, sharded, train
 
 
@@ -53,7 +54,7 @@ def test_copies_are_what_several_ranks_hold(plan: str) -> None:
         held = [
             [(p.name, p.kind, p.start, p.stop, p.digest()) for p in pieces] for _, pieces in ModelState(model).copies()
         ]
-        return engine.has_replicas, held
+        return units.has_replicas(engine), held
 
     ranks = on_ranks(4, run)
     has_replicas = plan == "zero0" or plan.startswith("hybrid_shard")
@@ -72,7 +73,7 @@ def test_micro_batches_are_summed_in_the_dtype_of_accumulate(each: bool) -> None
         precision = tz.Precision(reduce=torch.bfloat16)
         model, _ = tz.shard(torch.nn.Linear(1, 1, bias=False), None, "hybrid_shard", mesh=mesh, precision=precision)
         for step, gradient in enumerate([256.0, 1.0, 1.0, 1.0, 1.0]):
-            engine_of(model).sync(step == 4, each=each)
+            units.set_reduces(engine_of(model), step == 4, each=each)
             assert engine_of(model).schedule.this_pass is (Pass.FINISHES if step == 4 else Pass.ADDS)
             model(torch.tensor([[gradient]])).sum().backward()
         return float(tz.clip_grad_norm_(model, 1e9))
@@ -85,11 +86,11 @@ def test_gradients_and_bytes(plan: str) -> None:
     def run(rank: int) -> None:
         model, optimizer = sharded(Net(), plan)
         engine = engine_of(model)
-        assert engine.syncs and not engine.has_gradients
+        assert units.reduces(engine) and not engine.has_gradients
         with tz.accumulate(model):
-            assert not engine.syncs
+            assert not units.reduces(engine)
             loss_of(model, batch(0, rank)).backward()
-        assert engine.syncs and not engine.has_gradients
+        assert units.reduces(engine) and not engine.has_gradients
         loss_of(model, batch(1, rank)).backward()
         assert engine.has_gradients
         optimizer.step()
@@ -108,13 +109,13 @@ def test_the_unit_of_a_module_and_its_weights_by_hand() -> None:
     def run(rank: int) -> None:
         model, _ = sharded(base)
         engine, block = engine_of(model), model.blocks[1]
-        unit = engine.unit_of(block)
-        assert unit is not None and unit.name == "blocks.1" and engine.unit_of(block.up) is None
-        engine.gather(block)()
+        unit = engine.units[2]
+        assert unit.name == "blocks.1"
+        units.gather(engine, block)()
         assert torch.equal(block.up.weight, base.blocks[1].up.weight)
-        engine.put_back(block)
+        units.put_back(engine, block)
         assert not unit.present
-        engine.gather(block.up)()  # no unit of its own: nothing is gathered
+        units.gather(engine, block.up)()  # no unit of its own: nothing is gathered
         assert not unit.present
 
     on_ranks(2, run)

@@ -5,6 +5,7 @@ A rule's function gets `wrong`; what the device must say of the wrong program is
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -225,13 +226,25 @@ def a_pinned_buffer_is_filled_again_once_its_copy_has_ended(wrong: bool) -> None
 
 @rule("early free")
 def memory_is_unpinned_once_its_copy_has_ended(wrong: bool) -> None:
-    x, on_host = torch.empty(64, device="cuda"), torch.ones(64)
+    x, on_host = torch.empty(64, device="cuda"), torch.ones(128)
     cudart: Any = torch.cuda.cudart()
     cudart.cudaHostRegister(on_host.data_ptr(), on_host.nbytes, 0)
-    x.copy_(on_host, non_blocking=True)
+    x.copy_(on_host[:64], non_blocking=True)
+    ended, end = os.pipe()  # what a thread does to memory is not in the way, and no clock knows when it has ended
+
+    def fill() -> None:
+        with Watching():
+            on_host[64:].fill_(3.0)
+        os.close(end)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    os.read(ended, 1)
+    os.close(ended)
     if not wrong:
         torch.cuda.synchronize()
     cudart.cudaHostUnregister(on_host.data_ptr())
+    thread.join()
 
 
 @rule("race")

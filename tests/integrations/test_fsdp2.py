@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.integrations.fsdp2 import register_fsdp_forward_method
+from terrazzo.integrations.fsdp2 import register_fsdp_forward_method, units
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
@@ -342,7 +342,7 @@ def deferred() -> None:
                     module.reset_parameters()
         else:
             tz.accumulate(model).__enter__()  # anything that needs the engine gives values, unit by unit
-            engine_of(model).sync(True, each=True)
+            units.set_reduces(engine_of(model), True, each=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = loss_of(model, batches(1, 0)[0])
         before.backward()

@@ -1,11 +1,12 @@
 """The engine: one table of places, running.
 
 The core is in this folder. Read it in this order: layout, place, family, precision, spec, scaler, progress, tally, axes
-and recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order,
-runnable, reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+and recipe, what is stated; buffer, gradient, partition, bucket and unit, what is held; order, runnable, reductions and
+schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
     process     threads, devices, memory
     links       how ranks exchange
+    border      what a user does to parameters and modules
     (core)
     loop        how a training loop drives the core
     optim       stock optimizers over flat master weights
@@ -33,6 +34,7 @@ packages:
 """
 
 from terrazzo.engine.axes import data_mesh, named_mesh
+from terrazzo.engine.border.parameter import Zeros
 from terrazzo.engine.family import Box, Family, Record, Rectangle, leave_record, record_of
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.accumulation import accumulate
@@ -51,10 +53,9 @@ from terrazzo.engine.model.state import ModelState, ParameterInfo
 from terrazzo.engine.model.whole import whole_weights
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.foreign import on_foreign_step
-from terrazzo.engine.optim.optimizer import ShardedOptimizer
+from terrazzo.engine.optim.sharded import ShardedOptimizer
 from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
 from terrazzo.engine.paper.bill import MemoryBill
-from terrazzo.engine.parameter import Zeros
 from terrazzo.engine.partition import Units, find_units, parameter_names
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
 from terrazzo.engine.precision import (

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from terrazzo.engine.border.edits import Edits, Held, take_data
+from terrazzo.engine.border.parameter import Guard, Link
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values, view
-from terrazzo.engine.edits import Edits, take_data
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.layout import Layout, Slot
 from terrazzo.engine.links.transfer import Ledger, Moves
-from terrazzo.engine.parameter import Guard
 from terrazzo.engine.partition import Member
 from terrazzo.engine.place import ON_DEVICE, Tiers
 from terrazzo.engine.process.calls import do_all
@@ -96,9 +96,11 @@ class Bucket(BucketSpec):
         self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
         for slot, member in zip(self.slots, self.members, strict=True):
             member.parameter.data = view(self.full.data, slot)
-        watches_data = self.resident and self.stored is None
-        self.edits = Edits(self.members, self.slots, self.full.data, watches_data)
-        self._guard = Guard([(member.parameter, member.name) for member in self.members], split=not self.resident)
+        links = [(member.parameter, Link(member.name, split=not self.resident)) for member in self.members]
+        self._guard = Guard(links)
+        pairs = zip(self.members, self.slots, strict=True)
+        held = [Held(m.name, m.parameter, m.registered, view(self.full.data, slot)) for m, slot in pairs]
+        self.edits = Edits(held, self.full.data, self.resident)
         if not self.resident:
             self.ledger.take(self.full.data.nbytes)
             self.release()
@@ -289,4 +291,5 @@ def take_displaced(buckets: Iterable[Bucket]) -> None:
     """
     known = list(buckets)
     if displaced := [each for bucket in known for each in bucket.edits.displaced(bucket.present)]:
-        take_data(displaced, [bucket.edits for bucket in known])
+        own = [state.data for b in known for state in (b.full, b.weight, b.master) if isinstance(state, Buffer)]
+        take_data(displaced, [bucket.edits for bucket in known], own)

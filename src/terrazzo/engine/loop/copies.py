@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.border.parameter import AtRest
 from terrazzo.engine.loop.outputs import leaves_of, map_tensors
-from terrazzo.engine.parameter import AtRest
 
 __all__ = ["Copies"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from terrazzo.engine.border.modules import ModuleTree
+from terrazzo.engine.border.parameter import link_of, take_last
 from terrazzo.engine.bucket import Bucket, take_displaced
 from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.copies import Copies
@@ -18,7 +22,6 @@ from terrazzo.engine.loop.listeners import (
     eager,
     inside_backward,
     on_backward,
-    take_last,
     weakly,
     while_kept,
 )
@@ -49,7 +52,9 @@ class Hooks:
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, recipe: Recipe, progress: Progress) -> None:
         self.units, self.schedule, self._progress = units, schedule, progress
-        self._compute = recipe.precision.compute
+        self._compute, self._alone = recipe.precision.compute, recipe.axes.size() == 1
+        self._nested = 0  # forwards of the model inside its own
+        self._refusal: str | None = None
         self._agreement = Agreement(units, schedule, recipe.axes, progress)
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
@@ -77,11 +82,14 @@ class Hooks:
                 unit.module.register_forward_pre_hook(eager(before), prepend=True)
                 unit.module.register_forward_hook(eager(after))
             for member in (member for bucket in unit.buckets for member in bucket.members):
-                member.parameter.terrazzo_reach = weakly(self, Hooks.reach, unit.index)  # type: ignore[attr-defined]
+                if (link := link_of(member.parameter)) is not None:
+                    link.reach = weakly(self, Hooks.reach, unit.index)
             for number, bucket in enumerate(unit.buckets):
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
                     take = while_kept(self, Hooks.take_gradient, repr(member.name), unit.index, number, index)
                     take_last(member.parameter, take)
+        members = [member for unit in self.units for bucket in unit.buckets for member in bucket.members]
+        self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, self._alone)
         for module in model.modules():
             module.register_state_dict_post_hook(weakly(self._copies, Copies.in_state_dict))
         model.register_forward_hook(eager(weakly(self, Hooks.after_model)))
@@ -106,7 +114,9 @@ class Hooks:
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The model's forward is about to run, for the first time or again in backward; returns its inputs, cast."""
-        if not inside_backward():
+        if self._inside_itself(module):
+            self._nested += 1
+        elif not inside_backward():
             self._begin_forward(module)
         if self.units[0].is_root:
             self.before_unit(0)
@@ -116,6 +126,7 @@ class Hooks:
 
     def _begin_forward(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
+        self._tree.check(model)
         self.adopt_edits()
         unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
         if self.scaler is not None:
@@ -136,9 +147,30 @@ class Hooks:
             for bucket in buckets:
                 bucket.adopt_edits()
 
+    def refuse_forwards(self, why: str | None) -> None:
+        """From now on, no forward may gather weights; None: it may again."""
+        self._refusal = why
+
+    def _inside_itself(self, model: nn.Module) -> bool:
+        """Whether the forward that begins was called in the model's own; one may also have ended without a word."""
+        if not self.schedule.in_forward or inside_backward():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        calls = 0
+        while frame is not None and calls < 2:
+            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is model
+            frame = frame.f_back
+        if calls < 2:
+            self._nested = 0
+        return calls == 2
+
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model's forward has returned `output`; returns what the user gets. Collective until ranks agree."""
         output = self._copies.of_output(output)
+        if self._nested and not inside_backward():
+            if self.units[0].is_root:
+                self.after_unit(0, module, args, output)
+            return output
         if inside_backward():  # a reentrant checkpoint around the model differentiates what it runs again
             return scale_output(output, self.scaler) if self.scaler and is_differentiated() else output
         if self.units[0].is_root:
@@ -152,7 +184,9 @@ class Hooks:
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The model's own forward has returned, or raised."""
-        if not inside_backward():
+        if self._nested and not inside_backward():
+            self._nested -= 1
+        elif not inside_backward():
             self._saved.end()
             if self.scaler is not None:
                 scale_asides(module, self.scaler)
@@ -162,6 +196,10 @@ class Hooks:
     def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:
         """The forward of the unit `index` is about to run, for the first time or again in backward."""
         unit = self.units[index]
+        if module is not None and module is not unit.module:  # a deep copy has the hooks of what it was copied from
+            return
+        if self._refusal is not None and unit.transient:
+            raise Misuse(self._refusal)
         if inside_backward():  # activation checkpointing runs the forward again
             self.start_backward()
             self.schedule.recompute(unit)
@@ -183,6 +221,8 @@ class Hooks:
             What its caller gets: copies of gathered weights in place of views, which end when they are released.
         """
         unit = self.units[index]
+        if module is not unit.module:
+            return output
         output = self._copies.of_output(output)
         if inside_backward():
             if is_differentiated() and self._watch(unit, output)[0]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from terrazzo.errors import Misuse
@@ -21,7 +21,6 @@ __all__ = [
     "inside_backward",
     "model_gone",
     "on_backward",
-    "take_last",
     "weakly",
     "while_kept",
 ]
@@ -104,20 +103,3 @@ def before_gradient(output: Tensor, hook: Callable[[Any], None]) -> RemovableHan
         return None
     handle: RemovableHandle = output.register_hook(hook)  # type: ignore[no-untyped-call, unused-ignore]
     return handle
-
-
-def take_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Register a hook that stays behind those that are registered later: it takes the gradient away."""
-    register: Any = Tensor.register_post_accumulate_grad_hook
-    ours = weakref.ref(parameter)
-    handle = register(parameter, hook)
-
-    def before_it(theirs: Callable[[Tensor], None]) -> Any:
-        owner: Any = ours()
-        registered = register(owner, theirs)
-        with torch._C.DisableTorchFunctionSubclass():
-            hooks = owner._post_accumulate_grad_hooks
-            hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of entering
-        return registered
-
-    parameter.register_post_accumulate_grad_hook = before_it  # type: ignore[method-assign]

@@ -49,10 +49,11 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
 
 
 def _trail(axes: Axes, progress: Progress) -> int:
-    """A checksum of what must be equal on all ranks: optimizer steps and their hyper-parameters, what gradients are
-    divided by, and what has been exchanged on transports whose messages carry no labels.
+    """A checksum of what must be equal on all ranks: optimizer steps and their hyper-parameters, gradients that were
+    left out of them, what gradients are divided by, and what has been exchanged on transports whose messages carry no
+    labels.
     """
-    checksum = zlib.crc32(struct.pack("<qd", progress.steps, progress.denominator.unscaled))
+    checksum = zlib.crc32(struct.pack("<qqd", progress.steps, progress.dropped, progress.denominator.unscaled))
     checksum = zlib.crc32(array("d", _hyper_parameters(progress).values()).tobytes(), checksum)
     for axis in axes.every:
         checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
@@ -67,7 +68,7 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
     """The trails of the ranks differ.
 
     Raises:
-        RanksApart: naming steps, hyper-parameters, denominators, or the first exchange in which they do.
+        RanksApart: naming steps, gradients, hyper-parameters, denominators, or the first exchange in which they do.
     """
     own_steps, divisor = progress.steps, progress.denominator.unscaled
     steps = axes.rows(torch.tensor([own_steps], device=axes.control_device)).flatten().tolist()
@@ -76,6 +77,13 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
             f"The ranks have not run the same: before {label}, optimizer.step() has been called {own_steps} times "
             f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
             "on it, for example with an all_reduce of whether the loss is finite."
+        )
+    dropped = axes.rows(torch.tensor([progress.dropped], device=axes.control_device)).flatten().tolist()
+    if min(dropped) != max(dropped):
+        raise RanksApart(
+            f"The ranks have not run the same: before {label}, the .grad of a parameter has been set to None on some "
+            "ranks and not on others, so that they have stepped other parameters. Set it to None on every rank, or on "
+            "none."
         )
     held = _hyper_parameters(progress)
     rows = axes.rows(torch.tensor([*held.values()], dtype=torch.float64, device=axes.control_device))

@@ -15,7 +15,8 @@ from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.background import Background
 from terrazzo.engine.offload.needs import Templates, further_moment_bytes, moment_names
 from terrazzo.engine.offload.update import Updater
-from terrazzo.engine.optim.optimizer import OptimizerDriver, make_sharded_optimizer
+from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.optim.sharded import make_sharded_optimizer
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_kernel, state_of
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import Misuse

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import BESIDE, Axes
+from terrazzo.engine.border.memory import check_views
+from terrazzo.engine.border.parameter import link_of
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.model.digest import digest
@@ -88,7 +90,7 @@ def check_model(model: nn.Module) -> None:
         raise Misuse(f"{which} is already sharded. Build a new model to shard it differently.")
     check_unwrapped(model)
     parameters = dict(model.named_parameters())
-    taken = [name for name, parameter in parameters.items() if "terrazzo_name" in vars(parameter)]
+    taken = [name for name, parameter in parameters.items() if link_of(parameter) is not None]
     if taken:
         raise Misuse(
             f"{listed(taken)}: parameters of a model that is sharded already, and only one may gather and step "
@@ -109,6 +111,7 @@ def check_model(model: nn.Module) -> None:
             "each by nn.Parameter(parameter.detach().contiguous())."
         )
     _check_apart(parameters)
+    check_views(model)
     _check_sparse(model)
 
 

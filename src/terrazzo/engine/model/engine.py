@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,12 @@ from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["Engine", "engine_of"]
+
+
+_INSIDE = (
+    "A forward, load_state_dict() or another call that moves weights came inside 'with tz.gathered(model, "
+    "write=True):', under a plan that splits them: what has been written would be lost. End the block before it."
+)
 
 
 @dataclass(kw_only=True)
@@ -76,6 +82,7 @@ class Engine:
     drivers: Drivers = field(init=False)
     process: int = field(default_factory=os.getpid, init=False)
     average: Average | None = field(default=None, init=False)
+    _gathered: Literal["read", "write"] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.drivers = Drivers(self.trainable(), self.progress)
@@ -240,11 +247,6 @@ class Engine:
         """Whether there is a gradient that a step would take."""
         return any(bucket.gradient.finished is not None for bucket in self.trainable())
 
-    @property
-    def has_replicas(self) -> bool:
-        """Whether several ranks hold the same part of the optimizer state."""
-        return len(self.recipe.plan.optim.axes) < len(self.axes.live(self.axes.names))
-
     def pass_of(self, last: bool, local: bool | None = None) -> Pass:
         """What becomes of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
 
@@ -260,47 +262,11 @@ class Engine:
             )
         return Pass.ADDS if local or not self.recipe.plan.grad.axes else Pass.REDUCES
 
-    @property
-    def syncs(self) -> bool:
-        """Whether the next backward pass is that of a step's last micro-batch."""
-        return self.schedule.this_pass is Pass.FINISHES
-
-    def sync(self, required: bool, *, each: bool) -> None:
-        """Say what backward passes are from now on.
-
-        Args:
-            required: of a step's last micro-batch, which finishes its gradients; else of one before.
-            each: reduce every micro-batch before the last, too, where `grad` is split; else add it up on this rank.
-        """
-        self.schedule.set_pass(self.pass_of(required, not each))
-
-    def gather_ahead(self, count: int) -> None:
-        """From now on, gather at least so many units ahead of the running one."""
-        self.schedule.gather_ahead(count)
-
-    def unit_of(self, module: object) -> Unit | None:
-        """The unit that is this module; None for one without parameters of its own."""
-        return next((unit for unit in self.units if unit.module is module), None)
-
-    def gather(self, module: object) -> Callable[[], None]:
-        """Gather the weights of a module's own unit, before its next forward, which frees them; every rank must.
-
-        Returns:
-            Waits until they are here.
-        """
-        if (unit := self.unit_of(module)) is None:
-            return lambda: None
-        self.schedule.gather_early(unit)
-        return unit.wait
-
-    def put_back(self, module: object) -> None:
-        """Give back the memory of the gathered weights of a module's own unit."""
-        if (unit := self.unit_of(module)) is not None:
-            self.schedule.put_back(unit)
-
     def settle(self) -> None:
         """Return once every state is at rest, the second level. Collective."""
         require_own(self.process)
+        if self._gathered == "write" and any(unit.transient for unit in self.units):
+            raise Misuse(_INSIDE)
         self.hooks.adopt_edits()
         self.schedule.rest()
         self.catch_up()
@@ -340,11 +306,17 @@ class Engine:
     @contextlib.contextmanager
     def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
         """Full weights of the whole model; see `tz.gathered`."""
+        outer = self._gathered
+        members = [member for bucket in self.buckets() for member in bucket.members]
+        named: dict[str, Tensor] = {name: member.parameter for member in members for name in member.names}
+        if outer is not None and (outer == "write" or not write) and all(unit.present for unit in self.units):
+            yield named  # who began takes over what is written
+            return
         self.settle()
         self.schedule.gather_all()
-        members = [member for bucket in self.buckets() for member in bucket.members]
+        self._within("write" if write else "read")
         try:
-            yield {name: member.parameter for member in members for name in member.names}
+            yield named
             with torch.no_grad():
                 if write:
                     take_displaced(self.buckets())
@@ -355,9 +327,16 @@ class Engine:
                 bucket.forget_edits()
             raise
         finally:
+            self._within(outer)
             self.schedule.rest()
         if write:
             self.publish()
+        if outer is not None:
+            self.schedule.gather_all()
+
+    def _within(self, gathered: Literal["read", "write"] | None) -> None:
+        self._gathered = gathered
+        self.hooks.refuse_forwards(_INSIDE if gathered == "write" else None)
 
     def close(self) -> None:
         """Remove what is in files. States that were there cannot be used afterwards."""

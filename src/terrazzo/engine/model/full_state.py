@@ -38,10 +38,6 @@ class OptimizerStates:
         ]
         self._places = {bucket.members[index].name: (bucket, index) for bucket, index in stepped}
 
-    def show_given(self) -> None:
-        """From now on, the optimizer's groups have the parameters that it was built over, but inside its steps."""
-        self._driver.show_given()
-
     def names(self) -> list[str]:
         """The names of the parameters that the optimizer was built over, in its order."""
         members = [member for bucket in self._engine.buckets() for member in bucket.members]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.model.digest import digest
@@ -21,6 +22,7 @@ __all__ = [
     "materialize_buffers",
     "move_buffers",
     "replace_buffers",
+    "step_real",
     "synchronize",
 ]
 
@@ -86,17 +88,17 @@ def check_initializable(model: nn.Module) -> None:
             )
 
 
-def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) -> list[Member]:
+def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) -> dict[nn.Parameter, nn.Parameter]:
     """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them.
 
     What several ranks share is drawn whole and in the order of modules, on each of them, and then each keeps its part:
     the values do not depend on the mesh. Their buffers are real by then: see `materialize_buffers`.
 
     Returns:
-        Those that were on the meta device, which hold equal values on all ranks that have the same of them.
+        What has come in whose place; equal on all ranks that have the same of it.
     """
     touched: dict[int, nn.Module] = {}
-    fresh: list[Member] = []
+    fresh: list[tuple[Member, nn.Parameter]] = []
     for member in members:
         meta, holders = member.parameter, member.holders
         member.holders = ()  # they may hold the model itself, which holds the members
@@ -104,22 +106,34 @@ def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) 
         if not meta.is_meta:
             continue
         _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
-        fresh.append(member)
+        fresh.append((member, meta))
         touched |= {id(module): module for module, _ in holders}
     for module in touched.values():
-        initialize(module, {member.parameter for member in fresh})
-    synchronize([member.parameter for member in fresh], axes)
-    for member in fresh:
+        initialize(module, {member.parameter for member, _ in fresh})
+    synchronize([member.parameter for member, _ in fresh], axes)
+    for member, _ in fresh:
         if member.record is not None:
             _replace(member, member.record.box.of(member.parameter.detach()))
-    return fresh
+    return {meta: member.parameter for member, meta in fresh}
 
 
 def _replace(member: Member, value: Tensor) -> None:
-    """Register a parameter of that value under all names of the old one."""
-    member.parameter = nn.Parameter(value, requires_grad=member.trainable)
+    """Register a parameter of that value under all names of the old one, with its class, attributes and hooks."""
+    old, member.parameter = member.parameter, nn.Parameter(value, requires_grad=member.trainable)
+    member.parameter.__class__ = type(old)
+    notes = {name: value for name, value in vars(old).items() if name != "_is_hf_initialized"}  # it has to be
+    vars(member.parameter).update(notes)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (registered := getattr(old, hooks)) is not None:
+            setattr(member.parameter, hooks, registered)  # the same dictionary: handles of users can remove them
     for parameters, attribute in member.registered:
         parameters[attribute] = member.parameter
+
+
+def step_real(optimizer: Optimizer, made: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Have an optimizer that was built over meta parameters step those that have come in their place."""
+    for group in optimizer.param_groups:
+        group["params"] = [made.get(parameter, parameter) for parameter in group["params"]]
 
 
 def materialize_buffers(model: nn.Module, device: torch.device) -> list[nn.Module]:

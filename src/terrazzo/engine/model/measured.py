@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
+from terrazzo.engine.border.parameter import AtRest, link_of, torch_names
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.parameter import AtRest, torch_names
 from terrazzo.errors import Misuse
 
 __all__ = ["let_measure"]
@@ -26,7 +26,8 @@ def let_measure(engine: Engine) -> None:
     """From now on, parameters can be measured while their values are split."""
     for number, bucket in enumerate(engine.buckets()):
         for index, member in enumerate(bucket.members):
-            member.parameter.terrazzo_measure = weakly(engine, _measure, number, index)  # type: ignore[attr-defined]
+            if (link := link_of(member.parameter)) is not None:
+                link.measure = weakly(engine, _measure, number, index)
 
 
 def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -75,20 +76,20 @@ class Measured(AtRest):
         if func in _ELEMENTWISE and isinstance(args[0], Measured) and not _tensors(args[1:], named):
             own = args[0]
             with torch.no_grad():
-                made = cls.of(func(own.part, *args[1:], **named), own, own.terrazzo_name, own.axes, own.over)
+                made = cls.of(func(own.part, *args[1:], **named), own, own.terrazzo_link.name, own.axes, own.over)
             made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
             return made
         if func in _MEASURES and isinstance(args[0], Measured):
             with torch.no_grad():
                 number = _MEASURES[func](args[0], *args[1:], **torch_names(named))
-            return _ungraded(number, args[0].terrazzo_name) if args[0].tracked else number
+            return _ungraded(number, args[0].terrazzo_link.name) if args[0].tracked else number
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def _refusal(cls, touched: AtRest | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
-            f"{touched.terrazzo_name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
+            f"{touched.terrazzo_link.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
             "mean, std, var, norm, min, max, any, all, count_nonzero, histc. For anything else read it inside "
             "'with tz.gathered(model):'."
         )
@@ -143,8 +144,8 @@ def _refuse(name: str, value: Measured, **given: Any) -> None:
     asked = ", ".join(f"{key}={each!r}" for key, each in given.items() if each is not None and each is not False)
     if asked:
         raise Misuse(
-            f"{name}({asked}) of {value.terrazzo_name!r}, whose values are sharded over ranks: it can be measured as a "
-            f"whole, by {name}() alone. Take single rows inside 'with tz.gathered(model):'."
+            f"{name}({asked}) of {value.terrazzo_link.name!r}, whose values are sharded over ranks: it can be measured "
+            f"as a whole, by {name}() alone. Take single rows inside 'with tz.gathered(model):'."
         )
 
 
@@ -185,7 +186,7 @@ def _spread(
 
 
 def _widened(value: Measured) -> Measured:
-    return Measured.of(value.part.double(), value, value.terrazzo_name, value.axes, value.over)
+    return Measured.of(value.part.double(), value, value.terrazzo_link.name, value.axes, value.over)
 
 
 def _norm(
@@ -211,8 +212,8 @@ def _matrix_norm(value: Measured, ord: Any = None, *rest: Any, **named: Any) -> 
     """The norm that `torch.linalg.norm` takes, where it is one of all elements: with `ord` it is of rows or columns."""
     if value.dim() != 1 and ord not in (None, "fro"):
         raise Misuse(
-            f"torch.linalg.norm(ord={ord!r}) of {value.terrazzo_name!r}, whose values are sharded over ranks, is no "
-            "norm of all elements: take torch.linalg.vector_norm, or that of the matrix inside 'with "
+            f"torch.linalg.norm(ord={ord!r}) of {value.terrazzo_link.name!r}, whose values are sharded over ranks, is "
+            "no norm of all elements: take torch.linalg.vector_norm, or that of the matrix inside 'with "
             "tz.gathered(model):'."
         )
     return _norm(value, ord, *rest, **named)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.border.parameter import AtRest
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
@@ -18,7 +19,6 @@ from terrazzo.engine.model.names import extra_state, extra_state_takers, persist
 from terrazzo.engine.model.parts import refuse_parts
 from terrazzo.engine.model.state import ModelState
 from terrazzo.engine.model.wrappers import refuse_class
-from terrazzo.engine.parameter import AtRest
 from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = ["ShardedModule", "make_sharded_module"]

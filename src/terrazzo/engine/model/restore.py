@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer, Resting
 from terrazzo.engine.layout import Range, Slot
@@ -112,7 +113,7 @@ def _read_off_device(segment: Segment, kind: str, read: Read) -> Tensor:
     for slot, held in segment.slots():
         _restore(home, slot, kind, held, read)
     if segment.parameter.is_meta:
-        return torch.empty(segment.range.numel, dtype=home.dtype, device="meta")
+        return OnDrive.of(segment.range.numel, home.dtype, kind)
     with home.opened(segment.range) as data:
         return data
 

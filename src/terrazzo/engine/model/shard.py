@@ -22,6 +22,7 @@ from terrazzo.engine.model.materialize import (
     materialize,
     materialize_buffers,
     move_buffers,
+    step_real,
     synchronize,
 )
 from terrazzo.engine.model.measured import let_measure
@@ -98,7 +99,9 @@ def shard(  # structure: signature fixed by the design
     store = _open_store(planned, prepared.templates, options.offload)
     if store.drive is not None:
         give_back_freed()  # before anything large is built
-    _build_units(model, planned, store)
+    made = _build_units(model, planned, store)
+    for built in prepared.optimizers:
+        step_real(built, made)
     prepared.tally.reset()
 
     progress = Progress(Denominator(axes.size()))
@@ -227,16 +230,20 @@ def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
     return built[0] if built else None
 
 
-def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
-    """Give every unit its values and its memory, one after the other."""
+def _build_units(model: nn.Module, units: list[Unit], store: Store) -> dict[nn.Parameter, nn.Parameter]:
+    """Give every unit its values and its memory, one after the other; returns what came in place of meta parameters."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
     initialize, axes = initializer_of(model), units[0].recipe.axes
     bare = materialize_buffers(model, axes.device)
     for unit in units:
         fresh = materialize([member for bucket in unit.buckets for member in bucket.members], initialize, axes)
+        made |= fresh
+        known = set(fresh.values())
         for bucket in unit.buckets:
-            given = [member.parameter for member in bucket.members if member not in fresh]
+            given = [member.parameter for member in bucket.members if member.parameter not in known]
             synchronize(given, axes, bucket.recipe.axes.names)
             bucket.build(store)
     for module in bare:
         initialize(module, ())
     move_buffers(model, axes)
+    return made

@@ -2,26 +2,24 @@
 
 Between the end of a backward pass and the begin of the next one, each parameter's `.grad` is an object that can be
 measured, scaled, clamped, zeroed and dropped, so that `torch.nn.utils.clip_grad_norm_` and any optimizer's `zero_grad`
-do what they say. Measuring is collective; the norms of all parameters travel together. The flat tensors that a sharded
-optimizer steps have stand-ins, too, which answer nothing: they are this rank's alone.
+do what they say. Measuring is collective; the norms of all parameters travel together.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.border.parameter import AtRest, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
-from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.parameter import AtRest, torch_names
 from terrazzo.engine.partition import Member
 from terrazzo.errors import Misuse
 
@@ -89,6 +87,13 @@ class _Shelf:
                 raise _set_by_hand(self.bucket.members[index])
         return indices
 
+    def foreign(self) -> Iterator[tuple[Member, bool]]:
+        """Parameters with a `.grad` that no step would use, and whether it stands for a gradient that was forgotten."""
+        counted = self.bucket.gradient.seen if self.wanted else [False] * len(self.parameters)
+        for index, parameter, stand_in in self._numbered:
+            if (grad := parameter.grad) is not None and not (grad is stand_in and counted[index]):
+                yield self.bucket.members[index], grad is stand_in
+
 
 class _StandIns:
     """What stands in for the gradients of one model; its hooks keep this alive."""
@@ -97,10 +102,8 @@ class _StandIns:
         self._weak_engine = weakref.ref(engine)
         self._buckets = engine.trainable()
         self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
-        self._members = [member for bucket in self._buckets for member in bucket.members]
         self._shelves: list[_Shelf] = []
         self._shown: list[_Shelf] = []
-        self._refusals: weakref.WeakKeyDictionary[Segment, _Refusal] = weakref.WeakKeyDictionary()
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
         engine.hooks.tell_of_gradients(begun=self.take_away, ended=self.show, before_use=self.before_use)
@@ -118,19 +121,18 @@ class _StandIns:
 
     def show(self) -> None:
         """A backward pass has ended: every gradient gets its stand-in."""
+        with _PLAINLY():
+            self._shown = [shelf for shelf in self._all_shelves() if shelf.wanted]
+            for shelf in self._shown:
+                shelf.show()
+
+    def _all_shelves(self) -> list[_Shelf]:
         if not self._shelves:
             firsts = [0]
             for bucket in self._buckets:
                 firsts.append(firsts[-1] + len(bucket.members))
             self._shelves = [_Shelf(self, *each) for each in zip(self._buckets, firsts, strict=False)]
-        with _PLAINLY():
-            self._shown = [shelf for shelf in self._shelves if shelf.wanted]
-            for shelf in self._shown:
-                shelf.show()
-        for segment in self._segments() if self._shown else ():
-            if segment not in self._refusals:
-                self._refusals[segment] = _refusal(segment)
-            segment.parameter.grad = self._refusals[segment]
+        return self._shelves
 
     def take_away(self) -> None:
         """A backward pass begins, which must find none."""
@@ -140,8 +142,6 @@ class _StandIns:
                 for shelf in self._shown:
                     shelf.take_away()
             self._shown = []
-        for segment in self._segments():
-            segment.parameter.grad = None
 
     def begin(self, *_: Any) -> None:
         """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
@@ -153,9 +153,6 @@ class _StandIns:
         if not inside_backward() and any(bucket.gradient.changes for bucket in self._buckets):
             self.show()
 
-    def _segments(self) -> list[Segment]:
-        return [segment for driver in self._engine.drivers for segment in driver.segments]
-
     def before_use(self) -> None:
         """Gradients are about to be clipped or taken, which are those of the engine alone.
 
@@ -163,10 +160,10 @@ class _StandIns:
             Misuse: where a parameter that is stepped has another one, which would change nothing.
         """
         with _PLAINLY():
-            for member in self._members:
-                grad = member.parameter.grad
-                if grad is not None and not isinstance(grad, _StandIn) and member.group >= 0 and self._learns():
-                    raise _set_by_hand(member)
+            for shelf in self._all_shelves():
+                for member, is_forgotten in shelf.foreign():
+                    if member.group >= 0 and self._learns():
+                        raise _put_back(member) if is_forgotten else _set_by_hand(member)
         self.notice_dropped()
 
     def _learns(self) -> bool:
@@ -181,6 +178,7 @@ class _StandIns:
         names = [bucket.members[index].name for bucket, indices in dropped for index in indices]
         if not names:
             return
+        self._engine.progress.note_dropped(names)
         if all(len(indices) == sum(bucket.gradient.seen) for bucket, indices in dropped):
             self._engine.zero_grad(set_to_none=True)
             return
@@ -245,6 +243,14 @@ def _set_by_hand(member: Member) -> Misuse:
     )
 
 
+def _put_back(member: Member) -> Misuse:
+    return Misuse(
+        f"The .grad of {member.name!r} was put back after its gradient had been forgotten, by zero_grad() say: it "
+        "stands for what the engine holds, and holds no values itself. Run backward again, or leave zero_grad() out "
+        "until behind optimizer.step()."
+    )
+
+
 def _member(key: Key) -> Member:
     return key[0].members[key[1]]
 
@@ -273,8 +279,8 @@ class _StandIn(AtRest):
     def _refusal(cls, touched: AtRest | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
-            f"{touched.terrazzo_name!r}, a gradient of a sharded model, whose elements are not all on this rank. It "
-            "can be measured as a whole (norm), multiplied, divided, clamped, zeroed and set to None. Clip with "
+            f"{touched.terrazzo_link.name!r}, a gradient of a sharded model, whose elements are not all on this rank. "
+            "It can be measured as a whole (norm), multiplied, divided, clamped, zeroed and set to None. Clip with "
             "tz.clip_grad_norm_(model, max_norm); fp16 is precision='fp16', without a GradScaler."
         )
 
@@ -283,22 +289,6 @@ def _stand_in(owner: _StandIns, member: Member, number: int) -> _StandIn:
     made = _StandIn.blank(member.parameter, f"{member.name}.grad")
     made.owner, made.number = weakref.ref(owner), number  # a parameter owns this, and must not own itself
     return made
-
-
-class _Refusal(AtRest):
-    """The gradient of a flat tensor that a sharded optimizer steps."""
-
-    @classmethod
-    def _refusal(cls, touched: AtRest | None) -> str:
-        return (
-            "the gradients of the tensors in a sharded optimizer's param groups, which are this rank's parts of many "
-            "parameters. Take those of model.parameters() instead, as in "
-            "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)."
-        )
-
-
-def _refusal(segment: Segment) -> _Refusal:
-    return _Refusal.blank(segment.parameter, "a segment.grad")
 
 
 def _found(grad: _StandIn) -> tuple[_StandIns, Key]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.ending import require_own, start_thread
+from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
 from terrazzo.engine.layout import Range
@@ -261,4 +262,4 @@ class _Moments:
         if self._tray is None:
             return home
         self._tray.keep(key)
-        return torch.empty_like(home, device="meta")
+        return OnDrive.of(home.numel(), home.dtype, key)

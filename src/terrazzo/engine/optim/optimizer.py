@@ -1,13 +1,14 @@
 """Drives stock `torch.optim` optimizers over flat shards of master weights.
 
-A user's optimizer object stays the same one, with its param groups, hyper-parameters and schedulers: only the tensors
-in its groups are replaced. Before its own step, gradients are handed to those tensors; after it, the updated master
-weights are published to the compute weights. A step that must not happen simply finds no gradients. Of several
+A user's optimizer object stays the same one, with its param groups, hyper-parameters and schedulers: only inside its
+steps the tensors in its groups are others. Before its own step, these are given their gradients; after it, the updated
+master weights are published to the compute weights. A step that must not happen simply finds no gradients. Of several
 optimizers of one model, each has its own parameters, and leaves those of the others alone.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,19 +24,19 @@ from terrazzo.engine.loop.listeners import model_gone, weakly
 from terrazzo.engine.optim.around import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
-from terrazzo.engine.optim.stock import hyper_parameters
+from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.errors import Misuse
 
-__all__ = ["OptimizerDriver", "ShardedOptimizer", "make_sharded_optimizer"]
+__all__ = ["OptimizerDriver"]
 
 
 class OptimizerDriver:
     """Feeds one optimizer from the buckets of one model.
 
     Args:
-        optimizer: its groups' tensors are replaced by segments.
+        optimizer: its groups hold segments inside its steps, and parameters of the model otherwise.
         model: whose weights it steps, built; steps and hyper-parameters are noted in its progress.
         first: number of its first param group among those of all the model's optimizers.
 
@@ -53,8 +54,9 @@ class OptimizerDriver:
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
         self.recipe = self.units[0].recipe
         self.groups = range(first, first + len(optimizer.param_groups))
-        self.given = [list(group["params"]) for group in optimizer.param_groups]
-        self._shows_given = self._stepping = self._skipping = False
+        self.given = [tuple(group["params"]) for group in optimizer.param_groups]
+        self._given_names = [group.get("param_names") for group in optimizer.param_groups]
+        self._stepping = self._skipping = False
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
         self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
@@ -64,32 +66,33 @@ class OptimizerDriver:
         self.reference, self._retired = weakref.ref(optimizer), False
         self._moments_differ = self.recipe.precision.moments != self.recipe.precision.master
         self._listed = [*optimizer.param_groups]
-        self._fill_groups(optimizer)
         self.progress.hyper_parameters[self.groups.start] = hyper_parameters(optimizer)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        before = optimizer.register_step_pre_hook(self._before_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+        self._step_hooks = (before.id, after.id)
+        self.stay_innermost(optimizer)
 
     def _fill_groups(self, optimizer: Optimizer) -> None:
         by_group: dict[int, list[Segment]] = {index: [] for index in self.groups}
-        for segment in self.segments:
-            if not (self._stepping and self._is_stepped_apart(segment)):
+        for segment in self.segments if self._stepping else ():
+            if not self._is_stepped_apart(segment):
                 by_group[segment.group].append(segment)
-        for index, given, group in zip(self.groups, self.given, optimizer.param_groups, strict=True):
+        kept = zip(self.groups, self.given, self._given_names, optimizer.param_groups, strict=True)
+        for index, given, names, group in kept:
             segments = by_group[index]
-            shows_given = self._shows_given and not self._stepping
-            group["params"] = given if shows_given else [segment.parameter for segment in segments]
-            if "param_names" in group:
-                group["param_names"] = [segment.bucket.members[segment.first].name for segment in segments]
+            group["params"] = [segment.parameter for segment in segments] if self._stepping else [*given]
+            if names is not None:
+                first = [segment.bucket.members[segment.first].name for segment in segments]
+                group["param_names"] = first if self._stepping else names
 
-    def show_given(self) -> None:
-        """From now on, the optimizer's groups have the parameters that it was built over, but inside its steps."""
-        self._shows_given = True
-        self._fill_groups(self.optimizer)
+    def stay_innermost(self, optimizer: Optimizer) -> None:
+        """Have all hooks of others around its own: they see the parameters that the optimizer was built over."""
+        before, after = self._step_hooks
+        move_step_hooks(optimizer, last_before=before, first_after=after)
 
     def _turn(self, optimizer: Optimizer, stepping: bool) -> None:
         self._stepping = stepping
-        if self._shows_given or any(map(self._is_stepped_apart, self.segments)):
-            self._fill_groups(optimizer)
+        self._fill_groups(optimizer)
 
     def _is_stepped_apart(self, segment: Segment) -> bool:
         """Whether the optimizer's own step is to leave it alone, without a gradient too: it decays all, perhaps."""
@@ -104,6 +107,17 @@ class OptimizerDriver:
                 f" {len(self._listed)} and has {len(now)}. Leave optimizer.param_groups as it was, and change what is"
                 " in a group, such as its 'lr'; or change the groups before tz.shard."
             )
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
+        """So are parameters; a step that raised has left segments there."""
+        for number, (given, group) in enumerate(zip(self.given, optimizer.param_groups, strict=True)):
+            held = group["params"]
+            if not self._stepping and (len(held) != len(given) or not all(map(operator.is_, held, given))):
+                raise Misuse(
+                    f"The parameters in param_groups[{number}] of this {type(optimizer).__name__} were changed after "
+                    "sharding, which its steps would not follow. Leave the list as it was: a parameter whose .grad is "
+                    "None is not stepped, and optimizers are built anew with tz.attach."
+                )
 
     @property
     def optimizer(self) -> Optimizer:
@@ -185,6 +199,7 @@ class OptimizerDriver:
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
         self._check_groups(optimizer)
+        self._check_parameters(optimizer)
         self._skipping = False
         self._turn(optimizer, stepping=True)
         self.drop_segment_gradients()
@@ -267,7 +282,6 @@ class OptimizerDriver:
             self.catch_up()  # an update may still read what is going to be zero
         if self.background is not None:
             self.background.forget(abandoned=True)
-        self.drop_segment_gradients()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients of its own parameters, or set finished ones to zero."""
@@ -309,78 +323,6 @@ def _inside_another(optimizer: Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-class ShardedOptimizer(Optimizer):
-    """Mixed into the class of an optimizer that drives a sharded model."""
-
-    _driver: OptimizerDriver
-
-    @property
-    def state(self) -> Any:
-        """What is kept for each tensor of the groups; an update that is under way ends first."""
-        if (driver := vars(self).get("_driver")) is not None:
-            driver.await_states()
-        return vars(self)["state"]
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        vars(self)["state"] = state
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._driver.zero_grad(set_to_none)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that a non-finite fp16 gradient on any rank has cancelled."""
-        return self._driver.scaler.skipped_steps if self._driver.scaler else 0
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor now applied to gradients inside the model; 1 without loss scaling."""
-        return self._driver.scaler.scale if self._driver.scaler else 1.0
-
-    def scaler_state(self) -> dict[str, float]:
-        """The loss scaler's counters as plain numbers; empty without loss scaling."""
-        return self._driver.scaler.state() if self._driver.scaler else {}
-
-    def load_scaler_state(self, state: dict[str, float]) -> None:
-        if self._driver.scaler and state:
-            self._driver.scaler.load_state(state)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise Misuse("A sharded optimizer cannot take further param groups: give it all of them before tz.shard.")
-
-    def state_dict(self) -> Any:
-        raise Misuse(
-            "A sharded optimizer's state_dict would hold only this rank's flat shards. Save with tz.checkpoint.save, "
-            "which names every piece by its parameter and resumes on any number of ranks."
-        )
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        raise Misuse(
-            "A sharded optimizer cannot load a plain state_dict. tz.checkpoint.load(path, model, optimizer) restores"
-            " both from a checkpoint, or from a file of torch.save({'model': ..., 'optimizer': ...}, path)."
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise Misuse(
-            f"A sharded {type(self).__name__} cannot be deep-copied: its tensors are views of master weights. "
-            "Copy it before tz.shard, or build another one for another model."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise Misuse(
-            f"A sharded {type(self).__name__} cannot be pickled, and so not saved with torch.save: it has this rank's "
-            "flat shards alone. Save with tz.checkpoint.save(path, model, optimizer)."
-        )
-
-
-def make_sharded_optimizer(optimizer: Optimizer, driver: OptimizerDriver) -> None:
-    """Turn `optimizer` into a `ShardedOptimizer` of its own class, in place."""
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__})
-    optimizer._driver = driver  # type: ignore[attr-defined]
 
 
 def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:

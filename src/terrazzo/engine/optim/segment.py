@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.gradient import Landed
@@ -88,7 +89,7 @@ class Segment:
             start = stop
         for piece in pieces if state else ():
             part = piece.range.within(self.range)
-            optimizer.state[piece.parameter] = {key: self._cut_state(value, part) for key, value in state.items()}
+            optimizer.state[piece.parameter] = {key: self._cut_state(key, value, part) for key, value in state.items()}
         return pieces
 
     @property
@@ -96,9 +97,11 @@ class Segment:
         """Whether any rank had a gradient for it, for each member."""
         return self.bucket.gradient.seen[self.first : self.last]
 
-    def _cut_state(self, value: Any, part: slice) -> Any:
+    def _cut_state(self, key: str, value: Any, part: slice) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if isinstance(value, OnDrive):
+            return OnDrive.of(part.stop - part.start, value.dtype, key)
         return value[part] if value.shape == self.parameter.shape else value.clone()
 
 

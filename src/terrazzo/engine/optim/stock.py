@@ -24,6 +24,7 @@ __all__ = [
     "check_optimizer",
     "choose_kernel",
     "hyper_parameters",
+    "move_step_hooks",
     "orphans",
     "state_of",
     "unhooked_step",
@@ -51,6 +52,13 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     return copied
 
 
+def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) -> None:
+    """Call the hook of one number last before each step, and that of another first after it."""
+    before, after = (vars(optimizer)[name] for name in STEP_HOOKS)
+    before.move_to_end(last_before)
+    after.move_to_end(first_after, last=False)
+
+
 def unhooked_step(optimizer: Optimizer) -> None:
     """The optimizer class's own update, without step hooks, profiling or a scheduler's wrapper."""
     step = type(optimizer).step
@@ -61,7 +69,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot be sharded element by element.
 
     Raises:
-        BadInput: what is no optimizer, or is not known to be elementwise.
+        BadInput: what is no optimizer, is not known to be elementwise, or has states without values.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -72,6 +80,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
             f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
             "optimizer class if its update is elementwise."
+        )
+    if any(isinstance(value, Tensor) and value.is_meta for kept in optimizer.state.values() for value in kept.values()):
+        raise BadInput(
+            f"This {name} made its states as it was built, over parameters on the meta device, so that they have no "
+            "values. Build the model on a real device for it, or take an optimizer that makes them in its first step, "
+            "such as RMSprop or Adam."
         )
 
 

@@ -28,6 +28,7 @@ from terrazzo.dialects.understand import read_document
 from terrazzo.engine import attach, engine_of, on_foreign_step
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.integrations.fsdp2 import units
 from terrazzo.integrations.fsdp2.module import FSDPModule, FSDPRoot, Mark
 from terrazzo.integrations.fsdp2.optimizer import take_over
 from terrazzo.integrations.fsdp2.states import Rows, place
@@ -158,7 +159,7 @@ def _complete(root: Any, ahead: int) -> None:
 
     engine.drivers.on_added(attached)
     if ahead:
-        engine.gather_ahead(ahead)
+        units.gather_ahead(engine, ahead)
 
 
 def _rows(module: Any) -> Rows:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from terrazzo.engine import Engine, engine_of, register_forward_method
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.integrations.fsdp2 import units
 from terrazzo.integrations.fsdp2.states import Rows, place, whole_value
 
 __all__ = ["FSDPModule", "FSDPRoot", "Mark", "register_fsdp_forward_method"]
@@ -121,7 +122,7 @@ class FSDPModule(TorchFSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's weights, those of its own unit; every rank must. They go after its next forward."""
-        handle = _Handle(engine_of(self._root()).gather(self))
+        handle = _Handle(units.gather(engine_of(self._root()), self))
         if async_op:
             return handle
         handle.wait()
@@ -129,7 +130,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Give back the memory of this module's gathered weights."""
-        engine_of(self._root()).put_back(self)
+        units.put_back(engine_of(self._root()), self)
 
     def reset_iter_state(self) -> None:
         """After a forward or backward that raised: the engine recovers by itself, and gradients are forgotten."""
@@ -141,18 +142,18 @@ class FSDPModule(TorchFSDPModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: the next backward passes reduce gradients inside a replica only. For the whole model at once."""
-        if engine_of(self._root()).has_replicas:
+        if units.has_replicas(engine_of(self._root())):
             self._set_sync(requires_all_reduce, recurse, each=True)
 
     def _set_sync(self, required: bool, recurse: bool, *, each: bool) -> None:
         engine = engine_of(self._root())
         whole = id(self) == id(self._root()) and (recurse or len(engine.units) == 1)
-        if not whole and required != engine.syncs:
+        if not whole and required != units.reduces(engine):
             raise Misuse(
                 "Reduction of gradients was switched for a part of the model; it is on or off for all of it. Call "
                 "set_requires_gradient_sync on the model that fully_shard was called on last, with recurse=True."
             )
-        engine.sync(required, each=each)
+        units.set_reduces(engine, required, each=each)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by `factor` and not by the number of ranks; to be called on every module of the model."""
@@ -172,7 +173,7 @@ class FSDPModule(TorchFSDPModule):
         if self._mark.root is None:
             self._mark.ahead = max(self._mark.ahead, len(modules))
         else:
-            engine_of(self._root()).gather_ahead(len(modules))
+            units.gather_ahead(engine_of(self._root()), len(modules))
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch  # there is one depth for both
 

@@ -116,8 +116,6 @@ def take_over(optimizer: Optimizer, model: nn.Module, rows: Rows) -> None:
     optimizer.__class__ = type(kind.__name__, (FSDPOptimizer, kind), {"__module__": kind.__module__})
     optimizer._model, optimizer._rows = weakref.ref(model), rows  # type: ignore[attr-defined]
     optimizer.state = _Begun(optimizer.state, engine)
-    states = OptimizerStates(engine, optimizer)
-    states.show_given()
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if isinstance(parameter.grad, Zeros):
             parameter.grad = None

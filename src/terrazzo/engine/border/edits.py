@@ -7,75 +7,88 @@ trained, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from terrazzo.engine.buffer import view
-from terrazzo.engine.layout import Slot
-from terrazzo.engine.parameter import Asked, watch_data
-from terrazzo.engine.partition import Member
+from terrazzo.engine.border.memory import leave_memory
+from terrazzo.engine.border.parameter import link_of, plain_data
 from terrazzo.errors import Misuse
 
-__all__ = ["Edits", "take_data"]
+__all__ = ["Edits", "Held", "take_data"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter as it was when the model was sharded.
+
+    Attributes:
+        registered: the dictionaries of parameters in which it stands, by attribute.
+        place: its part of the full weights, in its shape; memory that may come and go.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    registered: Sequence[tuple[Mapping[str, Any], str]]
+    place: Tensor
 
 
 @dataclass(frozen=True)
 class Displaced:
-    """A parameter that has been given other `data`, and its slot in the flat memory of the full weights.
+    """A parameter that has been given other `data`.
 
     Attributes:
-        present: whether those are there now.
+        present: whether the full weights are there now.
     """
 
     edits: Edits
-    member: Member
-    flat: Tensor
-    slot: Slot
+    held: Held
     present: bool
-
-    @property
-    def place(self) -> Tensor:
-        """Where its values belong; only while they are present."""
-        return view(self.flat, self.slot)
 
 
 class Edits:
     """The edits of one bucket's parameters.
 
     Args:
-        flat: the full weights that the parameters are views of.
-        watches_data: whether to keep what users ask for by way of `parameter.data`: a write to it leaves no trace, and
-            other `data` must not change what it holds.
+        flat: the full weights that the parameters are views of, 1-D.
+        resident: whether they stay. What is written through `parameter.data` then leaves no trace; into weights that
+            come and go it would be lost, so that `.data` of one is `.detach()`, which leaves one.
 
     Attributes:
-        asked: by name of a parameter whose `.data` somebody has asked for, those that are still in use. The names stay,
-            as memory that has been looked at once may be written to at any time.
+        asked: names of the parameters whose `.data` somebody has asked for, where they stay: memory that has been
+            looked at once may be written to at any time.
     """
 
-    def __init__(self, members: Sequence[Member], slots: Sequence[Slot], flat: Tensor, watches_data: bool) -> None:
-        self._members, self._slots, self._flat = members, slots, flat
-        self._trainable = members[0].trainable
-        self.asked: Asked = {}
-        for member in members if watches_data else ():
-            watch_data(member.parameter, self.asked)
+    def __init__(self, members: Sequence[Held], flat: Tensor, resident: bool) -> None:
+        self._members, self._flat = members, flat
+        self._trainable = members[0].parameter.requires_grad
+        self.asked: set[str] = set()
+        for held in members:
+            if (link := link_of(held.parameter)) is not None:
+                link.alias = functools.partial(_note_asked, self.asked, held.name) if resident else Tensor.detach
         self._versions = self._current()
         self._places = [
-            (member, slot, registered, attribute, slot.offset * flat.dtype.itemsize if slot.numel else 0)
-            for slot, member in zip(slots, members, strict=True)
-            for registered, attribute in member.registered
+            (held, registered, attribute, held.place.storage_offset() * flat.itemsize if held.place.numel() else 0)
+            for held in members
+            for registered, attribute in held.registered
         ]
 
     @property
-    def flat_storage(self) -> int:
-        """Where the memory of the full weights begins."""
-        return self._flat.untyped_storage().data_ptr()
+    def flat(self) -> Tensor:
+        """The full weights."""
+        return self._flat
+
+    @property
+    def places(self) -> Iterator[Tensor]:
+        """The parts of it that are its parameters'."""
+        return (held.place for held in self._members)
 
     def _current(self) -> list[int]:
-        return [member.parameter._version for member in self._members]
+        return [held.parameter._version for held in self._members]
 
     def written(self) -> list[str]:
         """Names of the parameters that have been written to in place since this was last asked."""
@@ -83,7 +96,7 @@ class Edits:
         if before == self._versions:
             return []
         changed = zip(self._members, before or [-1] * len(self._members), self._versions, strict=True)
-        return [member.name for member, then, now in changed if then != now]
+        return [held.name for held, then, now in changed if then != now]
 
     def displaced(self, present: bool) -> list[Displaced]:
         """The parameters that have been given other `data`.
@@ -93,31 +106,27 @@ class Edits:
         """
         trainable, start = self._trainable, self._flat.data_ptr()
         found: list[Displaced] = []
-        for member, slot, registered, attribute, offset_bytes in self._places:
-            parameter = member.parameter
+        for held, registered, attribute, offset_bytes in self._places:
+            parameter = held.parameter
             if (
                 parameter.requires_grad is not trainable
                 or registered.get(attribute) is not parameter
                 or parameter.data_ptr() != start + offset_bytes
             ):
-                self._check_kept(member, registered, attribute)
-                if slot.numel and not any(each.member is member for each in found):  # registered twice if tied
-                    found.append(Displaced(self, member, self._flat, slot, present))
+                self._check_kept(held, registered, attribute)
+                if held.place.numel() and not any(each.held is held for each in found):  # registered twice if tied
+                    found.append(Displaced(self, held, present))
         return found
-
-    def aliases(self) -> list[Tensor]:
-        """What users have asked for by way of `.data` and still hold."""
-        return [alias for held in self.asked.values() for alias in held.values()]
 
     def take(self, displaced: Displaced, value: Tensor) -> None:
         """Take over a parameter's `value`, as if written in place, and give it back its place."""
-        place = displaced.place
+        place = displaced.held.place
         with torch.no_grad():
             place.copy_(value)
-            displaced.member.parameter.data = place
+            displaced.held.parameter.data = place
         self._versions = []  # the same as written to in place
 
-    def _check_kept(self, member: Member, registered: Mapping[str, Any], attribute: str) -> None:
+    def _check_kept(self, member: Held, registered: Mapping[str, Any], attribute: str) -> None:
         if member.parameter.requires_grad != self._trainable:
             raise Misuse(
                 f"{member.name!r} had requires_grad={self._trainable} when the model was sharded and has "
@@ -131,43 +140,51 @@ class Edits:
             )
 
 
-def take_data(displaced: Sequence[Displaced], edits: Iterable[Edits]) -> None:
+def _note_asked(asked: set[str], name: str, parameter: nn.Parameter) -> Tensor:
+    asked.add(name)
+    return plain_data(parameter)
+
+
+def take_data(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequence[Tensor]) -> None:
     """Take over other `data` that parameters have been given, as one change of all of them.
 
-    In plain PyTorch the memory that a parameter had before stays as it was for those who hold it: a backup that is
-    given back later. Here it is the engine's, so they get a copy of their own before it changes.
+    In plain PyTorch the memory that a parameter had before stays as it was for those who hold it, be it by a view: a
+    backup that is given back later. Here it is the engine's, so they get a copy of their own before it changes.
 
     Args:
         displaced: of all buckets of a model, since parameters may have been given each other's memory.
         edits: of those buckets.
+        own: the engine's tensors in the memory of full weights.
 
     Raises:
         Misuse: before anything changes, for `data` of another kind, and for memory that parameters would share.
     """
     known = list(edits)
-    engines = {each.flat_storage for each in known}
+    engines = {each.flat.untyped_storage().data_ptr() for each in known}
     for each in displaced:
         _check_kind(each)
     _check_own(displaced, engines)
-    values = [each.member.parameter.detach() for each in displaced]
+    values = [each.held.parameter.detach() for each in displaced]
     values = [value.clone() if value.untyped_storage().data_ptr() in engines else value for value in values]
-    aliases = [alias for each in known for alias in each.aliases()]
-    for each in displaced:
-        if held := [alias for alias in aliases if alias.data_ptr() == each.place.data_ptr()]:
-            before = each.place.clone()
-            for alias in held:
-                alias.data = before
+    places = [place for each in known for place in each.places]
+    leave_memory([each.held.place for each in displaced], [*own, *places, *values])
     for each, value in zip(displaced, values, strict=True):
         each.edits.take(each, value)
 
 
 def _check_kind(displaced: Displaced) -> None:
-    flat, parameter = displaced.flat, displaced.member.parameter
-    here = flat.dtype, flat.device, displaced.slot.shape
+    place, parameter, name = displaced.held.place, displaced.held.parameter, displaced.held.name
+    here = place.dtype, place.device, tuple(place.shape)
     now = parameter.dtype, parameter.device, tuple(parameter.shape)
-    if here != now or not displaced.present:
+    if here == now and not displaced.present:
         raise Misuse(
-            f"{displaced.member.name!r} has been given other data, {_described(*now)}; sharded, it is a view of the "
+            f"{name!r} has been given other data between tz.gathered, or a forward, and the next use "
+            "of the weights, which this plan splits: it would be lost. Give it inside "
+            "'with tz.gathered(model, write=True):', or take a plan that keeps weights whole, such as zero2."
+        )
+    if here != now:
+        raise Misuse(
+            f"{name!r} has been given other data, {_described(*now)}; sharded, it is a view of the "
             f"engine's memory, {_described(*here)}. Write values of that kind into it inside "
             "'with tz.gathered(model, write=True):', and convert modules before tz.shard."
         )
@@ -176,9 +193,9 @@ def _check_kind(displaced: Displaced) -> None:
 def _check_own(displaced: Sequence[Displaced], engines: set[int]) -> None:
     """Refuse `data` that a parameter would share with another: their values would be copied, and then part."""
     taken: dict[int, str] = {}
-    freed = {each.place.data_ptr() for each in displaced}
+    freed = {each.held.place.data_ptr() for each in displaced}
     for each in displaced:
-        data, name = each.member.parameter, each.member.name
+        data, name = each.held.parameter, each.held.name
         start = data.data_ptr()
         of_engine = data.untyped_storage().data_ptr() in engines and start not in freed
         if of_engine or start in taken:

@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 
-__all__ = ["Arriving", "Asked", "AtRest", "Guard", "Zeros", "sharded_name", "torch_names", "watch_data"]
+__all__ = [
+    "Arriving",
+    "AtRest",
+    "Guard",
+    "Link",
+    "OnDrive",
+    "Zeros",
+    "link_of",
+    "plain_data",
+    "sharded_name",
+    "take_last",
+    "torch_names",
+]
 
 _T = Tensor
 _PROPERTIES = (
@@ -42,11 +54,57 @@ def _harmless() -> frozenset[Any]:
 _HARMLESS = _harmless()
 
 
+@dataclass(eq=False)
+class Link:
+    """What the engine has noted on a parameter, or on what stands in for one: its one attribute there.
+
+    Attributes:
+        name: what errors call it.
+        split: whether its values are split over ranks; else they are only out of reach while they are updated.
+        reach: gathers the values inside the model's forward, if this is there; says whether they are here.
+        measure: what a function makes of the values while they are split; None where it makes nothing.
+        arrive: waits for new values that are on their way.
+        alias: what `.data` gives, in place of torch's own.
+        taker: number of the hook that takes the gradient away.
+    """
+
+    name: str
+    split: bool = True
+    reach: Callable[[], bool] | None = None
+    measure: Callable[..., Any] | None = None
+    arrive: Callable[[], None] | None = None
+    alias: Callable[[nn.Parameter], Tensor] | None = None
+    taker: int | None = None
+
+
+def link_of(tensor: Tensor) -> Link | None:
+    """What the engine has noted on a tensor; None on one that is not its own."""
+    link: Link | None = vars(tensor).get("terrazzo_link")
+    return link
+
+
+def _register_before_ours(self: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+    """In place of a parameter's own method: the engine's hook, which takes the gradient away, stays the last."""
+    handle = Tensor.register_post_accumulate_grad_hook(self, hook)  # type: ignore[no-untyped-call]
+    if (link := link_of(self)) is not None and link.taker is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            hooks: Any = self._post_accumulate_grad_hooks
+            hooks[link.taker] = hooks.pop(link.taker)  # torch goes by the order of entering
+    return handle
+
+
+def take_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook that stays behind those that are registered later: it takes the gradient away."""
+    link = link_of(parameter)
+    assert link is not None, "a parameter of a bucket that has been built"
+    link.taker = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
+
+
 class AtRest(nn.Parameter):
     """A parameter whose values are not on this rank now."""
 
-    terrazzo_name: str
-    terrazzo_split: bool = True
+    terrazzo_link: Link
+    register_post_accumulate_grad_hook = _register_before_ours
 
     @classmethod
     def blank(cls, like: Tensor, name: str, dtype: torch.dtype | None = None) -> Self:
@@ -54,7 +112,7 @@ class AtRest(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             one = torch.zeros((), dtype=like.dtype if dtype is None else dtype, device=like.device)
             made: Self = torch.Tensor._make_subclass(cls, one.expand(like.shape), False)
-        made.terrazzo_name = name
+        made.terrazzo_link = Link(name)
         return made
 
     @classmethod
@@ -71,21 +129,21 @@ class AtRest(nn.Parameter):
         touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
-        reach = vars(touched).get("terrazzo_reach") if touched is not None else None
-        if reach is not None and reach():  # inside the model's forward: it has been gathered
+        link = link_of(touched) if touched is not None else None
+        if link is not None and link.reach is not None and link.reach():  # inside the model's forward: it is here now
             return func(*args, **(kwargs or {}))
-        measure = vars(touched).get("terrazzo_measure") if touched is not None and touched.terrazzo_split else None
+        measure = link.measure if link is not None and link.split else None
         if measure is not None and (measured := measure(func, args, kwargs or {})) is not None:
             return measured
         if func is torch.zeros_like and type(touched) is AtRest:
-            return Zeros.blank(touched, touched.terrazzo_name)
+            return Zeros.blank(touched, touched.terrazzo_link.name)
         raise Misuse(f"{_function_name(func)} was called on {cls._refusal(touched)}")
 
     @classmethod
     def _refusal(cls, touched: AtRest | None) -> str:
         """What was touched, why that cannot be, and what to do."""
-        name = touched.terrazzo_name if touched is not None else "a parameter"
-        if touched is not None and not touched.terrazzo_split:
+        name = touched.terrazzo_link.name if touched is not None else "a parameter"
+        if touched is not None and not touched.terrazzo_link.split:
             return (
                 f"{name!r}, which is being updated in the background until its unit's next forward. Read or write it "
                 "inside 'with tz.gathered(model):', or use tz.Offload(step='synchronous')."
@@ -107,15 +165,30 @@ class Zeros(AtRest):
     def _refusal(cls, touched: AtRest | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
-            f"zeros_like({touched.terrazzo_name!r}), which stands in for a full tensor on every rank, since that "
+            f"zeros_like({touched.terrazzo_link.name!r}), which stands in for a full tensor on every rank, since that "
             "parameter is sharded. If you want one, write torch.zeros(p.shape, dtype=p.dtype, device=p.device)."
+        )
+
+
+class OnDrive(AtRest):
+    """What an optimizer keeps for each element of a segment, in files: on `meta`, in no memory at all."""
+
+    @classmethod
+    def of(cls, numel: int, dtype: torch.dtype, name: str) -> Self:
+        return cls.blank(torch.empty(numel, dtype=dtype, device="meta"), name)
+
+    @classmethod
+    def _refusal(cls, touched: AtRest | None) -> str:
+        assert touched is not None, "torch calls this for an argument of the class"
+        return (
+            f"{touched.terrazzo_link.name!r}, which the optimizer keeps in files on a drive: it cannot be read or "
+            "changed by hand. Place it in host memory, as plan 'zero3@cpu' does, or load a checkpoint without "
+            "the optimizer's state to begin anew."
         )
 
 
 class Arriving(AtRest):
     """A parameter whose new values are on their way, beside the computation: whatever touches it waits for them."""
-
-    terrazzo_arrive: Callable[[], None]
 
     @classmethod
     def __torch_function__(
@@ -127,7 +200,9 @@ class Arriving(AtRest):
     ) -> Any:
         if func not in _HARMLESS:
             for parameter in [arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)]:
-                parameter.terrazzo_arrive()  # it is of its own class again
+                arrive = parameter.terrazzo_link.arrive
+                assert arrive is not None, "it would not be of this class"
+                arrive()  # it is of its own class again
             if func is _T.data.__get__:  # type: ignore[attr-defined]
                 return args[0].data  # which may be watched
             return func(*args, **(kwargs or {}))
@@ -149,28 +224,31 @@ def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]
 
 def sharded_name(parameter: Tensor) -> str | None:
     """What a trainable parameter of a sharded model is called; None for any other tensor."""
-    name: str | None = vars(parameter).get("terrazzo_name") if parameter.requires_grad else None
-    return name
+    link = link_of(parameter) if parameter.requires_grad else None
+    return None if link is None else link.name
 
 
 class Guard:
     """Lets the parameters of a bucket be read, or not; all at once, because it happens for every unit twice a pass.
 
     Args:
-        parameters: with the names that errors call them.
-        split: whether their values are split over ranks; else they are only out of reach while they are updated.
+        links: the parameters, and what is noted on them from now on.
     """
 
-    def __init__(self, parameters: Sequence[tuple[nn.Parameter, str]], split: bool = True) -> None:
-        self._classes = [(parameter, type(parameter)) for parameter, _ in parameters]
-        for parameter, name in parameters:
-            parameter.terrazzo_name, parameter.terrazzo_split = name, split  # type: ignore[attr-defined]
+    def __init__(self, links: Sequence[tuple[nn.Parameter, Link]]) -> None:
+        self._links = [link for _, link in links]
+        for parameter, link in links:
+            parameter.terrazzo_link = link  # type: ignore[attr-defined]
+            parameter.__class__ = _linked(type(parameter))
+        self._classes = [(parameter, type(parameter)) for parameter, _ in links]
 
     def close(self, arrive: Callable[[], None] | None = None) -> None:
         """From now on, reading a value raises an error with the parameter's name; or calls `arrive`, which opens."""
+        kind = AtRest if arrive is None else Arriving
         for parameter, _ in self._classes:
-            parameter.__class__ = AtRest if arrive is None else Arriving
-            parameter.terrazzo_arrive = arrive  # type: ignore[attr-defined]
+            parameter.__class__ = kind
+        for link in self._links if arrive is not None else ():
+            link.arrive = arrive
 
     def open(self) -> None:
         """The parameters are ordinary ones again, of the classes they had."""
@@ -178,14 +256,13 @@ class Guard:
             parameter.__class__ = original
 
 
-Asked: TypeAlias = dict[str, weakref.WeakValueDictionary[int, Tensor]]
-"""What was given out as `.data`, by name of the parameter and `id`, as long as somebody holds it."""
+_DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
-def watch_data(parameter: nn.Parameter, asked: Asked) -> None:
-    """Have what is asked of `parameter` as `.data` put into `asked`: what is written into it leaves no trace."""
-    parameter.terrazzo_asked = asked  # type: ignore[attr-defined]
-    parameter.__class__ = _watched(type(parameter))
+def plain_data(parameter: nn.Parameter) -> Tensor:
+    """What torch gives as `parameter.data`: what is written into it leaves no trace."""
+    value: Tensor = _DATA.__get__(parameter)
+    return value
 
 
 _COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
@@ -193,27 +270,31 @@ _COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
 
 
 @functools.cache
-def _watched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    descriptor: Any = vars(torch._C.TensorBase)["data"]
+def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of a parameter of a sharded model while its values are here; `.data` is noticed."""
 
     def data(self: nn.Parameter) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             return self.detach()  # the same to a graph, which cannot hold what follows; writing into it leaves a trace
-        known = vars(self)
-        frame = sys._getframe(1)
+        link, frame = link_of(self), sys._getframe(1)
         if frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
             frame = frame.f_back  # whoever touched it while it was arriving
-        asks = frame.f_globals.get("__name__", "")
-        value: Tensor = descriptor.__get__(self)
-        if "terrazzo_asked" in known and not asks.startswith(_COMPILERS):
-            held = known["terrazzo_asked"].setdefault(known["terrazzo_name"], weakref.WeakValueDictionary())
-            held[id(value)] = value
-        return value
+        if link is None or link.alias is None or frame.f_globals.get("__name__", "").startswith(_COMPILERS):
+            return plain_data(self)
+        return link.alias(self)
 
     def give_data(self: nn.Parameter, value: Tensor) -> None:
-        descriptor.__set__(self, value)
+        _DATA.__set__(self, value)
 
-    return type(kind.__name__, (kind,), {"data": property(data, give_data), "__module__": kind.__module__})
+    def pickled(self: nn.Parameter, protocol: Any) -> Any:
+        """As an ordinary parameter, with what else users have noted on it."""
+        plain = nn.Parameter(self.detach().clone(), self.requires_grad)  # alone: not all of its unit
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "terrazzo_link"})
+        return plain.__reduce_ex__(protocol)
+
+    own: dict[str, Any] = {"data": property(data, give_data), "__reduce_ex__": pickled}
+    own["register_post_accumulate_grad_hook"] = _register_before_ours
+    return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
 
 def torch_names(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""Modules that come to a model, or to another place in it, after it has been sharded."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+from torch import nn
+
+from terrazzo.engine.border.parameter import link_of
+from terrazzo.errors import Misuse, listed, warn
+
+__all__ = ["ModuleTree"]
+
+
+class ModuleTree:
+    """Which modules a sharded model has had, and under which names it has its parameters.
+
+    Args:
+        names: of each parameter, its own first.
+        alone: whether there is one rank, to which nobody is missing.
+    """
+
+    def __init__(self, model: nn.Module, names: Mapping[nn.Parameter, tuple[str, ...]], alone: bool) -> None:
+        self._names, self._alone, self._warned = names, alone, False
+        self._note(model)
+
+    def _note(self, model: nn.Module) -> None:
+        self._children = [module._modules for module in model.modules() if module._modules]
+        self._were = [dict(children) for children in self._children]
+
+    def check(self, model: nn.Module) -> None:
+        """Look at what has changed, if anything has; warns, once, of parameters under other names.
+
+        Raises:
+            Misuse: for trainable parameters that have come to the model.
+        """
+        if all(map(operator.eq, self._children, self._were)):
+            return
+        now: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            now.setdefault(parameter, []).append(name)
+        fresh = [held[0] for each, held in now.items() if each.requires_grad and link_of(each) is None]
+        if fresh and not self._alone:
+            raise Misuse(
+                f"{listed([*map(repr, fresh)])} came to the model after tz.shard: on each rank it would be trained on "
+                "that rank's data alone. Add modules before tz.shard."
+            )
+        moved = [(own[0], now[each][0]) for each, own in self._names.items() if each in now and own[0] not in now[each]]
+        if moved and not self._warned:
+            self._warned = True
+            was, found = moved[0]
+            warn(
+                f"Modules have been moved or wrapped after tz.shard: {was!r} is {found!r} now, and {len(moved)} "
+                "parameters have other names. load_state_dict and checkpoints keep to the names of then. Change "
+                "modules before tz.shard."
+            )
+        self._note(model)

@@ -1,0 +1,137 @@
+"""What an optimizer answers differently once it drives a sharded model: state, zeroing, saving, copying."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.border.parameter import sharded_name
+from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.errors import Misuse
+
+__all__ = ["ShardedOptimizer", "make_sharded_optimizer"]
+
+
+class States(defaultdict[Any, dict[str, Any]]):
+    """What an optimizer keeps, by the tensors that it steps: flat parts of many parameters, on this rank alone.
+
+    In plain PyTorch they are the parameters. Asked for one of these, a dict would make an empty entry.
+    """
+
+    def __init__(self, states: Mapping[Any, dict[str, Any]]) -> None:
+        super().__init__(dict, states)
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        _refuse_lookup(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        _refuse_lookup(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        _refuse_lookup(key)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        _refuse_lookup(key)
+        return super().pop(key, *default)
+
+
+def _refuse_lookup(key: object) -> None:
+    if isinstance(key, nn.Parameter) and (name := sharded_name(key)) is not None:
+        raise Misuse(
+            f"The optimizer's state was asked for {name!r}; it is kept for flat parts of many parameters, this rank's "
+            "alone. To change all of it, 'for kept in optimizer.state.values():' has the tensors, on every rank. "
+            "tz.checkpoint.save(path, model, optimizer) writes it down by the names of parameters."
+        )
+
+
+class ShardedOptimizer(Optimizer):
+    """Mixed into the class of an optimizer that drives a sharded model."""
+
+    _driver: OptimizerDriver
+
+    @property
+    def state(self) -> Any:
+        """What is kept for each tensor that is stepped; an update that is under way ends first."""
+        if (driver := vars(self).get("_driver")) is not None:
+            driver.await_states()
+        return vars(self)["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        driven = "_driver" in vars(self) and type(state) in (dict, defaultdict)
+        vars(self)["state"] = States(state) if driven else state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._driver.zero_grad(set_to_none)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """As torch's; `hook` is called before the weights are made ready for the step, whenever it comes."""
+        handle = super().register_step_pre_hook(hook)
+        self._driver.stay_innermost(self)
+        return handle
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """As torch's; `hook` finds the new weights in the parameters."""
+        handle = super().register_step_post_hook(hook)
+        self._driver.stay_innermost(self)
+        return handle
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that a non-finite fp16 gradient on any rank has cancelled."""
+        return self._driver.scaler.skipped_steps if self._driver.scaler else 0
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor now applied to gradients inside the model; 1 without loss scaling."""
+        return self._driver.scaler.scale if self._driver.scaler else 1.0
+
+    def scaler_state(self) -> dict[str, float]:
+        """The loss scaler's counters as plain numbers; empty without loss scaling."""
+        return self._driver.scaler.state() if self._driver.scaler else {}
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        if self._driver.scaler and state:
+            self._driver.scaler.load_state(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise Misuse("A sharded optimizer cannot take further param groups: give it all of them before tz.shard.")
+
+    def state_dict(self) -> Any:
+        raise Misuse(
+            "A sharded optimizer's state_dict would hold only this rank's flat shards. Save with tz.checkpoint.save, "
+            "which names every piece by its parameter and resumes on any number of ranks."
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise Misuse(
+            "A sharded optimizer cannot load a plain state_dict. tz.checkpoint.load(path, model, optimizer) restores"
+            " both from a checkpoint, or from a file of torch.save({'model': ..., 'optimizer': ...}, path)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be deep-copied: its tensors are views of master weights. "
+            "Copy it before tz.shard, or build another one for another model."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Misuse(
+            f"A sharded {type(self).__name__} cannot be pickled, and so not saved with torch.save: it has this rank's "
+            "flat shards alone. Save with tz.checkpoint.save(path, model, optimizer)."
+        )
+
+
+def make_sharded_optimizer(optimizer: Optimizer, driver: OptimizerDriver) -> None:
+    """Turn `optimizer` into a `ShardedOptimizer` of its own class, in place."""
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__})
+    optimizer._driver = driver  # type: ignore[attr-defined]
+    optimizer.state = vars(optimizer)["state"]
