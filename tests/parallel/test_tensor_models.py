@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of, record_of
-from terrazzo.parallel import Column
+from terrazzo.parallel import Column, VocabularyLoss
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
 
@@ -201,6 +201,10 @@ def refused(base, match, tp=2, error=tz.BadInput, **options):
         ({**PLAN, "layers.*.inner.both": Column(heads=3)}, "has 3 heads in 24 outputs, which tp 2 does not divide"),
         ({**PLAN, "layers.*.inner.both": Column(parts=(12, 13))}, "parts that add up to 24"),
         ({"layers.*": "sequence"}, "is neither cut nor inside of a module of style 'enter'"),
+        (
+            {"layers.*": "enter", "layers.*.inner.both": "column_gathered", "layers.*.inner.down": "row_splits"},
+            r"'layers.0.inner.both' together again inside of 'layers.0': whether layers.0.norm",
+        ),
         ({}, "give 'auto', or a dict"),
         ("fast", "give 'auto'"),
         ("auto", "Net has no plan of tensor parallelism"),
@@ -270,3 +274,28 @@ def test_lengths_that_do_not_divide_train_with_whole_sequences_alone_and_run_wit
 
     for logits in run_in_threads(2, body):
         assert torch.allclose(logits, base(odd), atol=1e-6)
+
+
+def test_a_loss_of_parts_of_the_vocabulary_is_that_of_the_whole() -> None:
+    base, batch = seeded(Net), TOKENS[0]
+    targets = batch.masked_fill(batch == 5, -100)
+
+    def body(rank):
+        mesh = tz.mesh(tp=3, device="cpu")
+        model = tz.parallelize(copy.deepcopy(base), mesh, tensor={**NO_SEQUENCE, "head": "column"})
+        loss_of = VocabularyLoss(mesh, 13)
+        model, _ = tz.shard(model, None, "zero3", mesh=mesh)
+        loss = loss_of(model(batch), targets)
+        loss.backward()
+        with pytest.raises(tz.BadInput, match=r"logits of width 13.*style 'column'"):
+            loss_of(torch.zeros(2, 8, 13), targets)
+        return loss.item(), whole_of(model, lambda bucket: bucket.gradient.whole())
+
+    loss = F.cross_entropy(base(batch).flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in base.named_parameters()}
+    for own, parts in run_in_threads(3, body):
+        assert own == pytest.approx(loss.item(), rel=1e-6)
+        for name, (box, start, part) in parts.items():
+            theirs = box.of(wanted[name]).flatten()[start : start + part.numel()]
+            assert (part - theirs).abs().max() <= 2e-6 * wanted[name].abs().max(), name

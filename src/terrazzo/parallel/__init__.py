@@ -7,6 +7,7 @@ Open to other packages:
 """
 
 from terrazzo.parallel.face import parallelize
+from terrazzo.parallel.loss import VocabularyLoss
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
 
@@ -19,6 +20,7 @@ __all__ = [
     "SplitSequence",
     "Style",
     "Uncut",
+    "VocabularyLoss",
     "mesh",
     "mesh_sizes",
     "parallelize",

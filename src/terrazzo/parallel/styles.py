@@ -48,9 +48,11 @@ class Logits:
 
     Attributes:
         numel: rows of the whole table, and channels of the outputs once they are put together.
+        gathered: they are; else they stay apart, for a `VocabularyLoss`.
     """
 
     numel: int
+    gathered: bool = True
 
 
 @dataclass(frozen=True)

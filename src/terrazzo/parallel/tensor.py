@@ -209,6 +209,15 @@ def _check_regions(cuts: _Cuts) -> None:
                 f"The tensor-parallel plan has {name!r} as 'enter', but no 'column' and 'row' inside of it: its ranks' "
                 "parts would never be summed. Give the matrices inside their styles."
             )
+        whole = [each for each, style in cuts.styles.items() if each.startswith(f"{name}.") and _is_gathered(style)]
+        held = _with_parameters(cuts.model, name)
+        uncut = [each for each in held if not isinstance(cuts.styles.get(each), Column | Row)]
+        if whole and uncut:
+            raise BadInput(
+                f"The tensor-parallel plan puts the outputs of {whole[0]!r} together again inside of {name!r}: whether "
+                f"{listed(uncut)} there gets a part of its gradient on each rank, or all of it, is not known. Give its "
+                "matrices 'column' and 'row', or give none inside of that module a style."
+            )
     for name, module in cuts.model.named_modules():
         if not cuts.splits(name) or cuts.inside(name, Enter) or name in cuts.styles:
             continue
@@ -218,6 +227,16 @@ def _check_regions(cuts: _Cuts) -> None:
                 "would see a part of each sequence alone. Give it a style ('uncut', if it computes each position by "
                 "itself), or pass sequence=False to tz.parallelize."
             )
+
+
+def _is_gathered(style: Style) -> bool:
+    return isinstance(style, Column) and style.gathered
+
+
+def _with_parameters(model: nn.Module, name: str) -> list[str]:
+    """Names of the modules inside of one that hold parameters themselves."""
+    inside = ((each, module) for each, module in model.named_modules() if each.startswith(f"{name}."))
+    return [each for each, module in inside if next(module.parameters(recurse=False), None) is not None]
 
 
 def _record_uncut(cuts: _Cuts) -> None:
@@ -282,7 +301,7 @@ def _put_uses(cuts: _Cuts) -> None:
             put_forward(module, LocalRows, cuts.rows[name])
         elif isinstance(style, Column) and style.gathered:
             gather_outputs(module, use, module.out_features)
-        elif isinstance(style, Logits):
+        elif isinstance(style, Logits) and style.gathered:
             gather_outputs(module, use, style.numel)
         elif isinstance(style, Row):
             if style.splits:

@@ -95,10 +95,10 @@ def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) 
     the values do not depend on the mesh. Their buffers are real by then: see `materialize_buffers`.
 
     Returns:
-        What has come in whose place: equal values on all ranks that have the same of them.
+        What has come in whose place; equal on all ranks that have the same of it.
     """
     touched: dict[int, nn.Module] = {}
-    fresh: dict[nn.Parameter, Member] = {}
+    fresh: list[tuple[Member, nn.Parameter]] = []
     for member in members:
         meta, holders = member.parameter, member.holders
         member.holders = ()  # they may hold the model itself, which holds the members
@@ -106,28 +106,28 @@ def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) 
         if not meta.is_meta:
             continue
         _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
-        fresh[meta] = member
+        fresh.append((member, meta))
         touched |= {id(module): module for module, _ in holders}
     for module in touched.values():
-        initialize(module, {member.parameter for member in fresh.values()})
-    synchronize([member.parameter for member in fresh.values()], axes)
-    for member in fresh.values():
+        initialize(module, {member.parameter for member, _ in fresh})
+    synchronize([member.parameter for member, _ in fresh], axes)
+    for member, _ in fresh:
         if member.record is not None:
             _replace(member, member.record.box.of(member.parameter.detach()))
-    return {meta: member.parameter for meta, member in fresh.items()}
+    return {meta: member.parameter for member, meta in fresh}
 
 
 def _replace(member: Member, value: Tensor) -> None:
     """Register a parameter of that value under all names of the old one, with its class, attributes and hooks."""
-    old = member.parameter
-    made = member.parameter = nn.Parameter(value, requires_grad=old.requires_grad)
-    made.__class__ = type(old)
-    vars(made).update((name, kept) for name, kept in vars(old).items() if name != "_is_hf_initialized")  # it has to be
+    old, member.parameter = member.parameter, nn.Parameter(value, requires_grad=member.trainable)
+    member.parameter.__class__ = type(old)
+    notes = {name: value for name, value in vars(old).items() if name != "_is_hf_initialized"}  # it has to be
+    vars(member.parameter).update(notes)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (registered := getattr(old, hooks)) is not None:
-            setattr(made, hooks, registered)  # the same dictionary: handles that users have can remove them
+            setattr(member.parameter, hooks, registered)  # the same dictionary: handles of users can remove them
     for parameters, attribute in member.registered:
-        parameters[attribute] = made
+        parameters[attribute] = member.parameter
 
 
 def step_real(optimizer: Optimizer, made: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -189,7 +189,8 @@ def clip_grad_norm_(
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Full parameters on every rank, by original name; call it on every rank.
+    """Full parameters on every rank, by original name; call it on every rank. Of those that ranks along `tp` share,
+    each rank has its own part.
 
     Args:
         write: take over what was written into them, which must be the same on every rank. Master weights change only
@@ -235,11 +236,11 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> dict[nn.P
     initialize, axes = initializer_of(model), units[0].recipe.axes
     bare = materialize_buffers(model, axes.device)
     for unit in units:
-        real = materialize([member for bucket in unit.buckets for member in bucket.members], initialize, axes)
-        fresh = set(real.values())
-        made |= real
+        fresh = materialize([member for bucket in unit.buckets for member in bucket.members], initialize, axes)
+        made |= fresh
+        known = set(fresh.values())
         for bucket in unit.buckets:
-            given = [member.parameter for member in bucket.members if member.parameter not in fresh]
+            given = [member.parameter for member in bucket.members if member.parameter not in known]
             synchronize(given, axes, bucket.recipe.axes.names)
             bucket.build(store)
     for module in bare:
