@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
@@ -183,6 +184,18 @@ def test_a_resumed_runs_first_step_takes_the_learning_rate_of_its_own_schedule(
 
     expected = 0.003 * learning_rate_share(config.schedule, 10, 4)
     assert run_in_threads(1, body) == [[expected] * 2]
+
+
+def test_a_row_shows_the_learning_rate_that_its_step_was_taken_with(tmp_path: Path) -> None:
+    taken: list[float] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: taken.append(optimizer.param_groups[0]["lr"]))
+    try:
+        trained(config_in(tmp_path, schedule={"name": "linear", "warmup_steps": 0}))
+    finally:
+        hook.remove()
+    rates = [line["learning_rate"] for line in metrics(tmp_path)]
+    assert rates == taken[:4]  # what comes behind them is the promise's
+    assert len(set(rates)) == 4
 
 
 def test_an_overwriting_run_that_cannot_start_removes_nothing(tmp_path: Path) -> None:
