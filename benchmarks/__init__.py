@@ -1,1 +1,1 @@
-"""Step time and memory of Terrazzo beside its peers: `python -m benchmarks.compare --help`."""
+"""Step time and memory of Terrazzo beside its peers: `terrazzo bench --help`."""
