@@ -47,8 +47,8 @@ else:
             ),
             "terrazzo.integrations.deepspeed": ("initialize",),
             "terrazzo.integrations.fsdp2": ("fully_shard",),
-            "terrazzo.integrations.pretrained": ("save_pretrained",),
-            "terrazzo.integrations.weights": ("full_state_dict",),
+            "terrazzo.checkpoint.exporters.pretrained": ("save_pretrained",),
+            "terrazzo.checkpoint.exporters.full_state": ("full_state_dict",),
             "terrazzo.planner.api": ("plan",),
         },
     )
