@@ -16,10 +16,10 @@ from terrazzo.cli.planning_files import model_text, write_model
 from terrazzo.cli.terminal import say
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput
+from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request, search
 from terrazzo.planner.api import calibration_of
 from terrazzo.planner.choice.emit import TrainFiles, train_config
-from terrazzo.planner.text.words import GIB
 from terrazzo.train.command import program
 from terrazzo.train.preflight import check
 

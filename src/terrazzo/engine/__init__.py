@@ -28,7 +28,7 @@ packages:
     links.gloo, links.columns                         what sums receive, likewise
     offload.needs, offload.store                      what rests away from the device, likewise
 
-`tools/lint_structure.py` checks both.
+`python -m tools.lint` checks both.
 """
 
 from terrazzo.engine.axes import data_mesh
