@@ -63,7 +63,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/lint_structure.py src/terrazzo benchmarks tools hostcuda
+	$(BIN)/python -m tools.lint src/terrazzo benchmarks tools hostcuda
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from benchmarks.cases import CASES, Case
-from benchmarks.contenders import CONTENDERS, HYPERPARAMETERS, Loop, installed
+from benchmarks.cpu.cases import CASES, Case
+from benchmarks.cpu.contenders import CONTENDERS, HYPERPARAMETERS, Loop, installed
+from benchmarks.cpu.models import UNITS, Shape
 from benchmarks.environment import versions
-from benchmarks.models import UNITS, Shape
 
 MODELS = {"small": CASES["small"], "decoder": Case(Shape(24, 64, 256, 32), 1, "a narrow decoder")}
 OWN, PEER = "terrazzo-zero3", "fsdp2"

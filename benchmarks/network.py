@@ -36,9 +36,9 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 import terrazzo as tz
-from benchmarks.cases import Case
-from benchmarks.contenders import HYPERPARAMETERS
-from benchmarks.models import Block, Shape
+from benchmarks.cpu.cases import Case
+from benchmarks.cpu.contenders import HYPERPARAMETERS
+from benchmarks.cpu.models import Block, Shape
 from benchmarks.namespaces import LINK, NODES, Impossible, Nodes, run_ranks, two_nodes
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.place import Place, Plan

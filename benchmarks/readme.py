@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.outcome import Outcome, ratio, ratios
-from benchmarks.suite import cases_of
+from benchmarks.cpu.outcome import Outcome, ratio, ratios
+from benchmarks.cpu.suite import cases_of
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "cpu" / "record.json"

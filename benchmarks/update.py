@@ -24,10 +24,10 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
-from benchmarks.cases import CASES, Case
-from benchmarks.contenders import CONTENDERS, Alone, DeepSpeed, Loop, installed
+from benchmarks.cpu.cases import CASES, Case
+from benchmarks.cpu.contenders import CONTENDERS, Alone, DeepSpeed, Loop, installed
+from benchmarks.cpu.rank import join
 from benchmarks.environment import versions
-from benchmarks.rank import join
 
 RANKS = 2
 NORM = 1.0

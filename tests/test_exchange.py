@@ -109,4 +109,8 @@ def test_long_work_is_left_behind_where_another_rank_is_gone(monkeypatch: pytest
     monkeypatch.setattr(exchange, "ROUND_S", 0.05)
     with pytest.raises(RuntimeError, match="closed by peer"):
         patiently(lambda: goes_on.wait(60), tz.BadInput)
+    (left,) = [thread for thread in threading.enumerate() if thread.name == "terrazzo-patiently"]
+    assert left.daemon, "the interpreter's own end would wait for it"
     goes_on.set()
+    left.join(10)
+    assert not left.is_alive()

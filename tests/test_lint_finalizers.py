@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lint_structure import check
+from tools.lint.__main__ import check
 
 OTHER = """
 import queue

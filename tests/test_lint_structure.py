@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lint_structure import check, main
+from tools.lint.__main__ import check, main
 
 
 def _path(name: str) -> str:

@@ -9,7 +9,6 @@ import pytest
 from tools.mutations import MUTATIONS, ROOT, Mutation
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
 def test_its_place_is_there_once_and_what_it_makes_is_python(mutation: Mutation) -> None:
     text = (ROOT / "src" / "terrazzo" / mutation.file).read_text()

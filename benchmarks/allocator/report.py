@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.files import GIB
+
 __all__ = ["report", "shares"]
 
-GIB = 2**30
 EQUAL = """8 steps. × is of what tensors held at the peak. Smallest device: on which the run just ends, to 1 %, since
 what is free goes back when memory runs out."""
 TARGET = 1.05

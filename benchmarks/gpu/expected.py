@@ -9,11 +9,10 @@ from benchmarks.gpu.checks import LARGE
 from benchmarks.gpu.contenders import Workload
 from benchmarks.gpu.measure import FULL
 from terrazzo.errors import BadInput
+from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Request, device, estimate_request
 
 __all__ = ["expected"]
-
-GIB = 2**30
 
 
 def expected(step: str, gpu: str, numbers: Mapping[str, float]) -> dict[str, float]:

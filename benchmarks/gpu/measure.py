@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import installed
+from benchmarks.cpu.contenders import installed
 from benchmarks.environment import versions
 from benchmarks.gpu.contenders import Setup, Workload
 from benchmarks.gpu.process import Failed, Seat

@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import progress
+from benchmarks.cpu.compare import progress
 from benchmarks.environment import processor, versions
 from benchmarks.offload import adam, drive, nvme, training
 from benchmarks.offload.report import report

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.contenders import HYPERPARAMETERS
-from benchmarks.models import Decoder, Shape
+from benchmarks.cpu.contenders import HYPERPARAMETERS
+from benchmarks.cpu.models import Decoder, Shape
 from benchmarks.offload.turns import Others, Turns, attempt, in_fresh_process, seconds, take_turns
 from terrazzo.engine.offload.host import HostArena
 
-STEP_BYTES = 28
 SHAPE = Shape(blocks=5, width=1024, vocabulary=1024, sequence=64)
 TORCHAO_SMALLEST = 4096  # elements of a tensor that torchao offloads; its default
 

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 import terrazzo as tz
-from benchmarks.cases import CASES, Case
-from benchmarks.contenders import HYPERPARAMETERS
-from benchmarks.models import UNITS
+from benchmarks.cpu.cases import CASES, Case
+from benchmarks.cpu.contenders import HYPERPARAMETERS
+from benchmarks.cpu.models import UNITS
+from benchmarks.cpu.rank import join
 from benchmarks.offload.turns import Others, seconds, take_turns
-from benchmarks.rank import join
 from terrazzo.engine import engine_of
 
 StepMode = Literal["overlapped", "synchronous", "backward"]

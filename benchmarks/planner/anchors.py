@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from terrazzo.files import GIB
 from terrazzo.planner.api import estimate_request
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.setup.request import Request
 
 __all__ = ["ANCHORS", "Anchor"]
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

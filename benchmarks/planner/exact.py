@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.planner.shapes import Sizes, transformer
 from terrazzo.engine import Plan, Precision
+from terrazzo.files import GIB
 from terrazzo.planner.api import estimate_request
 from terrazzo.planner.choice.sizing import floor_gpus
 from terrazzo.planner.machine.devices import Cluster, device
@@ -24,7 +25,7 @@ from terrazzo.planner.timing.bubble import bubble
 
 __all__ = ["Check", "Verdict", "checks", "feasibility"]
 
-GB, GIB = 1e9, 2**30
+GB = 1e9
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from terrazzo import errors
+from terrazzo.ending import start_thread
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import SaveFailed, TerrazzoError
 
@@ -19,6 +21,8 @@ __all__ = ["agree", "gather_json", "on_first", "patiently", "timeout_s", "togeth
 
 ROUND_S = 1.0
 """How long ranks that have done their part of `patiently` wait until they ask again."""
+LAST_S = 5.0
+"""How long the exit of a process waits for work that nobody waits for any more."""
 
 T = TypeVar("T")
 _ERRORS: dict[str, type[TerrazzoError]] = {
@@ -80,16 +84,21 @@ def patiently(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
     """As `together`, for work that may take one rank longer than ranks wait for each other. Collective.
 
     It is done in a thread, and must not talk to other ranks. Meanwhile all ranks ask in rounds whether everybody is
-    done: a rank that is gone is noticed as in any collective, one that takes its time is waited for.
+    done: a rank that is gone is noticed as in any collective, one that takes its time is waited for. Where another is
+    gone, nobody waits for this one's work, and the exit of the process no longer than `LAST_S`.
     """
-    pool = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-patiently")
+    doing: Future[T] = Future()
+    start_thread("terrazzo-patiently", partial(_fulfil, doing, work), lambda: None).patience_s = LAST_S
+    while not all(gather_json(bool(wait([doing], ROUND_S).done))):
+        pass
+    return together(doing.result, failed)
+
+
+def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
     try:
-        doing = pool.submit(work)
-        while not all(gather_json(bool(wait([doing], ROUND_S).done))):
-            pass
-        return together(doing.result, failed)
-    finally:
-        pool.shutdown(wait=False)  # where another rank is gone, nobody waits for the work
+        future.set_result(work())
+    except BaseException as error:  # it is raised where the result is asked for
+        future.set_exception(error)
 
 
 def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) -> T:

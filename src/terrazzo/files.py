@@ -1,6 +1,6 @@
 """Reading small files that a stranger may have made: plain files of a bounded size, JSON of a bounded depth.
 
-And what writers of files and streams share, and the way to a store behind a URL.
+And what writers of files and streams share, how sizes are said, and the way to a store behind a URL.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = [
     "GIB",
     "brackets",
     "check_model_file",
+    "gib_text",
     "is_deeper",
     "open_store",
     "read_json",
@@ -34,6 +35,11 @@ GIB = 2**30
 MAX_DEPTH = 64
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
 """The extra of ours that a protocol needs; of others fsspec says what to install."""
+
+
+def gib_text(count_bytes: float) -> str:
+    """As messages about room have it."""
+    return f"{count_bytes / GIB:,.2f} GiB"
 
 
 def read_plain(path: Path, limit_bytes: int) -> bytes:

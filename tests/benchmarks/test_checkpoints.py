@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint_report import report, targets
-from benchmarks.checkpoints import Effort, measure
+from benchmarks.checkpoints.measure import Effort, measure
+from benchmarks.checkpoints.report import report, targets
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "checkpoints"
 

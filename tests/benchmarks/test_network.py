@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from benchmarks import namespaces, network
-from benchmarks.models import Block, Decoder, Shape
+from benchmarks.cpu.models import Block, Decoder, Shape
 from benchmarks.namespaces import Impossible, run_ranks, two_nodes
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.place import Plan

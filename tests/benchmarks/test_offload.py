@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.models import Shape
+from benchmarks.cpu.models import Shape
 from benchmarks.offload import adam, drive, nvme, training, turns
 from benchmarks.offload.report import Target, report, targets
 from benchmarks.offload.turns import Others, attempt, ratio, take_turns

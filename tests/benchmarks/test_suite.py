@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, readme, suite
-from benchmarks.cases import CASES
-from benchmarks.compare import Effort, take_turns
-from benchmarks.contenders import CONTENDERS
-from benchmarks.outcome import Outcome, disagreements, ratio
-from benchmarks.rank import Steps
-from benchmarks.report import table
-from benchmarks.targets import TARGETS, of_floor
-from benchmarks.targets import table as targets_table
+from benchmarks import readme
+from benchmarks.cpu import compare, suite
+from benchmarks.cpu.cases import CASES
+from benchmarks.cpu.compare import Effort, take_turns
+from benchmarks.cpu.contenders import CONTENDERS
+from benchmarks.cpu.outcome import Outcome, disagreements, ratio
+from benchmarks.cpu.rank import Steps
+from benchmarks.cpu.report import table
+from benchmarks.cpu.targets import TARGETS, of_floor
+from benchmarks.cpu.targets import table as targets_table
 from tests.helpers import programs
 
 ROOT = Path(__file__).parents[2]

@@ -50,12 +50,24 @@ def refused(*arguments: Any) -> str:
     return str(result.exception)
 
 
-def folder_of_a_model() -> Path:
-    folder = Path("model")
+def folder_of_a_model(name: str = "model") -> Path:
+    folder = Path(name)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TINY))
     save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
     return folder
+
+
+@pytest.mark.parametrize("name", ["decoder", "pretrain", "finetune"])
+@pytest.mark.parametrize(("goal", "rate"), [("pretrain", 3e-4), ("finetune", 2e-5)])
+def test_a_folder_is_no_keyword_whatever_it_is_called(name: str, goal: str, rate: float) -> None:
+    folder_of_a_model(name)
+    document = written("--goal", goal, "--model", name, "--ranks", 1)
+    assert (document["model"]["kind"], document["model"]["path"]) == ("huggingface", name)
+    assert document["optimizer"]["lr"] == rate
+    Path("mine.yaml").unlink()
+    too_long = ("--ranks", 1, "--seq", 512)
+    assert "has positions for 256 tokens" in refused("mine.yaml", "--yes", "--goal", goal, "--model", name, *too_long)
 
 
 # -- what is written -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,22 @@ def replaced_by(folder: Path) -> Any:
 
 def points(folder: Path) -> int:
     return len(faults.calls_of(folder, replaced_by(folder)))
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "refused"),
+    [("own", False, False), ("new", False, False), ("folder", False, True), ("folder", True, True)]
+    + [(name, files, not files) for name in ("file", "dangling") for files in (False, True)],
+)
+def test_only_what_is_known_is_replaced(name: str, files: bool, refused: bool, tmp_path: Path) -> None:
+    if name == "own":
+        save(tmp_path / "own", 1)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("of another library")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    said = f"'{tmp_path / name}' is there and is not a checkpoint of Terrazzo's"
+    with pytest.raises(tz.BadInput, match=said) if refused else nullcontext():
+        run_in_threads(2, lambda rank: saving.check_replaceable(f"{tmp_path / name}/", files=files))
 
 
 def test_a_kill_at_any_point_leaves_one_under_the_name(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "flash attention before Ampere": ("terrazzo", {"gpu": "t4"}, "terrazzo", {"gpu": "a100"}),
     "16-bit master weights": ("terrazzo", {"precision": "bf16-pure"}, "terrazzo", {"precision": "bf16"}),
     "nothing to shard": ("terrazzo", {"gpus": 1}, "terrazzo", {"gpus": 1, "strategy": "zero0"}),
+    "nothing to shard on a CPU": ("terrazzo", {"gpus": 1, "gpu": "cpu"}, "terrazzo", {"gpus": 2, "gpu": "cpu"}),
     "whole model in one unit": ("fsdp2", {"model": ONE_UNIT}, "fsdp2", {"model": ONE_UNIT, "strategy": "zero2"}),
     "model in one unit": ("terrazzo", {"model": ONE_UNIT}, "terrazzo", {"model": ONE_UNIT, "strategy": "zero2"}),
     "weights gathered without overlap": ("terrazzo", {"prefetch": 0}, "terrazzo", {"prefetch": 0, "strategy": "zero1"}),

@@ -319,7 +319,7 @@ def test_fingerprints_tell_data_split_and_length_apart(texts: Path) -> None:
 def test_data_without_any_text(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.bin").write_bytes(b"\0" * 50)
-    with pytest.raises(BadInput, match=r"holds no text at all.*1 binary"):
+    with pytest.raises(BadInput, match=r"holds no text at all.*1 found without UTF-8 text"):
         load_data(config_of(tmp_path / "texts"))
     (tmp_path / "texts" / "a.txt").write_text("x")
     assert load_data(config_of(tmp_path / "texts")).skipped.names == ["a.bin"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import bz2
+import gzip
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +58,7 @@ def test_binary_files_are_skipped_in_a_folder_and_refused_by_name(tmp_path: Path
     skipped = Skipped()
     assert [d.text for d in read_documents(find_files(str(tmp_path)), TextRecords(), None, skipped)] == ["fine"]
     assert skipped.names == ["a.png", "b.txt"]
-    assert str(skipped).startswith("2 binary or non-UTF-8 files skipped")
+    assert str(skipped) == "2 found without UTF-8 text or records, and skipped (a.png, b.txt)"
     with pytest.raises(BadInput, match=r"a\.png.*binary"):
         documents(str(tmp_path / "a.png"))
     with pytest.raises(BadInput, match=r"b\.txt.*0xe9 at offset 3.*iconv"):
@@ -82,6 +86,70 @@ def test_empty_list_and_empty_files(tmp_path: Path) -> None:
         find_files([])
     with pytest.raises(BadInput, match="all are empty"):
         find_files(str(tmp_path))
+
+
+CHATS = [{"messages": [{"role": "user", "content": text}]} for text in "ab"]
+
+
+@pytest.mark.parametrize("form", ["list", "indented", "lines", "one"])
+@pytest.mark.parametrize("named_by", ["itself", "folder", "glob"])
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_json_of_conversations_is_read_as_such_and_never_as_text(
+    form: str, named_by: str, suffix: str, tmp_path: Path
+) -> None:
+    text = {
+        "list": json.dumps(CHATS),
+        "indented": "\ufeff" + json.dumps(CHATS, indent=2),
+        "lines": "\n" + "\n".join(map(json.dumps, CHATS)),
+        "one": json.dumps(CHATS[0]),
+    }[form]
+    file = tmp_path / f"chats{suffix}"
+    file.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    source = {"itself": str(file), "folder": str(tmp_path), "glob": f"{tmp_path}/*.json*"}[named_by]
+    expected = CHATS[:1] if form == "one" else CHATS
+    assert [document.messages for document in documents(source)] == [record["messages"] for record in expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{\n  "data": [{"text": "one"}]\n}', "must hold a list of objects with a 'text' or.*one such object per line"),
+        ('["one", "two"]', "must hold a list of objects"),
+        ('[{"text": "one"}, "two"]', "must hold a list of objects"),
+        ('[{"txet": "one"}]', r"c\.json:1: the record has neither a 'text' nor a 'messages'"),
+        ('{"txet": "one"}', r"c\.json:1: the record has neither a 'text' nor a 'messages'"),
+        ("a word", "is not valid JSON .*correct it"),
+        ("[" * 100_000, "is not valid JSON .*correct it"),
+    ],
+)
+def test_json_without_records_is_refused_by_name_and_named_in_a_folder(text: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(text)
+    (tmp_path / "d.txt").write_text("fine")
+    with pytest.raises(BadInput, match=named):
+        documents(str(tmp_path / "c.json"))
+    skipped = Skipped()
+    assert [d.text for d in read_documents(find_files(str(tmp_path)), TextRecords(), None, skipped)] == ["fine"]
+    assert skipped.names == ["c.json"]
+
+
+@pytest.mark.parametrize("text", ['[{"text": "one"}, {"text": 2}]', '{"text": "one"}\n{"text": 2}'])
+def test_a_bad_record_behind_good_ones_is_refused_in_a_folder_too(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(BadInput, match=r"c\.json:2: field 'text' is int"):
+        documents(str(tmp_path))
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_text_is_text(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    suffix = {gzip.compress: "gz", bz2.compress: "bz2"}.get(compress, "xz")
+    (tmp_path / f"a.txt.{suffix}").write_bytes(compress(b"one"))
+    (tmp_path / f"b.bin.{suffix}").write_bytes(compress(b"\0\1"))
+    skipped = Skipped()
+    assert [d.text for d in read_documents(find_files(str(tmp_path)), TextRecords(), None, skipped)] == ["one"]
+    assert skipped.names == [f"b.bin.{suffix}"]
+    (tmp_path / f"c.txt.{suffix}").write_bytes(compress(b"one")[:-4])
+    with pytest.raises(BadInput, match=rf"c\.txt\.{suffix}' cannot be read"):
+        documents(str(tmp_path))
 
 
 @pytest.mark.parametrize("max_bytes", [1, 5, 6, 7, 100])

@@ -77,11 +77,14 @@ def test_a_folder_whose_files_a_glob_would_read_is_refused(tmp_path: Path, key: 
     data.mkdir()
     (data / "a.json").write_text("the number 1\n" * 100)
     sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}, key: {"folder": str(data / "run")}}
-    for pattern in ("**/*.json", "**"):
+    for name in ("a.txt", "other/plan.txt", "other/a.py", "other/a.html", "other/deep/a.sha256"):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_text("the number 1\n" * 100)
+    only = {"log": ("**/*.txt", "*/*", "*/plan.txt", "[or]*/*.html"), "checkpoint": ("*/*/*", "*/**/*.sha256")}[key]
+    for pattern in ("**/*.json", "**", "**/**", *only):
         with pytest.raises(BadInput, match=rf"{key}\.folder is '{data}/run', which is inside the data, '{data}'"):
             check(config_from_dict({**sections, "data": {"source": f"{data}/{pattern}"}}), 1)
-    (data / "a.txt").write_text("the number 1\n" * 100)
-    for pattern in ("*.json", "**/*.txt"):
+    for pattern in ("*.json", "*", "**/*.py", "other/**", "oth*/*"):
         check(config_from_dict({**sections, "data": {"source": f"{data}/{pattern}"}}), 1)
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shutil
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,13 +14,15 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
 from terrazzo.train import session
-from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.data import ByteTokenizer, load_data
+from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
 from terrazzo.train.model.huggingface import weight_files
@@ -181,6 +184,18 @@ def test_a_resumed_runs_first_step_takes_the_learning_rate_of_its_own_schedule(
 
     expected = 0.003 * learning_rate_share(config.schedule, 10, 4)
     assert run_in_threads(1, body) == [[expected] * 2]
+
+
+def test_a_row_shows_the_learning_rate_that_its_step_was_taken_with(tmp_path: Path) -> None:
+    taken: list[float] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: taken.append(optimizer.param_groups[0]["lr"]))
+    try:
+        trained(config_in(tmp_path, schedule={"name": "linear", "warmup_steps": 0}))
+    finally:
+        hook.remove()
+    rates = [line["learning_rate"] for line in metrics(tmp_path)]
+    assert rates == taken[:4]  # what comes behind them is the promise's
+    assert len(set(rates)) == 4
 
 
 def test_an_overwriting_run_that_cannot_start_removes_nothing(tmp_path: Path) -> None:
@@ -498,3 +513,51 @@ def test_folders_that_cannot_be_written_are_refused_before_any_work(
         BadInput, match=r"/proc/run.*(cannot be written to|cannot be saved in)|cannot be saved in '/proc/run"
     ):
         trained(config_in(tmp_path, **{key: {"folder": "/proc/run"}}))
+
+
+def opened_by_machines(configs: list[Config], run: Path) -> list[str]:
+    """What ranks say that share no folder but the run's: the fingerprint of their data, or why they do not start."""
+    shared = [config.model_copy(update={"log": config.log.model_copy(update={"folder": run})}) for config in configs]
+
+    def body(rank: int) -> str:
+        try:
+            with open_session(shared[rank], Ranks(rank, len(shared), torch.device("cpu"))) as opened:
+                return opened.data.train.fingerprint
+        except BadInput as error:
+            return str(error).replace(str(Path(str(shared[rank].data.source)).parent), "")  # the test's own difference
+
+    return run_in_threads(len(shared), body)
+
+
+@pytest.mark.parametrize("differing", ["training", "validation", None])
+def test_machines_that_read_different_data_are_refused(tmp_path: Path, differing: str | None) -> None:
+    configs = []
+    for machine in ("one", "other"):
+        (tmp_path / machine).mkdir()
+        held_out = tmp_path / machine / "held-out.txt"
+        held_out.write_text("a word and another " * 20)
+        data = {"validation_source": str(held_out)}
+        configs.append(config_in(tmp_path / machine, data=data, batch={"micro_batch": 1}))
+    sources = {"training": configs[1].data.source, "validation": configs[1].data.validation_source}
+    if differing is not None:
+        Path(str(sources[differing])).write_text("others, and fewer " * 20)
+    one, other = opened_by_machines(configs, tmp_path / "run")
+    assert one == other, "and a time of change alone makes no difference"
+    if differing is not None:
+        assert re.search(rf"{differing} data \([\d,]+ tokens, .* on rank 0; 361 tokens, .* on rank 1\)", one)
+        assert "data.source" in one
+
+
+def test_tokenizers_that_read_these_texts_alike_and_others_not_are_refused(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    data = load_data(config)
+
+    def body(rank: int) -> str:
+        tokenizer = ByteTokenizer()
+        tokenizer.fingerprint = f"of-{rank}"
+        with pytest.raises(BadInput) as caught:
+            agree_on_data(replace(data, tokenizer=tokenizer), config.data)
+        return str(caught.value)
+
+    messages = run_in_threads(2, body)
+    assert "differ between ranks in tokenizer (of-0 on rank 0; of-1 on rank 1). Every" in messages[0] == messages[1]

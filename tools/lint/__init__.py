@@ -1,1 +1,1 @@
-"""The rules of the tree that `tools/lint_structure.py` checks."""
+"""The rules of the tree, a module for each kind; `python -m tools.lint` checks them."""

@@ -55,7 +55,7 @@ def _suites() -> dict[str, Any]:
     """The benchmarks of the checkout that this command runs in: the module of each suite."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        modules = [importlib.import_module(name) for name in ("benchmarks.suite", "benchmarks.timeline.suite")]
+        modules = [importlib.import_module(name) for name in ("benchmarks.cpu.suite", "benchmarks.timeline.suite")]
         return {suite: module for module in modules for suite in module.SUITES}
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("benchmarks"):

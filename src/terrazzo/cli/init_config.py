@@ -16,21 +16,21 @@ from terrazzo.cli.planning_files import model_text, write_model
 from terrazzo.cli.terminal import say
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput
+from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request, search
 from terrazzo.planner.api import calibration_of
 from terrazzo.planner.choice.emit import TrainFiles, train_config
-from terrazzo.planner.text.words import GIB
 from terrazzo.train.command import program
 from terrazzo.train.preflight import check
 
 __all__ = ["write"]
 
-HEAD = "# Written by `terrazzo init`; docs/reference/train-config.md has every key.\n#\n"
 WIDTH = 110
 MODES = ("none", "selective", "full")
 LARGEST_UNTIMED = 8
 """Sequences of a micro-batch where no speed is known; more would only take memory."""
-RATES = {"decoder": 1e-3, "pretrain": 3e-4, "finetune": 2e-5}
+RATES = {"pretrain": 3e-4, "finetune": 2e-5}
+DECODER_RATE = 1e-3
 
 
 def write(file: Path, answers: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ def write(file: Path, answers: Mapping[str, Any]) -> None:
     found = _search(answers)
     best = _best(found, answers)
     folder = file.with_suffix("")
-    named = model.shape if model.name == "decoder" else model.folder or model.name
+    named = model.shape if model.built_in else model.folder or model.name
     files = train_config(best.setup, named, folder)
     document = _document(files, answers, file)
     config = config_from_dict(document, origin=f"'{file}'")
@@ -122,8 +122,8 @@ def _document(files: TrainFiles, answers: Mapping[str, Any], file: Path) -> dict
     """All sections in the order in which they are read."""
     model, goal, config = answers["model"], answers["goal"], dict(files.config)
     log = Path("runs") / file.stem
-    section = dict(DECODER) if model.name == "decoder" else config["model"]
-    rate = RATES.get(model.name, RATES[goal])
+    section = dict(DECODER) if model.built_in else config["model"]
+    rate = DECODER_RATE if model.built_in else RATES[goal]
     offload, launch = dict(config.get("offload", {})), dict(config.get("launch", {}))
     if "path" in offload:
         offload["path"] = str(log / "swap")

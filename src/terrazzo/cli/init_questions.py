@@ -61,6 +61,11 @@ class Model:
     shape: ModelShape
     folder: Path | None = None
 
+    @property
+    def built_in(self) -> bool:
+        """Whether it is the built-in decoder, and not a folder of that name."""
+        return self.name == "decoder" and self.folder is None
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -134,12 +139,12 @@ def _ranks(text: str, answers: Answers) -> int:
 
 def _default_sequence(answers: Answers) -> str:
     model: Model = answers["model"]
-    return "256" if model.name == "decoder" else str(min(model.shape.positions or LONGEST, LONGEST))
+    return "256" if model.built_in else str(min(model.shape.positions or LONGEST, LONGEST))
 
 
 def _sequence(text: str, answers: Answers) -> int:
     sequence, positions = _whole("--seq", text), answers["model"].shape.positions
-    if answers["model"].name != "decoder" and positions and sequence > positions:
+    if not answers["model"].built_in and positions and sequence > positions:
         raise BadInput(f"--seq is {sequence}, but {answers['model'].name} has positions for {positions} tokens.")
     return sequence
 

@@ -30,7 +30,7 @@ packages:
     links.gloo, links.columns                         what sums receive, likewise
     offload.needs, offload.store                      what rests away from the device, likewise
 
-`tools/lint_structure.py` checks both.
+`python -m tools.lint` checks both.
 """
 
 from terrazzo.engine.axes import data_mesh, named_mesh
@@ -54,7 +54,7 @@ from terrazzo.engine.model.whole import whole_weights
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.foreign import on_foreign_step
 from terrazzo.engine.optim.sharded import ShardedOptimizer
-from terrazzo.engine.optim.stock import ELEMENTWISE, check_optimizer
+from terrazzo.engine.optim.stock import ELEMENTWISE, check_elementwise
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.partition import Units, find_units, parameter_names
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
@@ -107,8 +107,8 @@ __all__ = [
     "Zeros",
     "accumulate",
     "attach",
+    "check_elementwise",
     "check_no_extra_state",
-    "check_optimizer",
     "checkpoint_activations",
     "clip_grad_norm_",
     "compile_units",

@@ -3,4 +3,11 @@
 Open to other packages:
 
     accelerate, deepspeed, fsdp2, lightning, peft, transformers   each a door
+
+What stands beside them serves several:
+
+    setup        from the neutral description of a configuration to `tz.shard`
+    owners       whose an optimizer is
+    saving       where a checkpoint of the same name lies
+    generation   of text, by ranks together
 """

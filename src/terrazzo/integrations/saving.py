@@ -13,11 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo import checkpoint
+from terrazzo.checkpoint.read import own_folder
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first
 from terrazzo.files import sync_folder
 
-__all__ = ["save_over", "settle"]
+__all__ = ["check_replaceable", "save_over", "settle"]
 
 
 def save_over(
@@ -25,8 +26,9 @@ def save_over(
 ) -> None:
     """`checkpoint.save`, in place of what lies under that name, which stays until the new one is complete. Collective.
 
-    Whether it may be replaced is for the caller to say. Between the two renames at the end nothing has the name: the
-    old one is `.NAME.replaced-NONCE` and the new one `NAME.new-NONCE`. After a kill just there, `settle` goes on.
+    Whether it may be replaced is for `check_replaceable` to say. Between the two renames at the end nothing has the
+    name: the old one is `.NAME.replaced-NONCE` and the new one `NAME.new-NONCE`. After a kill just there, `settle` goes
+    on.
     """
     path = _named(path)
     if not on_first(lambda: _settle(path)):
@@ -35,6 +37,25 @@ def save_over(
     nonce = gather_json(os.urandom(4).hex())[0]  # a fixed name might be a user's own, which would be removed
     checkpoint.save(f"{path}.new-{nonce}", model, optimizer, extra)
     on_first(lambda: _take_place(path, nonce))
+
+
+def check_replaceable(path: str | os.PathLike[str], *, files: bool = False) -> None:
+    """What lies under a name that is to be saved over is a checkpoint of Terrazzo's, or nothing. Collective.
+
+    Args:
+        files: whether another library's checkpoint, a single file, may be replaced too.
+
+    Raises:
+        BadInput: it is something else.
+    """
+    on_first(lambda: _check_replaceable(_named(path), files), BadInput)
+
+
+def _check_replaceable(path: str, files: bool) -> None:
+    if os.path.lexists(path) and own_folder(path) is None and (os.path.isdir(path) or not files):
+        raise BadInput(
+            f"'{path}' is there and is not a checkpoint of Terrazzo's, so it is not replaced: save under another name."
+        )
 
 
 def settle(path: str | os.PathLike[str]) -> bool:

@@ -16,7 +16,7 @@ __all__ = ["StepMetrics", "Stopwatch"]
 class StepMetrics:
     """One log step. Rates and shares are over the steps since the previous one; None where not known.
 
-    `learning_rate` is that of the step to come. `tokens_per_s` counts all ranks; `tflops` and `mfu` are per rank.
+    `learning_rate` is the step's own. `tokens_per_s` counts all ranks; `tflops` and `mfu` are per rank.
     Shares (`data_wait`, `communication`) are of wall-clock time, from 0 to 1: `communication` is the time this rank
     stood waiting for collectives, not known on CUDA, where the device waits and not the process.
     """

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from terrazzo.files import GIB
 from terrazzo.telemetry.metrics import StepMetrics
 
 __all__ = ["StepTable", "duration"]
-
-GIB = 2**30
 
 
 class _Column(NamedTuple):

@@ -40,7 +40,7 @@ class Trainer:
         self.memory = PeakMemory(session.ranks.device)
         self.losses: list[Tensor] = []  # of the steps since they were last checked, this rank's share of each
         self.norms: list[Tensor] = []  # of the same steps, the gradients' global norm before clipping
-        self.wait_s = 0.0
+        self.wait_s, self.learning_rate = 0.0, 0.0
         self.step_at_log, self.tokens_at_log = session.step, session.tokens
 
     def run(self) -> int:
@@ -85,6 +85,7 @@ class Trainer:
         with self.watch.measure():
             batch = session.loader.next_step()
         total, norm = step_on(session, batch)
+        self.learning_rate = session.optimizer.param_groups[0]["lr"]  # what the step was taken with
         session.schedule.step()
         session.step += 1
         session.tokens += batch.valid_tokens
@@ -99,6 +100,7 @@ class Trainer:
         session = self.session
         measured = Measured(
             loss=loss,
+            learning_rate=self.learning_rate,
             grad_norm=grad_norm,
             steps=session.step - self.step_at_log,  # a save in between has emptied the losses
             tokens=session.tokens - self.tokens_at_log,

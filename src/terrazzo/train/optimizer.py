@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from terrazzo.config import OptimizerConfig, ScheduleConfig
-from terrazzo.engine import ELEMENTWISE, check_optimizer
+from terrazzo.engine import ELEMENTWISE, check_elementwise
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = [
@@ -47,14 +47,14 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     if config.name not in known:
         same = next((name for name in known if name.lower() == config.name.lower()), config.name)
         if same in known:
-            check_optimizer(object.__new__(known[same]))  # else its name would be suggested, and then refused
+            check_elementwise(known[same])  # else its name would be suggested, and then refused
         shardable = sorted(name for name, value in known.items() if value in ELEMENTWISE)
         raise BadInput(
             f"optimizer.name is '{config.name}', which torch.optim does not have.{did_you_mean(same, shardable)} Those"
             f" that can be sharded: {', '.join(shardable)}."
         )
     chosen: type[torch.optim.Optimizer] = known[config.name]
-    check_optimizer(object.__new__(chosen))
+    check_elementwise(chosen)
     options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}
     for option in config.options:
         if option not in options:

@@ -32,9 +32,10 @@ LABEL = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """What the loop measured since the previous log step, on this rank."""
+    """What the loop measured since the previous log step, on this rank; of the newest step loss, rate and norm."""
 
     loss: float
+    learning_rate: float
     grad_norm: float
     steps: int
     tokens: int
@@ -262,7 +263,7 @@ class Report:
         return StepMetrics(
             step=session.step,
             loss=measured.loss,
-            learning_rate=session.optimizer.param_groups[0]["lr"],
+            learning_rate=measured.learning_rate,
             tokens=session.tokens,
             step_s=measured.total_s / measured.steps,
             tokens_per_s=per_second,

@@ -30,7 +30,7 @@ from terrazzo.train.checkpoints.resume import (
 )
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.folders import make_log_folder, make_swap_folders
-from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.prepare import prepare_model
@@ -221,6 +221,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
     say = Console().say if ranks.is_first else None
     data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=say)
+    agree_on_data(data, config.data)
     _check_validation(config, data, ranks.world_size)
     asked = on_first(lambda: _asked(config, data), BadInput)
     saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]

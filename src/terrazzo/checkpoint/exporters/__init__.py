@@ -2,6 +2,8 @@
 
 Every exporter reads a `Source` in one process, a piece of one tensor at a time, into a new folder that appears when it
 is complete. `huggingface` and `dcp` are imported where they are needed: torch.distributed.checkpoint takes a second.
+Without a checkpoint, `pretrained` and `full_state` do as much of a model that ranks hold: `tz.save_pretrained`,
+`tz.full_state_dict`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pathlib import Path
 from terrazzo.engine.layout import PAGE_BYTES
 from terrazzo.engine.offload.disk_folder import free_bytes, is_network, require_folder
 from terrazzo.errors import BadInput, SwapFailed, TerrazzoError
+from terrazzo.files import gib_text
 
 __all__ = ["SwapFile", "left_behind_bytes", "lost", "sweep"]
 
@@ -129,7 +130,7 @@ class SwapFile:
 
     def _not_begun(self, error: OSError) -> BadInput:
         return BadInput(
-            f"A swap file of {_gib(self.size_bytes)} does not fit into '{self.folder}' ({error.strerror}), which has "
+            f"A swap file of {_exact(self.size_bytes)} does not fit into '{self.folder}' ({error.strerror}), which has "
             f"{self._free()} free: free some, name another folder in offload.path or several, or keep a share of the "
             "states elsewhere, such as optim: {nvme: 0.5, cpu: 0.5}."
             if error.errno in (*_FULL, errno.EFBIG)
@@ -146,7 +147,7 @@ class SwapFile:
 
     def _free(self) -> str:
         try:
-            return _gib(free_bytes(self.folder))
+            return _exact(free_bytes(self.folder))
         except OSError:
             return "an unknown number of bytes"
 
@@ -219,5 +220,5 @@ def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
     return True
 
 
-def _gib(count_bytes: int) -> str:
-    return f"{count_bytes / 2**30:,.2f} GiB ({count_bytes} bytes)"
+def _exact(count_bytes: int) -> str:
+    return f"{gib_text(count_bytes)} ({count_bytes} bytes)"

@@ -24,6 +24,7 @@ from terrazzo.engine.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.files import gib_text
 
 __all__ = ["HostArena", "HostBuffer", "HostPool"]
 
@@ -152,8 +153,8 @@ def _map(size_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise BadInput(
-            f"The system refuses {_gib(size_bytes)} of host memory for what is offloaded ({error}): offload less, use "
-            "more hosts, or place states on nvme."
+            f"The system refuses {gib_text(size_bytes)} of host memory for what is offloaded ({error}): offload less, "
+            "use more hosts, or place states on nvme."
         ) from error
 
 
@@ -162,14 +163,10 @@ def _register(memory: Tensor) -> None:
     code = devices.pin(memory)
     if code != 0:
         raise BadInput(
-            f"CUDA cannot pin {_gib(memory.nbytes)} of host memory (cudaHostRegister returned error {code}; "
+            f"CUDA cannot pin {gib_text(memory.nbytes)} of host memory (cudaHostRegister returned error {code}; "
             f"RLIMIT_MEMLOCK is {_lock_limit()}): raise the limit with 'ulimit -l unlimited' or in the container's "
             "settings, offload less, or set offload.pin to false, which makes copies slower."
         )
-
-
-def _gib(count_bytes: int) -> str:
-    return f"{count_bytes / 2**30:.2f} GiB"
 
 
 def _lock_limit() -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "StateSpec",
     "assign_groups",
     "bare_copy",
+    "check_elementwise",
     "check_optimizer",
     "choose_kernel",
     "hyper_parameters",
@@ -65,6 +66,22 @@ def unhooked_step(optimizer: Optimizer) -> None:
     getattr(step, "__wrapped__", step)(optimizer)
 
 
+def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
+    """Refuse an optimizer, or a class of them, that is not known to update each element from its own values alone.
+
+    Raises:
+        BadInput: there.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not (kind in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
+        raise BadInput(
+            f"{kind.__name__} cannot run on flat shards: it is not known to update each element from that element's "
+            "values alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
+            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
+            "optimizer class if its update is elementwise."
+        )
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot be sharded element by element.
 
@@ -74,13 +91,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise BadInput(f"optimizer is a {name}; pass a torch.optim.Optimizer (to tz.shard also what builds one).")
-    if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
-        raise BadInput(
-            f"{name} cannot run on flat shards: it is not known to update each element from that element's values "
-            "alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
-            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
-            "optimizer class if its update is elementwise."
-        )
+    check_elementwise(optimizer)
     if any(isinstance(value, Tensor) and value.is_meta for kept in optimizer.state.values() for value in kept.values()):
         raise BadInput(
             f"This {name} made its states as it was built, over parameters on the meta device, so that they have no "

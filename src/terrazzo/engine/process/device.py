@@ -1,6 +1,6 @@
 """The device of a mesh, beside its arithmetic: which one a thread uses, its streams, and pinned host memory.
 
-`torch.cuda` stands in this module alone (`tools/lint_structure.py` sees to that). There are two kinds:
+`torch.cuda` stands in this module alone (`python -m tools.lint` sees to that). There are two kinds:
 
     cpu     a copy is over when its call returns, so streams hold nothing, and their marks are None
     cuda    NVIDIA's GPUs, and AMD's through torch's ROCm build, which answers to the same names, RCCL as `nccl`

@@ -18,14 +18,15 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.checkpoint.exporters.full_state import full_state_dict
 from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach, clip_grad_norm_, data_mesh, engine_of
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.asked import Asked, hidden
 from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_sharded
+from terrazzo.integrations.owners import owner_of
 from terrazzo.integrations.setup import Setup, TerrazzoArguments
-from terrazzo.integrations.weights import full_state_dict
 
 __all__ = ["Accelerator"]
 
@@ -260,20 +261,18 @@ def _partners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.M
     """Which optimizer is which model's. Raises: `BadInput` where that is not one to one."""
     found: dict[nn.Module, Optimizer] = {}
     for optimizer in optimizers:
-        own = {each for group in optimizer.param_groups for each in group["params"]}
-        owners = [model for model in models if not own.isdisjoint(model.parameters())]
-        kind = type(optimizer).__name__
-        if len(owners) != 1:
+        owner = owner_of(
+            optimizer,
+            models,
+            "prepared models",
+            "build an optimizer over model.parameters() of each model, and pass both to accelerator.prepare",
+        )
+        if owner in found or (is_sharded(owner) and engine_of(owner).optimizer is not None):
             raise BadInput(
-                f"{kind} has parameters of {len(owners)} prepared models, and it must be of one: build an optimizer "
-                "over model.parameters() of each model, and pass both to accelerator.prepare."
+                f"{type(optimizer).__name__} is a second optimizer of one {type(owner).__name__}, and through "
+                "Accelerate a model has one: give it several param groups."
             )
-        if owners[0] in found or (is_sharded(owners[0]) and engine_of(owners[0]).optimizer is not None):
-            raise BadInput(
-                f"{kind} is a second optimizer of one {type(owners[0]).__name__}, and through Accelerate a model has "
-                "one: give it several param groups."
-            )
-        found[owners[0]] = optimizer
+        found[owner] = optimizer
     return found
 
 

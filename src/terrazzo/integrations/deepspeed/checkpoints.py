@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.checkpoint import Source
-from terrazzo.checkpoint.read import own_folder
+from terrazzo.checkpoint.exporters.full_state import full_state_dict
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.integrations.deepspeed.config import Configuration
 from terrazzo.integrations.deepspeed.utils import warn_once
-from terrazzo.integrations.saving import save_over, settle
-from terrazzo.integrations.weights import full_state_dict
+from terrazzo.integrations.saving import check_replaceable, save_over, settle
 
 __all__ = ["Checkpoints"]
 
@@ -63,7 +62,7 @@ class Checkpoints:
         own["client_state"] = dict(client_state or {})
         if hasattr(self.lr_scheduler, "state_dict"):
             own["lr_scheduler"] = self.lr_scheduler.state_dict()
-        on_first(lambda: _check_replaceable(path))
+        check_replaceable(path)
         save_over(path, self.module, self.optimizer, {"step": self.global_steps, _OWN: own})
         if save_latest:
             on_first(lambda: _name_latest(Path(save_dir), name))
@@ -169,11 +168,6 @@ def _write(path: Path, state: dict[str, Tensor]) -> None:
     else:
         torch.save(state, partial)
     partial.replace(path)
-
-
-def _check_replaceable(path: Path) -> None:
-    if path.exists() and own_folder(path) is None:
-        raise BadInput(f"'{path}' is there, and is not this door's: save under another tag.")
 
 
 def _name_latest(folder: Path, tag: str) -> None:

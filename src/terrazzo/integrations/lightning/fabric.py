@@ -25,6 +25,7 @@ from terrazzo.errors import BadInput
 from terrazzo.integrations.lightning import fabric_checkpoint
 from terrazzo.integrations.lightning.base import Sharding
 from terrazzo.integrations.lightning.precision import FabricPrecision, precision_of
+from terrazzo.integrations.owners import owner_of
 
 __all__ = ["TerrazzoStrategy"]
 
@@ -99,14 +100,8 @@ class TerrazzoStrategy(Sharding, ParallelStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Take over the optimizer of a model that has been set up by itself."""
-        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        owners = [model for model in self._models if not own.isdisjoint(model.parameters())]
-        if len(owners) != 1:
-            raise BadInput(
-                f"{type(optimizer).__name__} has parameters of {len(owners)} models that were set up, and it must be "
-                "of one: build it over the parameters of one model, behind fabric.setup_module(model)."
-            )
-        attach(owners[0], optimizer)
+        edit = "build it over the parameters of one model, behind fabric.setup_module(model)"
+        attach(owner_of(optimizer, self._models, "models that were set up", edit), optimizer)
         return optimizer
 
     def _shard(self, module: nn.Module, optimizer: Optimizer | None) -> nn.Module:

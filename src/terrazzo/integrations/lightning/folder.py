@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from terrazzo.checkpoint.read import own_folder
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first, together
-from terrazzo.integrations.saving import save_over, settle
+from terrazzo.integrations.saving import check_replaceable, save_over, settle
 
 __all__ = ["is_folder", "read_file", "write_folder"]
 
@@ -23,7 +23,7 @@ def write_folder(path: str, model: nn.Module, optimizer: Optimizer | None, extra
     Raises:
         BadInput: A folder that is no checkpoint has the name.
     """
-    together(lambda: _check_replaceable(path), BadInput)
+    check_replaceable(path, files=True)
     save_over(path, model, optimizer, extra)
 
 
@@ -45,11 +45,6 @@ def read_file(path: str) -> dict[str, Any]:
         BadInput: It is a folder, or cannot be read on some rank.
     """
     return together(lambda: _loaded(path), BadInput)
-
-
-def _check_replaceable(path: str) -> None:
-    if os.path.isdir(path) and own_folder(path) is None:
-        raise BadInput(f"'{path}' is a folder that is not a checkpoint of Terrazzo's: it is not replaced.")
 
 
 def _check_there(path: str) -> None:

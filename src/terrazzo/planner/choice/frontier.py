@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from terrazzo.errors import BadInput
+from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import Block, Column, Line, Table, plain
-from terrazzo.planner.text.words import GIB, checkpointing_text, mesh_text
+from terrazzo.planner.text.words import checkpointing_text, mesh_text
 
 __all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest"]
 

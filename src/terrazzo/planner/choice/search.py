@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 from terrazzo.errors import BadInput
+from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate, assemble, memory_under
 from terrazzo.planner.choice.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, plans, strategies
 from terrazzo.planner.choice.frontier import Frontier, Refusal
@@ -191,7 +192,7 @@ def _too_large(setup: Setup, memory: Memory) -> str:
 
 
 def _gib(value: float) -> str:
-    gib = value / 2**30
+    gib = value / GIB
     return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}"
 
 

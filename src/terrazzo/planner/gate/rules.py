@@ -19,6 +19,10 @@ def _splits(setup: Setup) -> bool:
     return any(place.axes for place in setup.plan.places().values())
 
 
+def _splits_nothing(setup: Setup) -> bool:
+    return _splits(setup) and setup.mesh.data_ranks == 1 and not tiers(setup)
+
+
 def _whole_model(setup: Setup, framework: Framework) -> bool:
     one = framework.whole_model_unit or (not setup.model.blocks and setup.model.vocab > 0)
     return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
@@ -105,9 +109,19 @@ EVERYWHERE = (
         "nothing to shard",
         (),
         "warn",
-        lambda setup, _: _splits(setup) and setup.mesh.data_ranks == 1 and not tiers(setup),
+        lambda setup, _: _splits_nothing(setup) and setup.cluster.device.kind != "cpu",
         "{plan} splits states over data ranks, but there is only one: nothing is saved.",
         "Use more GPUs, activation checkpointing, a smaller micro-batch, or offload.",
+        "arXiv 1910.02054, table 1 with N = 1",
+    ),
+    Rule(
+        "nothing to shard on a CPU",
+        (),
+        "warn",
+        lambda setup, _: _splits_nothing(setup) and setup.cluster.device.kind == "cpu",
+        "{plan} splits states over data ranks, but there is only one: no memory is saved.",
+        "Nothing has to change where it fits; else use activation checkpointing, a smaller micro-batch, offload to "
+        "nvme, or more hosts: ranks of one host share its memory.",
         "arXiv 1910.02054, table 1 with N = 1",
     ),
     Rule(
@@ -314,7 +328,7 @@ ENGINE = (
         lambda setup, _: not setup.optimizer.elementwise,
         "{optimizer} does not update each element from its own values alone, so it would be wrong on flat shards.",
         "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
-        "terrazzo.engine.optim.stock.check_optimizer",
+        "terrazzo.engine.optim.stock.check_elementwise",
     ),
     Rule(
         "optimizer that torch does not have",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from terrazzo.files import GIB
 from terrazzo.planner.formulas import FORMULAS, Formula
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["device_bytes", "reserved_bytes", "upper_bytes", "workspace_bytes"]
-
-GIB = 2**30
 
 WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS takes 32 MiB for each thread that multiplies, forward's and backward's (pytorch aten/src/ATen/cuda/

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.choice.frontier import NO_MESH, ROWS, Frontier
 from terrazzo.planner.choice.sizing import Sizing
@@ -14,7 +15,6 @@ from terrazzo.planner.report.convert import frontier_row, report_of
 from terrazzo.planner.report.schema import RefusedRow, Report, SizingReport, SizingRow
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import Block, Column, Line, Table
-from terrazzo.planner.text.words import GIB
 
 __all__ = ["Answer"]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from terrazzo.engine import Plan
+from terrazzo.files import GIB
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bars import Bar, Chart
@@ -15,7 +16,7 @@ from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import Block, Column, Line, Table
-from terrazzo.planner.text.words import GIB, count_text
+from terrazzo.planner.text.words import count_text
 from terrazzo.planner.traffic.volumes import unit_moves
 
 __all__ = ["BareAnswer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.formulas import Term
@@ -20,7 +21,7 @@ from terrazzo.planner.report.schema import (
     TrafficReport,
 )
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import GIB, checkpointing_text, mesh_sizes, precision_name
+from terrazzo.planner.text.words import checkpointing_text, mesh_sizes, precision_name
 
 __all__ = ["frontier_row", "report_of"]
 

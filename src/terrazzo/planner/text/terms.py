@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from terrazzo.files import GIB
 from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.text.blocks import Block, Column, Line, Table
 from terrazzo.planner.text.words import (
-    GIB,
     LABELS,
     ByteUnit,
     bytes_text,

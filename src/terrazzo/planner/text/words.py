@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from terrazzo.files import GIB
 from terrazzo.planner.figures import Memory, Room
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.setup.recipes import RECIPES
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
-    "GIB",
     "LABELS",
     "ByteUnit",
     "bytes_text",
@@ -25,8 +25,6 @@ __all__ = [
     "units",
     "verdict",
 ]
-
-GIB = 2.0**30
 
 LABELS = {
     "master": "master weights",

@@ -39,7 +39,7 @@ from terrazzo.train.data.tokenizer import TokenArray, Tokenizer
 
 __all__ = ["CacheHeader", "TokenCache", "cache_key", "open_cache", "write_cache"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAGIC = b"TZTOKEN1"
 TRAILER = struct.Struct("<QII8s")
 DOCUMENTS_PER_ENCODE = 64

@@ -62,6 +62,16 @@ class TokenData:
     notes: tuple[str, ...] = ()
     files: tuple[SourceFile, ...] = ()
 
+    @property
+    def described(self) -> dict[str, str]:
+        """What ranks compare, which is equal for equal samples whatever files they came from."""
+        found = {"training data": self.train, "validation data": self.validation}
+        texts = {
+            name: "none" if part is None else f"{part.tokens_numel:,} tokens, fingerprint {part.fingerprint}"
+            for name, part in found.items()
+        }
+        return texts | {"tokenizer": self.tokenizer.fingerprint}
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises BadInput when the model's `vocab_size` has no row for some token of the data."""
         for dataset in (self.train, self.validation):

@@ -1,4 +1,4 @@
-"""Files that hold many documents: JSONL (one per line) and parquet (one per row).
+"""Files that hold many documents: JSONL (one per line), JSON (a list of them, or as JSONL) and parquet (one per row).
 
 A record is a document when it has a `text` field, or `messages`: a list of `{"role": ..., "content": ...}`, perhaps
 with `tools` beside it. `chat` turns a conversation into tokens. `pair_records` has the form of preference pairs.
@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.train.data.source_file import COMPRESSIONS, SourceFile
@@ -24,9 +24,12 @@ __all__ = [
     "RecordForm",
     "TextRecords",
     "encodable",
+    "is_json",
     "is_jsonl",
     "is_parquet",
     "messages_of",
+    "opened",
+    "read_json",
     "read_jsonl",
     "read_parquet",
     "record_of",
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+JSON_SUFFIX = ".json"
 PARQUET_SUFFIX = ".parquet"
 MESSAGES_FIELD, TOOLS_FIELD = "messages", "tools"
 ASSISTANT = "assistant"
@@ -150,8 +154,17 @@ def _if_pairs(fields: Collection[str]) -> str:
 
 def is_jsonl(name: str) -> bool:
     """By the suffix, which that of a compression may follow."""
+    return _suffix(name) in JSONL_SUFFIXES
+
+
+def is_json(name: str) -> bool:
+    """By the suffix, which that of a compression may follow."""
+    return _suffix(name) == JSON_SUFFIX
+
+
+def _suffix(name: str) -> str:
     path = PurePath(name.lower())
-    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix in JSONL_SUFFIXES
+    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
 def is_parquet(name: str) -> bool:
@@ -165,11 +178,7 @@ def read_jsonl(file: SourceFile, form: RecordForm) -> Iterator[Document]:
     Raises:
         BadInput: with file and line, when a line is not UTF-8, not a JSON object, or lacks the fields.
     """
-    try:
-        lines = file.open(file.compression)
-    except ImportError as error:
-        raise _needs_pyarrow(file, "a file compressed with Zstandard") from error
-    with lines:
+    with opened(file) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -187,6 +196,55 @@ def read_jsonl(file: SourceFile, form: RecordForm) -> Iterator[Document]:
                     f"with {form.described}. Correct or delete the line."
                 )
             yield form.document(record, f"{file.name}:{number}", where)
+
+
+def read_json(file: SourceFile, content: bytes, form: RecordForm) -> Iterator[Document]:
+    """One document per entry of the list that is a file's `content`, or per line where its first line is an object.
+
+    Raises:
+        BadInput: before the first document, where it holds something else; of a file that was merely found, also where
+            its first record lacks the fields.
+    """
+    first = _object_in(next((line for line in content.split(b"\n") if line.strip()), b""))
+    if first is not None:
+        _check_found(file, form, first)
+        return read_jsonl(file, form)
+    try:
+        records = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{file.where!r} is not valid JSON ({error}): correct it.") from error
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise BadInput(
+            f"{file.where!r} must hold a list of objects with {form.described}, or one such object per line: save its"
+            " records so. To learn it as the text that it is, let its name end in .txt."
+        )
+    if records:
+        _check_found(file, form, records[0])
+    numbered = enumerate(records, start=1)
+    return (form.document(record, f"{file.name}:{number}", f"{file.where}:{number}") for number, record in numbered)
+
+
+def _object_in(line: bytes) -> dict[str, Any] | None:
+    """The object that a line is, the whole of it."""
+    try:
+        found = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _check_found(file: SourceFile, form: RecordForm, first: dict[str, Any]) -> None:
+    """Folders hold JSON of all kinds: without the fields in its first record, it is not meant. Raises `BadInput`."""
+    if not file.required:
+        form.columns(list(first), file.where)
+
+
+def opened(file: SourceFile) -> BinaryIO:
+    """A file's bytes, decompressed as its suffix says."""
+    try:
+        return file.open(file.compression)
+    except ImportError as error:
+        raise _needs_pyarrow(file, "a file compressed with Zstandard") from error
 
 
 def read_parquet(file: SourceFile, form: RecordForm) -> Iterator[Document]:

@@ -1,14 +1,14 @@
 """Which files a source names, and the documents in them.
 
 A source is a file, a folder (read recursively), a glob, `python-stdlib`, or a URL of one of the first three, which
-fsspec reads; several may be listed. The file's suffix decides: `.jsonl` and `.ndjson`, perhaps compressed, hold one
-document per line, `.parquet` one per row, anything else is one document of text. Files come in sorted order, hidden
-ones and `__pycache__` left out. What the library `datasets` saved, and `FOLDER#SPLIT`, is its to read
-(`datasets_folder`).
+fsspec reads; several may be listed. The file's suffix decides: `.jsonl` and `.ndjson` hold one document per line,
+`.json` a list of them or the same, `.parquet` one per row, anything else is one document of text; all but parquet
+perhaps compressed. Files come in sorted order, hidden ones and `__pycache__` left out. What the library `datasets`
+saved, and `FOLDER#SPLIT`, is its to read (`datasets_folder`).
 
-A text file met in a folder or by a glob that is binary (a NUL byte near its start) or not UTF-8 is skipped
-and counted, since real folders hold images and archives; one that was named by itself is refused. Nothing is
-ever decoded with replacement characters: they would be learnt.
+A file met in a folder or by a glob is skipped and counted where it is binary (a NUL byte near its start), not UTF-8, or
+JSON without records, since real folders hold images, archives and settings; one that was named by itself is refused.
+Nothing is ever decoded with replacement characters: they would be learnt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from pathlib import Path
 from terrazzo.config import DataConfig
 from terrazzo.errors import BadInput, listed
 from terrazzo.train.data.datasets_folder import dataset_of, read_dataset
-from terrazzo.train.data.records import Document, RecordForm, is_jsonl, is_parquet, read_jsonl, read_parquet
+from terrazzo.train.data.records import (
+    Document,
+    RecordForm,
+    is_json,
+    is_jsonl,
+    is_parquet,
+    opened,
+    read_json,
+    read_jsonl,
+    read_parquet,
+)
 from terrazzo.train.data.source_file import SourceFile, folder_files, is_url, plain_part, reading, stored_files
 
 __all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "named_sources", "read_documents"]
@@ -51,14 +61,14 @@ BINARY_PROBE_BYTES = 8192
 
 @dataclass
 class Skipped:
-    """The files that were found but are not text."""
+    """The files that were found but are neither text nor records."""
 
     names: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         if not self.names:
             return "no file skipped"
-        return f"{len(self.names)} binary or non-UTF-8 files skipped ({listed(self.names)})"
+        return f"{len(self.names)} found without UTF-8 text or records, and skipped ({listed(self.names)})"
 
 
 def named_sources(data: DataConfig) -> list[str]:
@@ -165,6 +175,8 @@ def _documents_of(file: SourceFile, form: RecordForm, skipped: Skipped) -> Itera
         found = read_dataset(file, form)
     elif is_jsonl(file.name):
         found = read_jsonl(file, form)
+    elif is_json(file.name):
+        found = _read_records(file, form, skipped)
     elif is_parquet(file.name):
         found = read_parquet(file, form)
     else:
@@ -174,11 +186,27 @@ def _documents_of(file: SourceFile, form: RecordForm, skipped: Skipped) -> Itera
         yield from (document for document in found if document.text or document.is_whole)
 
 
+def _read_records(file: SourceFile, form: RecordForm, skipped: Skipped) -> Iterator[Document]:
+    """The records of a JSON file, which may be none."""
+    with opened(file) as stream:
+        content = stream.read()
+    try:
+        found = read_json(file, content, form)
+    except BadInput:
+        if file.required:
+            raise
+        skipped.names.append(file.name)
+        return
+    yield from found
+
+
 def _read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:
     """The whole file as one document; line ends and all else are kept, a byte-order mark is not."""
-    with file.open() as stream:
-        content = stream.read()
-    if b"\0" in content[:BINARY_PROBE_BYTES]:
+    with opened(file) as stream:
+        content = stream.read(BINARY_PROBE_BYTES)
+        is_binary = b"\0" in content
+        content += b"" if is_binary else stream.read()
+    if is_binary:
         problem = "holds NUL bytes, so it is binary"
     else:
         try:

@@ -1,4 +1,4 @@
-"""This rank's place in the run, the process group, and the agreement of all ranks on the configuration."""
+"""This rank's place in the run, the process group, and the agreement of all ranks on the configuration and the data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from terrazzo.config import Config, LaunchConfig, flatten
+from terrazzo.config import Config, DataConfig, LaunchConfig, flatten, without_passwords
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, listed
 from terrazzo.exchange import gather_json
+from terrazzo.train.data import TokenData
+from terrazzo.train.data.sources import named_sources
 from terrazzo.train.launch import here
 from terrazzo.train.launch.joining import meet
 
-__all__ = ["Ranks", "agree_on_config", "join"]
+__all__ = ["Ranks", "agree_on_config", "agree_on_data", "join"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,28 @@ def agree_on_config(config: Config) -> None:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if len(set(gather_json(digest))) == 1:
         return
-    everyone = gather_json(settings)
+    raise BadInput(
+        f"The configuration differs between ranks in {_differing(gather_json(settings))}. Give every rank the same file"
+        " and overrides."
+    )
+
+
+def agree_on_data(data: TokenData, settings: DataConfig) -> None:
+    """Raise `BadInput` on every rank when ranks have read different data, or with another tokenizer. Collective.
+
+    Each would train on in its own order of its own samples.
+    """
+    everyone = gather_json(data.described)
+    if any(theirs != everyone[0] for theirs in everyone):
+        raise BadInput(
+            f"The data differ between ranks in {_differing(everyone)}. Every machine reads its own data.source,"
+            f" {listed(without_passwords(named_sources(settings)))}: give each the same files, or put them where all"
+            " machines read them."
+        )
+
+
+def _differing(everyone: list[dict[str, str]]) -> str:
+    """The keys whose values differ between ranks, with the ranks of each value."""
     differing: list[str] = []
     for key in sorted(set().union(*everyone)):
         values: dict[str, list[int]] = {}
@@ -89,10 +112,7 @@ def agree_on_config(config: Config) -> None:
         if len(values) > 1:
             said = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
             differing.append(f"{key} ({said})")
-    raise BadInput(
-        f"The configuration differs between ranks in {', '.join(differing)}. Give every rank the same file and"
-        " overrides."
-    )
+    return ", ".join(differing)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,6 +20,16 @@ __all__ = ["check_written"]
 
 WRITTEN = ("config.json", "metrics.jsonl")
 """Files of every run, in log.folder."""
+FILES = {
+    "log.folder": (
+        *(*WRITTEN, "plan.txt", "report.html", "tensorboard/events.out.tfevents.0"),
+        *("hf/config.json", "hf/model.safetensors", "hf/merges.txt", "hf/chat_template.jinja"),
+    ),
+    "checkpoint.folder": tuple(
+        f"step-00000001/{name}" for name in ("manifest.json", "manifest.sha256", "rank-00000.safetensors")
+    ),
+}
+"""One of each kind that is written below a folder: patterns of sources are tried on them."""
 
 
 def check_written(config: Config) -> None:
@@ -56,20 +67,30 @@ def _check_apart(key: str, folder: Path, data: DataConfig) -> None:
     if place in read.values() or place == Path(place.anchor):
         raise BadInput(f"{key} is '{folder}', which is the data itself or the root: use a folder of its own.")
     for path, around in read.items():
-        if place.is_relative_to(around) and _is_read(place.relative_to(around), path):
+        if place.is_relative_to(around) and _is_read(place.relative_to(around), FILES[key], path):
             raise BadInput(
                 f"{key} is '{folder}', which is inside the data, '{around}': the next start would read what this one"
                 " writes as data. Use a folder beside it."
             )
 
 
-def _is_read(inside: Path, source: Path) -> bool:
-    """Whether `source`, a folder or a glob, reads files of a run that writes to the folder `inside` its plain part."""
+def _is_read(inside: Path, files: Sequence[str], source: Path) -> bool:
+    """Whether `source`, a folder or a glob, reads any of `files` in the folder `inside` its plain part."""
+    if not is_visible(inside.as_posix()):
+        return False
     if source.is_dir():
-        return is_visible(inside.as_posix())
-    glob = str(source).removeprefix(plain_part(str(source))).lstrip("/")
-    names = (f"{inside.as_posix()}/{name}" for name in (*WRITTEN, "step-00000001/manifest.json"))
-    return "**" in source.parts and any(fnmatch(name, glob) and is_visible(name) for name in names)
+        return True
+    pattern = str(source).removeprefix(plain_part(str(source))).lstrip("/").split("/")
+    return any(_matches([*inside.parts, *file.split("/")], pattern) for file in files)
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether `glob` finds a file: a `*` is within one name, and `**` stands for any number of them."""
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    if pattern[0] == "**":
+        return _matches(names, pattern[1:]) or _matches(names[1:], pattern)
+    return fnmatch(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
 def _check_metrics(config: Config) -> None:

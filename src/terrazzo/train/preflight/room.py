@@ -13,7 +13,7 @@ import torch
 from terrazzo.config import Config
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
+from terrazzo.files import gib_text
 from terrazzo.planner import Framework, Memory, Setup, findings
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
@@ -64,12 +64,12 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     notes += offload_notes(config, memory, world_size)
     if config.cuts_attention:
         mask_bytes = config.batch.micro_batch * config.batch.sequence_length**2
-        notes.append(f"the mask of data.attention 'document', {_gib(mask_bytes)}, is not in the estimate of memory")
+        notes.append(f"the mask of data.attention 'document', {_both(mask_bytes)}, is not in the estimate of memory")
     expected = memory.expected_bytes
     if refusal is not None:
         notes.append(f"started all the same: {refusal}")
     elif there is not None and expected > there.bytes:
-        notes.append(f"about {_gib(expected)} expected on a rank, {_gib(there.bytes)} are there: it may not fit")
+        notes.append(f"about {_both(expected)} expected on a rank, {_both(there.bytes)} are there: it may not fit")
     return [f"plan: {note}" for note in notes]
 
 
@@ -119,13 +119,13 @@ def _setup(config: Config, world_size: int) -> Setup | None:
 def _too_large(config: Config, setup: Setup, memory: Memory, there: Available) -> str:
     largest = sorted(memory.near_terms, key=lambda term: -term.value)[:3]
     return (
-        f"This run needs about {_gib(memory.near_bytes)} on each rank, {memory.limiting_rank}, and {there.what} is "
-        f"{_gib(there.bytes)}. Largest: {_listed(largest)}. {_edits(config, setup, largest[0])}."
+        f"This run needs about {_both(memory.near_bytes)} on each rank, {memory.limiting_rank}, and {there.what} is "
+        f"{_both(there.bytes)}. Largest: {_listed(largest)}. {_edits(config, setup, largest[0])}."
     )
 
 
 def _listed(terms: Sequence[Term]) -> str:
-    return ", ".join(f"{term.name} {_gib(term.value)}" for term in terms)
+    return ", ".join(f"{term.name} {_both(term.value)}" for term in terms)
 
 
 def _edits(config: Config, setup: Setup, largest: Term) -> str:
@@ -153,5 +153,6 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
     return f"Use {' or '.join(edits[:2])}"
 
 
-def _gib(count_bytes: float) -> str:
-    return f"{count_bytes / GIB:.2f} GiB ({count_bytes / 1e9:.2f} GB)"
+def _both(count_bytes: float) -> str:
+    """In both units: GPUs are sold by the one, and show the other."""
+    return f"{gib_text(count_bytes)} ({count_bytes / 1e9:.2f} GB)"

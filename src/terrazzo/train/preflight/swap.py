@@ -10,7 +10,7 @@ from pathlib import Path
 from terrazzo.config import Config
 from terrazzo.engine.offload.disk_file import left_behind_bytes
 from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, is_memory
-from terrazzo.files import GIB
+from terrazzo.files import gib_text
 from terrazzo.planner import Memory
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
@@ -55,8 +55,8 @@ def offload_notes(config: Config, memory: Memory, world_size: int) -> list[str]:
     locks = resolve_device(config.launch) == "cuda" and config.offload.pin
     if locks and limit != resource.RLIM_INFINITY and pinned > limit:
         notes.append(
-            f"{_gib(pinned)} of host memory are to be page-locked on each rank, and RLIMIT_MEMLOCK is {_gib(limit)}: if"
-            " the driver keeps to it, raise it (ulimit -l unlimited) or set offload.pin=false"
+            f"{gib_text(pinned)} of host memory are to be page-locked on each rank, and RLIMIT_MEMLOCK is"
+            f" {gib_text(limit)}: if the driver keeps to it, raise it (ulimit -l unlimited) or set offload.pin=false"
         )
     return notes
 
@@ -74,9 +74,9 @@ def _too_much_on_host(memory: Memory, world_size: int) -> str | None:
     if free is None or needed <= free:
         return None
     return (
-        f"The {ranks} ranks of this machine would keep {_gib(needed)} in host memory, of which {_gib(free)} are free. "
-        f"Largest of a rank: {_largest(memory.host)}. Use offload.optim=nvme with an offload.path, a smaller share"
-        " (offload.optim={cpu: 0.5}), or more machines."
+        f"The {ranks} ranks of this machine would keep {gib_text(needed)} in host memory, of which {gib_text(free)} are"
+        f" free. Largest of a rank: {_largest(memory.host)}. Use offload.optim=nvme with an offload.path, a smaller"
+        " share (offload.optim={cpu: 0.5}), or more machines."
     )
 
 
@@ -95,19 +95,15 @@ def _too_much_on_disk(config: Config, folders: Sequence[Path], needed_bytes: flo
         free += sum(left_behind_bytes(one) for one in places if disks[one] == disks[folder])
         if wanted > free:
             return (
-                f"Swap files of this machine's ranks would take {_gib(wanted)} on the disk of '{folder}'"
-                f" (offload.path), where {_gib(free)} are free. Make room there, name further folders on other disks"
-                " in offload.path, or keep a share of the states elsewhere (offload.optim={nvme: 0.5})."
+                f"Swap files of this machine's ranks would take {gib_text(wanted)} on the disk of '{folder}'"
+                f" (offload.path), where {gib_text(free)} are free. Make room there, name further folders on other"
+                " disks in offload.path, or keep a share of the states elsewhere (offload.optim={nvme: 0.5})."
             )
     return None
 
 
 def _largest(terms: Sequence[Term]) -> str:
-    return ", ".join(f"{term.name} {_gib(term.value)}" for term in sorted(terms, key=lambda term: -term.value)[:3])
-
-
-def _gib(count_bytes: float) -> str:
-    return f"{count_bytes / GIB:.2f} GiB"
+    return ", ".join(f"{term.name} {gib_text(term.value)}" for term in sorted(terms, key=lambda term: -term.value)[:3])
 
 
 def _gb(count_bytes: float) -> str:

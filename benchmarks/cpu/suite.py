@@ -10,12 +10,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks import host, network, targets, update
-from benchmarks.compare import Effort, progress, take_turns
-from benchmarks.contenders import installed
+from benchmarks import host, network, update
+from benchmarks.cpu import targets
+from benchmarks.cpu.compare import Effort, progress, take_turns
+from benchmarks.cpu.contenders import installed
+from benchmarks.cpu.outcome import Outcome, disagreements
+from benchmarks.cpu.report import HOW, conditions, plot, section, tolerance
 from benchmarks.environment import processor, versions
-from benchmarks.outcome import Outcome, disagreements
-from benchmarks.report import HOW, conditions, plot, section, tolerance
 
 PACKAGES = ("torch", "deepspeed", "numpy")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy
 
-from benchmarks.contenders import CONTENDERS
-from benchmarks.rank import Steps
+from benchmarks.cpu.contenders import CONTENDERS
+from benchmarks.cpu.rank import Steps
 
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 

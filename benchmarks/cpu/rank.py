@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.cases import CASES
-from benchmarks.contenders import CONTENDERS
+from benchmarks.cpu.cases import CASES
+from benchmarks.cpu.contenders import CONTENDERS
 
 M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 WIRE_PIECE_BYTES = 32 << 20

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.outcome import Outcome, of_contender, ratio
+from benchmarks.cpu.outcome import Outcome, of_contender, ratio
 
 Cases = Mapping[str, Sequence[Outcome]]
 """Outcomes by the name of the run."""

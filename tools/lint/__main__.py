@@ -1,8 +1,8 @@
 """Checks what ruff and mypy do not: how modules import one another, finalizers that may wait, and size budgets.
 
-    python tools/lint_structure.py src/terrazzo [more folders, for the size budgets only]
+    python -m tools.lint src/terrazzo [more folders, for the size budgets only]
 
-Prints one `path:line: finding` per line and exits 1 when there are any. The rules are in `tools/lint`.
+Prints one `path:line: finding` per line and exits 1 when there are any. The rules are in the modules beside this one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, this file has its own folder there alone
 from tools.lint.finalizers import find_waits
 from tools.lint.imports import check_imports
 from tools.lint.sizes import check_distribution, check_sizes
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
     """Check every root named; the first is the layered package."""
     roots = [Path(argument) for argument in arguments]
     if not roots or not all(root.is_dir() for root in roots):
-        print(f"usage: lint_structure.py PACKAGE_FOLDER [FOLDER ...]; got {arguments}", file=sys.stderr)
+        print(f"usage: python -m tools.lint PACKAGE_FOLDER [FOLDER ...]; got {arguments}", file=sys.stderr)
         return 2
     findings = [finding for i, root in enumerate(roots) for finding in check(root, layered=i == 0)]
     for finding in findings:

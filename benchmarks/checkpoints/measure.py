@@ -6,7 +6,6 @@ which is drained before each turn; loads find them in the page cache.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -28,11 +27,10 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 import terrazzo as tz
-from benchmarks.cases import CASES
-from benchmarks.checkpoint_report import report
-from benchmarks.contenders import CONTENDERS, Loop, Terrazzo, installed
+from benchmarks.cpu.cases import CASES
+from benchmarks.cpu.contenders import CONTENDERS, Loop, Terrazzo, installed
+from benchmarks.cpu.rank import join
 from benchmarks.environment import processor, versions
-from benchmarks.rank import join
 from terrazzo.checkpoint import Saver
 from terrazzo.checkpoint.native import Checkpoint
 from terrazzo.engine import ModelState
@@ -326,22 +324,3 @@ def _rank_of_three(rank: int, folder: str, effort: Effort) -> None:
     (Path(folder) / f"3-{rank}.json").write_text(json.dumps({"reshard": times[1:]}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def main() -> None:
-    """Measure, write the record and the report, print the report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", choices=list(CASES), default=Effort.case)
-    parser.add_argument("--rounds", type=int, default=Effort.rounds)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    chosen = parser.parse_args()
-    record = measure(Effort(chosen.case, chosen.rounds), chosen.scratch)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    (chosen.out / "record.json").write_text(json.dumps(record) + "\n")
-    (chosen.out / "report.md").write_text(report(record))
-    print(report(record))
-
-
-if __name__ == "__main__":
-    main()

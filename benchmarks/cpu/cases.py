@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import Decoder, ManySmall, Shape
+from benchmarks.cpu.models import Decoder, ManySmall, Shape
 
 
 @dataclass(frozen=True)

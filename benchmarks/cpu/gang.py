@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from benchmarks.rank import Start, Steps, Trainee
+from benchmarks.cpu.rank import Start, Steps, Trainee
 
 T = TypeVar("T")
 _trainee: Trainee  # in a rank's process, set by its first call

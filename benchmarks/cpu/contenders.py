@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.cases import Case
-from benchmarks.models import UNITS
+from benchmarks.cpu.cases import Case
+from benchmarks.cpu.models import UNITS
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 

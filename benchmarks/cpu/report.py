@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cases import CASES
-from benchmarks.compare import Effort
-from benchmarks.outcome import LOSS_TOLERANCE, Outcome, of_contender, ratio
+from benchmarks.cpu.cases import CASES
+from benchmarks.cpu.compare import Effort
+from benchmarks.cpu.outcome import LOSS_TOLERANCE, Outcome, of_contender, ratio
 
 NAMES = {
     "alone": "no communication",

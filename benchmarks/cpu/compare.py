@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from benchmarks.contenders import CONTENDERS
-from benchmarks.gang import Gang
-from benchmarks.outcome import Outcome
-from benchmarks.rank import Steps
+from benchmarks.cpu.contenders import CONTENDERS
+from benchmarks.cpu.gang import Gang
+from benchmarks.cpu.outcome import Outcome
+from benchmarks.cpu.rank import Steps
 
 MEMORY_STEPS = 2
 LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
