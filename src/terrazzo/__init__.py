@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         register_forward_method,
         shard,
     )
+    from terrazzo.parallel import mesh
     from terrazzo.planner.api import plan
 
     full_state_dict: Any
@@ -49,6 +50,7 @@ else:
             "terrazzo.integrations.fsdp2": ("fully_shard",),
             "terrazzo.integrations.pretrained": ("save_pretrained",),
             "terrazzo.integrations.weights": ("full_state_dict",),
+            "terrazzo.parallel": ("mesh",),
             "terrazzo.planner.api": ("plan",),
         },
     )
@@ -79,6 +81,7 @@ __all__ = [
     "fully_shard",
     "gathered",
     "initialize",
+    "mesh",
     "plan",
     "register_forward_method",
     "save_pretrained",

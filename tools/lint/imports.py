@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "lazy", "tether"),
     ("ending", "files"),
     ("engine",),
-    ("config", "exchange"),
+    ("config", "exchange", "parallel"),
     ("checkpoint", "dialects", "planner", "telemetry"),
     ("",),
     ("train", "integrations"),

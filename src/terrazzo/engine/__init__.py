@@ -1,8 +1,8 @@
 """The engine: one table of places, running.
 
-The core is in this folder. Read it in this order: layout, place, precision, spec, scaler, progress, tally, axes and
-recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order, runnable,
-reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+The core is in this folder. Read it in this order: layout, place, family, precision, spec, scaler, progress, tally, axes
+and recipe, what is stated; buffer, parameter, gradient, partition, edits, bucket and unit, what is held; order,
+runnable, reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
     process     threads, devices, memory
     links       how ranks exchange
@@ -30,7 +30,8 @@ packages:
 `tools/lint_structure.py` checks both.
 """
 
-from terrazzo.engine.axes import data_mesh
+from terrazzo.engine.axes import data_mesh, named_mesh
+from terrazzo.engine.family import Box, Family, Record, Rectangle, leave_record, record_of
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.attach import attach
@@ -77,7 +78,9 @@ __all__ = [
     "PRECISIONS",
     "PRECISION_SPELLINGS",
     "TIERS",
+    "Box",
     "Engine",
+    "Family",
     "LossScaling",
     "MemoryBill",
     "ModelState",
@@ -90,6 +93,8 @@ __all__ = [
     "Plan",
     "Precision",
     "Read",
+    "Record",
+    "Rectangle",
     "ShardedModule",
     "ShardedOptimizer",
     "Traffic",
@@ -108,10 +113,13 @@ __all__ = [
     "estimate",
     "find_units",
     "gathered",
+    "leave_record",
+    "named_mesh",
     "on_foreign_step",
     "parameter_names",
     "persistent_buffers",
     "preset_named",
+    "record_of",
     "register_forward_method",
     "shard",
     "whole_weights",

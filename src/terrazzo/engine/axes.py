@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,23 +19,28 @@ from terrazzo.engine.place import DATA_AXES
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.tally import Tally
 
-__all__ = ["Axes", "data_mesh"]
+__all__ = ["Axes", "data_mesh", "named_mesh"]
 
 
 def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
-    """The mesh of all ranks on a `kind` of device, in sizes (ranks,) or (replicas, shards). Collective.
+    """The mesh of all ranks on a `kind` of device, in sizes (ranks,) or (replicas, shards). Collective."""
+    return named_mesh(kind, dict(zip(("dp_replicate", "dp_shard")[-len(sizes) :], sizes, strict=True)))
+
+
+def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks on a `kind` of device, by axis, outermost first. Collective.
 
     Models share one of several axes, and its process groups, as long as the default group is the same; that one is the
     group of a single axis.
     """
     known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() and len(sizes) > 1 else {}
-    if (mesh := known.get((kind, *sizes))) is None:
-        mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard")[-len(sizes) :])
-        known[kind, *sizes] = mesh
+    key = (kind, *sizes.items())
+    if (mesh := known.get(key)) is None:
+        mesh = known[key] = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return mesh
 
 
-_MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[str | int, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
+_MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 class Axes:

@@ -1,0 +1,71 @@
+"""The mesh of ranks by the names of its axes."""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.engine import named_mesh
+from terrazzo.engine.process.device import kind_of_group
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["mesh", "mesh_sizes"]
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+"""From the outermost to the innermost: neighbouring ranks, which the fastest links join, are those of `tp`."""
+
+
+def mesh(
+    *,
+    tp: int | None = None,
+    cp: int | None = None,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
+    device: str | None = None,
+) -> DeviceMesh:
+    """All ranks of the process group, arranged by axes. Collective.
+
+    Args:
+        tp: ranks that have a part of each matrix (tensor parallel); left out, the mesh has no such axis.
+        cp: ranks that have a part of each sequence (context parallel); left out, the mesh has no such axis.
+        dp_replicate: groups that hold copies of each other under plans such as `hybrid_shard`.
+        dp_shard: ranks over which states are split; by default what the other axes leave.
+        device: kind of device; by default that of the process group.
+
+    Returns:
+        A mesh with the axes given and `dp_shard`; the same object for the same axes, as long as the group is the same.
+
+    Raises:
+        BadInput: sizes whose product is not the number of ranks.
+        Misuse: without a process group.
+    """
+    if not dist.is_initialized():
+        raise Misuse("tz.mesh needs torch.distributed. Call torch.distributed.init_process_group() first.")
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    return named_mesh(device or kind_of_group(), mesh_sizes(given, dist.get_world_size()))
+
+
+def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
+    """The sizes of the axes given and of `dp_shard`, outermost first.
+
+    Args:
+        given: by axis; None where the mesh is to have no such axis, and `dp_shard` what the others leave.
+
+    Raises:
+        BadInput: sizes that are no positive integers, or whose product is not `world_size`.
+    """
+    sizes = {axis: size for axis in AXES if (size := given.get(axis)) is not None}
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise BadInput(f"The mesh axis {axis} is {size!r}; it counts ranks: give an int, 1 or more.")
+    others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
+    if world_size % others or sizes.get("dp_shard", world_size // others) * others != world_size:
+        product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise BadInput(
+            f"The mesh {product} does not make up the {world_size} ranks of this run: the product of its axes must be "
+            f"{world_size}. Leave dp_shard out, which takes what the others leave, and choose others whose product "
+            f"divides {world_size}."
+        )
+    return {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
