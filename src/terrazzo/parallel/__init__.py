@@ -12,7 +12,7 @@ from terrazzo.parallel.chunks import Balance, Chunks
 from terrazzo.parallel.context import MODES, Context, Mode
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.registry import check_config
-from terrazzo.parallel.sharing import context_of, share_sequences
+from terrazzo.parallel.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.tiles import Sight
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "mesh",
     "mesh_sizes",
     "share_sequences",
+    "whole_sequences",
 ]

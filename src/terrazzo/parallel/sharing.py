@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.context import Context
 from terrazzo.parallel.registry import is_of_transformers, register
 
-__all__ = ["context_of", "share_sequences"]
+__all__ = ["context_of", "share_sequences", "whole_sequences"]
 
 _KEPT = "_terrazzo_shared_by"
 
@@ -48,3 +49,9 @@ def context_of(model: nn.Module) -> Context | None:
     """What `share_sequences` gave a model; None where it has whole sequences."""
     found: Context | None = vars(model).get(_KEPT)
     return found
+
+
+def whole_sequences(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, every rank gives the model whole sequences, as one does that writes text."""
+    context = context_of(model)
+    return contextlib.nullcontext() if context is None else context.unsplit()

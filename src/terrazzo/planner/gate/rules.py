@@ -296,7 +296,7 @@ ENGINE = (
             f"Plan with it, but run with {axis} 1.",
             "terrazzo.engine.place",
         )
-        for axis, words in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert"))
+        for axis, words in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"))
     ),
     Rule(
         "fp8 matrix products",
