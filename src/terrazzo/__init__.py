@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         register_forward_method,
         shard,
     )
-    from terrazzo.parallel import mesh
+    from terrazzo.parallel.mesh import mesh
     from terrazzo.planner.api import plan
 
     full_state_dict: Any
@@ -50,7 +50,7 @@ else:
             "terrazzo.integrations.fsdp2": ("fully_shard",),
             "terrazzo.integrations.pretrained": ("save_pretrained",),
             "terrazzo.integrations.weights": ("full_state_dict",),
-            "terrazzo.parallel": ("mesh",),
+            "terrazzo.parallel.mesh": ("mesh",),
             "terrazzo.planner.api": ("plan",),
         },
     )

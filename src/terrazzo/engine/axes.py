@@ -1,7 +1,8 @@
-"""The data axes of a device mesh: their sizes, this rank's place on them, and the collectives along each."""
+"""The axes of a device mesh: their sizes, this rank's place on them, and the collectives along each."""
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,10 @@ from terrazzo.engine.place import DATA_AXES
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.tally import Tally
 
-__all__ = ["Axes", "data_mesh", "named_mesh"]
+__all__ = ["BESIDE", "Axes", "data_mesh", "named_mesh"]
+
+BESIDE = ("tp",)
+"""Mesh axes along which ranks see the same data."""
 
 
 def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
@@ -44,26 +48,49 @@ _MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = wea
 
 
 class Axes:
-    """Mesh axes along which ranks see different data, innermost first.
+    """The axes of a mesh, innermost first.
+
+    Ranks see different data along the data axes. `dp_shard` and `cp` are one of them, under the name of the first: over
+    both together states are split, and gradients are summed. Along `tp` ranks see the same data, and have parts of
+    matrices.
 
     Args:
         tally: where what goes through them is counted.
 
     Attributes:
-        names: the mesh's data axes.
+        names: those over which gradients are summed: the data axes; for parameters that ranks along others share,
+            these too, from `with_sums_over` on.
+        every: all of the mesh.
         device: the device whose memory holds every state.
         side: where chains of collectives run as a whole; None where the host waits for each.
     """
 
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
-        dims = mesh.mesh_dim_names or ()
-        self.names = tuple(axis for axis in DATA_AXES if axis in dims)
+        groups = _groups(mesh)
+        self.every = tuple(groups)
+        self.names = tuple(axis for axis in self.every if axis in DATA_AXES)
         self.device = devices.current(mesh.device_type)
         self._collectives: dict[str, Collectives] = {
-            axis: collectives_for(mesh.get_group(axis), self.device, tally.traffic, tally.ledger) for axis in self.names
+            axis: collectives_for(group, self.device, tally.traffic, tally.ledger) for axis, group in groups.items()
         }
-        backends = [backend_of(mesh.get_group(axis), self.device) for axis in self.names]
+        backends = [backend_of(group, self.device) for group in groups.values()]
         self.side = side_of(self.device, backends)
+
+    def with_sums_over(self, axes: tuple[str, ...]) -> Axes:
+        """The same mesh, for parameters whose gradients are summed over further axes; those it lacks are left out."""
+        summed = copy.copy(self)
+        summed.names = (*self.names, *(axis for axis in axes if axis in self.every))
+        return summed
+
+    @property
+    def summed_beside(self) -> tuple[str, ...]:
+        """The axes along which ranks see the same data and hold the same parameters, whose gradients are summed."""
+        return tuple(axis for axis in self.names if axis in BESIDE)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The axes along which ranks see the same data."""
+        return tuple(axis for axis in self.every if axis in BESIDE)
 
     @property
     def control_device(self) -> torch.device:
@@ -76,7 +103,7 @@ class Axes:
         return self._collectives[axis]
 
     def size(self, axes: Iterable[str] | None = None) -> int:
-        """How many ranks the axes span; all data axes by default."""
+        """How many ranks the axes span; by default those over which gradients are summed."""
         return math.prod(self._collectives[axis].size for axis in (self.names if axes is None else axes))
 
     def live(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -92,15 +119,15 @@ class Axes:
         return all(self._collectives[axis].rank == 0 for axis in axes)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over all data ranks, in place; blocks."""
-        for axis in self.live(self.names):
+        """The elementwise maximum over all ranks, in place; blocks."""
+        for axis in self.live(self.every):
             self.along(axis).maximum(values)
         return values
 
     def rows(self, values: Tensor) -> Tensor:
-        """The 1-D `values` of all data ranks as rows; blocks."""
+        """The 1-D `values` of all ranks as rows; blocks."""
         rows = values.unsqueeze(0)
-        for axis in self.live(self.names):
+        for axis in self.live(self.every):
             rows = self.along(axis).gather_rows(rows).flatten(0, 1)
         return rows
 
@@ -110,15 +137,31 @@ class Axes:
             value = reduce(self.along(axis).gather_rows(value), dim=0)
         return value
 
-    def equal(self, values: Tensor) -> list[bool]:
-        """For each of the 1-D int64 `values`, whether all data ranks hold the same; blocks."""
-        highest, lowest = self.maximum(torch.stack([values, ~values]))
+    def equal(self, values: Tensor, axes: Iterable[str] | None = None) -> list[bool]:
+        """For each of the 1-D int64 `values`, whether all ranks of the axes, by default all, hold the same; blocks."""
+        both = torch.stack([values, ~values])
+        for axis in self.live(self.every if axes is None else axes):
+            self.along(axis).maximum(both)
+        highest, lowest = both
         same: list[bool] = (highest == ~lowest).tolist()
         return same
 
-    def broadcast(self, values: Tensor) -> None:
-        """Overwrite `values` with those of the first data rank; blocks. They cross the links of an outer axis once."""
-        axes = self.live(self.names)
-        for position in reversed(range(len(axes))):
-            if self.is_first(axes[:position]):
-                self.along(axes[position]).broadcast(values)
+    def broadcast(self, values: Tensor, axes: Iterable[str]) -> None:
+        """Overwrite `values` with those of the first rank of the axes; blocks. They cross outer links once."""
+        live = self.live(axes)
+        for position in reversed(range(len(live))):
+            if self.is_first(live[:position]):
+                self.along(live[position]).broadcast(values)
+
+
+def _groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """The process group of each axis that is known, innermost first; that of `dp_shard` has the ranks of `cp` too."""
+    dims = mesh.mesh_dim_names or ()
+    split = tuple(dim for dim in dims if dim in _SPLIT)
+    groups = {axis: mesh.get_group(axis) for axis in (*BESIDE, *DATA_AXES) if axis in dims and axis not in _SPLIT}
+    if split:
+        groups["dp_shard"] = (mesh[split]._flatten("_".join(split)) if len(split) > 1 else mesh[split[0]]).get_group()
+    return {axis: groups[axis] for axis in (*BESIDE, *DATA_AXES) if axis in groups}
+
+
+_SPLIT = ("dp_shard", "cp")

@@ -67,7 +67,7 @@ class Bucket(BucketSpec):
             on_host=axes.device.type == "cpu",
         )
         self.members, self.recipe, self.ledger, self.space = members, recipe, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, recipe, ledger, self.sum_axes, tiers.grad)
+        self.gradient = Gradient(self.space, recipe, members, ledger, self.sum_axes, tiers.grad)
         self.moments: dict[str, Resting] = {}
         self.changes = 0
         self._moment_homes: list[Resting] = []

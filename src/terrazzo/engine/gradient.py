@@ -6,7 +6,8 @@ once the last one has been summed over all ranks and divided. Finished and parti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.layout import Range
 from terrazzo.engine.links.transfer import Ledger, Moves, Released, branching, converted, for_computation, further
+from terrazzo.engine.partition import Member
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import SumAxes
@@ -61,13 +63,15 @@ class Gradient:
     """Summed and divided for every parameter of a flat space.
 
     Args:
+        members: the parameters.
         ledger: of transient memory.
         sum_axes: the axes over which it is summed.
         tier: where it rests once it is finished.
 
     Attributes:
         seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
-        filled_numel: elements of the parameters whose gradients are in the unreduced gradient.
+        filled_numel: elements of the parameters whose gradients are in the unreduced gradient; of whole ones, so that
+            ranks with other parts of them count the same.
         finished: if there is a finished gradient, be it still on its way to its tier.
         changes: counts those of the finished gradient.
     """
@@ -75,9 +79,14 @@ class Gradient:
     _store: Homes  # from `build` on
     _home: Resting | None  # None on the device: each finished gradient is a tensor of its own
 
-    def __init__(self, space: Space, recipe: Recipe, ledger: Ledger, sum_axes: SumAxes, tier: str) -> None:
+    def __init__(
+        self, space: Space, recipe: Recipe, members: Sequence[Member], ledger: Ledger, sum_axes: SumAxes, tier: str
+    ) -> None:
         self.space, self.recipe, self.ledger, self.sum_axes, self.tier = space, recipe, ledger, sum_axes, tier
         self.seen = [False] * len(space.layout.slots)
+        self._numels = [math.prod(member.shape) for member in members]
+        first = recipe.axes.is_first(recipe.axes.summed_beside)
+        self._counts = [first or member.record is None or not member.record.alike for member in members]
         self.finished: Landed | None = None
         self.changes = 0
         self.pending: Tensor | None = None
@@ -114,13 +123,13 @@ class Gradient:
         if self.pending is None:
             self.pending = self._start_pending(dtype)
             self._lent = False
-        slot = self.space.layout.slots[index]
-        target = view(self.pending, slot)
+        target = view(self.pending, self.space.layout.slots[index])
+        given = parameter.grad if self._counts[index] else torch.zeros_like(parameter.grad)
         if self._filled[index]:
-            target.add_(parameter.grad)
+            target.add_(given)
         else:
-            target.copy_(parameter.grad)
-            self.filled_numel += slot.numel
+            target.copy_(given)
+            self.filled_numel += self._numels[index]
         parameter.grad = None
         self._filled[index] = self.seen[index] = True
 
@@ -260,14 +269,29 @@ class Gradient:
         Args:
             index: this rank's elements of that parameter alone; None where it has none.
         """
+        return self._read(self._range_of(index))
+
+    def given(self, index: int | None = None) -> Tensor | None:
+        """What this rank gives of it to sums over `optim`'s axes and all that are beside the data axes.
+
+        Each element is given by one rank, however many hold it. Arguments as of `whole`.
+        """
+        own = self.space.range((*self.sum_axes.optim, *self.recipe.axes.summed_beside))
+        return self._read(self._range_of(index).intersect(own))
+
+    def _range_of(self, index: int | None) -> Range:
+        return self.space.layout.whole if index is None else self.space.layout.slots[index].range
+
+    def _read(self, wanted: Range) -> Tensor | None:
+        """What this rank has of `wanted`, scaled; None for nothing."""
         finished = self.finished
         if finished is None:
             return None
         resting = finished.wait()
-        wanted = resting.range if index is None else resting.range.intersect(self.space.layout.slots[index].range)
-        if not wanted.numel:
+        held = resting.range.intersect(wanted)
+        if not held.numel:
             return None
-        with resting.opened(wanted) as data:
+        with resting.opened(held) as data:
             return data if finished.factor is None else data * finished.factor.to(data.device)
 
     def is_finite(self) -> Tensor | None:
@@ -316,7 +340,7 @@ class Gradient:
         for index in indices:
             if self._filled[index]:
                 self._filled[index] = False  # what is not filled counts as zero
-                self.filled_numel -= slots[index].numel
+                self.filled_numel -= self._numels[index]
             if self._partial is not None:
                 self._partial.change(Tensor.zero_, slots[index].range)
             self.change(index, Tensor.zero_)  # behind the factor, for 0 times NaN is NaN

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from terrazzo.engine.family import Family, Record, record_of
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Member", "UnitSpec", "Units", "find_units", "parameter_names", "partition"]
@@ -30,6 +31,7 @@ class Member:
     """One parameter: every name it has, where it is registered, and what steps it.
 
     Attributes:
+        record: what this rank has of it, where ranks share it; None for an ordinary parameter.
         group: number of its param group among those of all optimizers of the model; -1 for none.
         holders: modules and attributes, until its values are there; they may hold the model itself.
         registered: the dictionaries of parameters in which it stands from then on, by attribute.
@@ -38,6 +40,7 @@ class Member:
     names: tuple[str, ...]
     parameter: nn.Parameter
     holders: tuple[tuple[nn.Module, str], ...]
+    record: Record | None = None
     group: int = -1
     registered: tuple[tuple[dict[str, Any], str], ...] = ()
 
@@ -48,6 +51,15 @@ class Member:
     @property
     def trainable(self) -> bool:
         return self.parameter.requires_grad
+
+    @property
+    def family(self) -> Family:
+        return Family.DENSE if self.record is None else self.record.family
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, of which this rank may have a part."""
+        return tuple(self.parameter.shape) if self.record is None else self.record.box.shape
 
 
 @dataclass
@@ -225,7 +237,8 @@ def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
     for names, parameter in zip(parameter_names(model), model.parameters(), strict=True):
         paths = [name.rpartition(".") for name in names]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
-        members.append(Member(tuple(names), parameter, holders))
+        record = next((found for holder in holders if (found := record_of(*holder)) is not None), None)
+        members.append(Member(tuple(names), parameter, holders, record))
     return members
 
 

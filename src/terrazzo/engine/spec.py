@@ -115,7 +115,7 @@ class BucketSpec:
     Args:
         whole: elements of the space on the ranks of all data axes, padding included.
         plan: its places hold only axes with more than one rank.
-        ranks: the data axes with more than one rank, innermost first.
+        ranks: the axes with more than one rank over which gradients are summed, innermost first; data axes come first.
         tiers: where its states rest.
         trainable: or frozen.
         keep: hold full weights between forward and backward whatever the plan says (the root unit, which would be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ class Unit:
         self._gathering: list[Transfer] = []
         self._publishing: Transfer | None = None
         self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without the unit
-        self._trainable_numel = sum(slot.numel for bucket in self.trainable() for slot in bucket.slots)
+        self._trainable_numel = sum(math.prod(m.shape) for bucket in self.trainable() for m in bucket.members)
 
     def __repr__(self) -> str:
         return f"<{self.title}, {self.numel:,} elements>"

@@ -1,11 +1,11 @@
 """The axes beside data: what a rank has of matrices that several ranks share, and of sequences.
 
-    mesh       the mesh of ranks by the names of its axes
-    context    sequences that ranks share, and attention over them; read chunks first, then tiles with kernels, which
-               compute, and modes with exchanges, which bring together
-    sharing    how a model is told, with registry for models of `transformers`
+It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads. Of
+sequences, read chunks first, which rank holds what; tiles with kernels, which compute; modes with exchanges, which bring
+ranks together; context, the face of these; and sharing, how a model is told, with registry for those of `transformers`.
+Open to other packages:
 
-Imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads.
+    mesh    the mesh of ranks by the names of its axes
 """
 
 from terrazzo.parallel.chunks import Balance, Chunks

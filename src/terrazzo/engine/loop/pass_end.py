@@ -28,7 +28,7 @@ def weights_are_split(recipe: Recipe) -> bool:
 
 
 def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:
-    """The elementwise maximum of the `numbers` of all data ranks, which meet at `label`; blocks.
+    """The elementwise maximum of the `numbers` of all ranks, which meet at `label`; blocks.
 
     Raises:
         RanksApart: if another rank has come with another label, or has issued other exchanges than this one on a
@@ -54,7 +54,7 @@ def _trail(axes: Axes, progress: Progress) -> int:
     """
     checksum = zlib.crc32(struct.pack("<qd", progress.steps, progress.denominator.unscaled))
     checksum = zlib.crc32(array("d", _hyper_parameters(progress).values()).tobytes(), checksum)
-    for axis in axes.names:
+    for axis in axes.every:
         checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
     return checksum
 
@@ -94,7 +94,7 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
             f"{divisor} here, and by {min(chosen)} to {max(chosen)} on all ranks. Give "
             "set_gradient_denominator the same on every rank, such as the tokens of the whole global batch."
         )
-    for axis in axes.names:
+    for axis in axes.every:
         trail = [*axes.along(axis).trail][-TRAIL:]
         own = torch.tensor([-1] * (TRAIL - len(trail)) + trail, device=axes.device)
         for theirs in axes.rows(own).tolist():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.axes import Axes
+from terrazzo.engine.axes import BESIDE, Axes
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.model.digest import digest
@@ -22,7 +22,7 @@ from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.stock import NOT_HYPER
 from terrazzo.engine.partition import UnitSpec
-from terrazzo.engine.place import Plan
+from terrazzo.engine.place import DATA_AXES, Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.unit import Unit
@@ -203,11 +203,11 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
         BadInput: there.
     """
     dims = mesh.mesh_dim_names or ()
-    beside = [dim for dim in dims if dim not in axes.names]
-    if not axes.names or beside:
+    if not axes.names or any(dim not in (*DATA_AXES, *BESIDE) for dim in dims):
         raise BadInput(
             f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes "
-            'dp_replicate, dp_shard and cp. Name them: mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
+            "dp_replicate, dp_shard and cp, of which it needs one, and tp. Make it with tz.mesh, or name them: "
+            'mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
         )
     backend = backend_of(mesh.get_group(axes.names[0]), axes.device)
     if axes.device.type == "cuda" and backend == "gloo":
@@ -240,7 +240,7 @@ def check_precision(precision: Precision, axes: Axes) -> None:
         BadInput: there.
     """
     device = axes.device
-    groups = [axes.along(axis).group for axis in axes.live(axes.names)]
+    groups = [axes.along(axis).group for axis in axes.live(axes.every)]
     if precision.reduce == torch.float16 and any(backend_of(group, device) == "nccl" for group in groups):
         raise BadInput(
             "precision: reduce='fp16' with NCCL, which sums in the dtype that is sent: a sum over ranks overflows "
@@ -367,7 +367,7 @@ def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:
     """Names, shapes, dtypes and groups of every unit's parameters, for `check_agreement`."""
     return {
         spec.name: [
-            [m.name, list(m.parameter.shape), str(m.parameter.dtype), m.trainable, m.group] for m in spec.members
+            [m.name, list(m.shape), str(m.parameter.dtype), m.trainable, m.group, m.family.value] for m in spec.members
         ]
         for spec in specs
     }

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer, Resting, view
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.model.parts import refuse_parts
 from terrazzo.engine.model.restore import restore_optimizer
 from terrazzo.engine.model.whole import gathered_state
 from terrazzo.engine.optim.stock import StateSpec
@@ -29,6 +30,7 @@ class OptimizerStates:
     """What one optimizer of a sharded model keeps."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        refuse_parts(engine.axes, "Reading an optimizer's state whole")
         self._engine, self._optimizer = engine, optimizer
         self._driver = next(driver for driver in engine.drivers if driver.reference() is optimizer)
         stepped = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,25 +86,40 @@ def check_initializable(model: nn.Module) -> None:
             )
 
 
-def materialize(members: Iterable[Member], initialize: Initializer, device: torch.device) -> None:
+def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) -> list[Member]:
     """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them.
 
-    Their buffers are real by then: see `materialize_buffers`.
+    What several ranks share is drawn whole and in the order of modules, on each of them, and then each keeps its part:
+    the values do not depend on the mesh. Their buffers are real by then: see `materialize_buffers`.
+
+    Returns:
+        Those that were on the meta device, which hold equal values on all ranks that have the same of them.
     """
-    touched, fresh = {}, set()
+    touched: dict[int, nn.Module] = {}
+    fresh: list[Member] = []
     for member in members:
         meta, holders = member.parameter, member.holders
         member.holders = ()  # they may hold the model itself, which holds the members
         member.registered = tuple((module._parameters, attribute) for module, attribute in holders)
         if not meta.is_meta:
             continue
-        member.parameter = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=meta.requires_grad)
-        fresh.add(member.parameter)
-        for module, attribute in holders:
-            module._parameters[attribute] = member.parameter
-            touched[id(module)] = module
+        _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
+        fresh.append(member)
+        touched |= {id(module): module for module, _ in holders}
     for module in touched.values():
-        initialize(module, fresh)
+        initialize(module, {member.parameter for member in fresh})
+    synchronize([member.parameter for member in fresh], axes)
+    for member in fresh:
+        if member.record is not None:
+            _replace(member, member.record.box.of(member.parameter.detach()))
+    return fresh
+
+
+def _replace(member: Member, value: Tensor) -> None:
+    """Register a parameter of that value under all names of the old one."""
+    member.parameter = nn.Parameter(value, requires_grad=member.trainable)
+    for parameters, attribute in member.registered:
+        parameters[attribute] = member.parameter
 
 
 def materialize_buffers(model: nn.Module, device: torch.device) -> list[nn.Module]:
@@ -139,14 +154,15 @@ def replace_buffers(model: nn.Module, replaced: Callable[[Tensor], Tensor]) -> N
                 module._buffers[name] = made[buffer]
 
 
-def synchronize(tensors: list[Tensor], axes: Axes) -> None:
-    """Make `tensors` equal on all data ranks: those that differ take the first rank's values, as in DDP."""
-    if not axes.live(axes.names) or not tensors:
+def synchronize(tensors: Sequence[Tensor], axes: Axes, along: tuple[str, ...] | None = None) -> None:
+    """Make `tensors` equal on all ranks of the axes `along`, by default all: those that differ take the first rank's."""
+    over = axes.every if along is None else along
+    if not axes.live(over) or not tensors:
         return
     digests = torch.stack([digest(tensor).to(axes.device) for tensor in tensors])
-    for tensor, same in zip(tensors, axes.equal(digests), strict=True):
+    for tensor, same in zip(tensors, axes.equal(digests, over), strict=True):
         if not same:
             value = tensor.detach().to(axes.device).contiguous()
-            axes.broadcast(value)
+            axes.broadcast(value, over)
             with torch.no_grad():
                 tensor.copy_(value)

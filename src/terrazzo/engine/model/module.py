@@ -15,6 +15,7 @@ from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
 from terrazzo.engine.model.names import extra_state, extra_state_takers, persistent_buffers
+from terrazzo.engine.model.parts import refuse_parts
 from terrazzo.engine.model.state import ModelState
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.engine.parameter import AtRest
@@ -52,6 +53,7 @@ class ShardedModule(nn.Module):
             Misuse: where a plan splits weights; it names the calls that have them. Inside `tz.gathered` they are there,
                 and what this gives are copies, which stay.
         """
+        refuse_parts(self._terrazzo.axes, "state_dict()")
         self._terrazzo.catch_up()
         away = next((name for name, each in self.named_parameters() if isinstance(each, AtRest)), None)
         if away is not None and not (kwargs.get("keep_vars") or args[2:3] == (True,)):

@@ -6,6 +6,7 @@ or the number of ranks remains in it, so pieces written under one plan can be re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +68,11 @@ def _copies(bucket: Bucket) -> Range:
     return bucket.space.range(bucket.optim_axes)
 
 
+def _copies_among(own: Sequence[Bucket], bucket: Bucket) -> Range:
+    """The same, and nothing of others than its `own`."""
+    return _copies(bucket) if bucket in own else Range(0, 0)
+
+
 def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
     """This rank's share of the weights, master weights where there are any; over all ranks each element comes once."""
     for bucket in buckets:
@@ -98,15 +104,15 @@ def copied_pieces(
     buckets: list[Bucket], drivers: Sequence[OptimizerDriver]
 ) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
     """Mesh axes along which ranks hold the same, and all that this rank holds of the states of which that is true."""
-    for trainable in (True, False):
-        own = [bucket for bucket in buckets if bucket.trainable is trainable]
-        if not own:
-            continue
-        axes, split = own[0].recipe.axes, own[0].optim_axes
-        if along := axes.live(axis for axis in axes.names if axis not in split):
+    alike: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
+    for bucket in buckets:
+        alike.setdefault((bucket.trainable, bucket.recipe.axes.names), []).append(bucket)
+    for (trainable, names), own in alike.items():
+        split = own[0].optim_axes
+        if along := own[0].recipe.axes.live(axis for axis in names if axis not in split):
             pieces = list(model_pieces(own, _copies))
             for driver in drivers if trainable else ():
-                pieces += optimizer_pieces(driver, _copies)
+                pieces += optimizer_pieces(driver, functools.partial(_copies_among, own))
             yield along, pieces
 
 

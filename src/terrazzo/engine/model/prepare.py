@@ -33,6 +33,7 @@ from terrazzo.engine.model.checks import (
     warn_of_unused,
 )
 from terrazzo.engine.model.materialize import check_initializable
+from terrazzo.engine.model.parts import check_parts
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates
@@ -105,6 +106,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     compiled = [each.name for each in asked.specs if compilation_of(each.module) is not None]  # they reduce otherwise
     facts |= {"parameters": model_facts(asked.specs), "compiled units": compiled}
     check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
+    check_parts([member for spec in asked.specs for member in spec.members], axes)
     recipe = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision)
     return together(axes, lambda: _plan(asked, options, recipe, tally))
 
@@ -179,19 +181,19 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe, ledger: Ledger, owners: S
     for index, spec in enumerate(specs):
         tiers = recipe.plan.tiers_of(index, len(specs))
         groups = _bucket_groups(spec.members, owners)
-        buckets = [Bucket(group, recipe, ledger, not spec.name, tiers) for group in groups]
+        buckets = [Bucket(group, recipe.of(group[0].family), ledger, not spec.name, tiers) for group in groups]
         units.append(Unit(names, index, spec.module, buckets))
     return units
 
 
 def _bucket_groups(members: list[Member], owners: Sequence[int]) -> list[list[Member]]:
-    """Members that can share a flat space: trainable ones by optimizer, in order of their param groups, then frozen
-    ones by dtype.
+    """Members that can share a flat space: trainable ones by family and optimizer, in order of their param groups, then
+    frozen ones by dtype.
     """
-    groups: dict[tuple[bool, int, str], list[Member]] = {}
+    groups: dict[tuple[bool, str, int, str], list[Member]] = {}
     for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
         dtype = member.parameter.dtype
         owner = owners[member.group] if member.trainable and member.group >= 0 else -1
-        key = (not member.trainable, owner, "" if dtype.is_floating_point else str(dtype))
+        key = (not member.trainable, member.family.value, owner, "" if dtype.is_floating_point else str(dtype))
         groups.setdefault(key, []).append(member)
     return [groups[key] for key in sorted(groups)]

@@ -230,10 +230,10 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> None:
     initialize, axes = initializer_of(model), units[0].recipe.axes
     bare = materialize_buffers(model, axes.device)
     for unit in units:
-        members = [member for bucket in unit.buckets for member in bucket.members]
-        materialize(members, initialize, axes.device)
-        synchronize([member.parameter for member in members], axes)
+        fresh = materialize([member for bucket in unit.buckets for member in bucket.members], initialize, axes)
         for bucket in unit.buckets:
+            given = [member.parameter for member in bucket.members if member not in fresh]
+            synchronize(given, axes, bucket.recipe.axes.names)
             bucket.build(store)
     for module in bare:
         initialize(module, ())

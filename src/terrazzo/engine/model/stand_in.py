@@ -203,7 +203,7 @@ class _StandIns:
         engine = self._engine
         for driver in engine.drivers:
             driver.prepare_clipping(float("inf"))  # an update may still scale what it was handed
-        total = norms(([bucket.gradient.whole(index)] for bucket, index in self.keys), engine.recipe, kind)
+        total = norms(([bucket.gradient.given(index)] for bucket, index in self.keys), engine.recipe, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
     def change(self, key: Key, change: Callable[[Tensor], Any]) -> None:

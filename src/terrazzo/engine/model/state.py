@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.model.engine import engine_of
+from terrazzo.engine.model.parts import refuse_parts
 from terrazzo.engine.model.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
 from terrazzo.engine.model.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.engine.model.together import together
@@ -80,6 +81,7 @@ class ModelState:
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
         """This rank's share of all state; over all ranks each element comes once. Collective."""
         engine = self._engine
+        refuse_parts(engine.axes, "Saving")
         if with_optimizer:
             engine.require_own_weights("Saving the optimizer's state")
             if engine.average is not None:
@@ -102,6 +104,7 @@ class ModelState:
             read: may come from any plan and number of ranks.
             all_or_none: does what can fail on one rank alone, or raises on all; by default as `tz.shard` does.
         """
+        refuse_parts(self._engine.axes, "Loading a checkpoint")
         as_one = all_or_none or functools.partial(together, self._engine.axes)
         as_one(lambda: self._fill(read, with_optimizer))
         self._engine.publish()
@@ -136,6 +139,7 @@ class ModelState:
         Raises:
             BadInput: tensors of the wrong shape; all are listed, and nothing is changed.
         """
+        refuse_parts(self._engine.axes, "load_state_dict()")
         self._engine.require_own_weights("load_state_dict()")
         found = self._fitting(state, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
         self._engine.settle()

@@ -10,6 +10,7 @@ from terrazzo.engine.buffer import Resting, view
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.model.engine import engine_of
+from terrazzo.engine.model.parts import refuse_parts
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, did_you_mean, listed
 
@@ -38,6 +39,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
         Name and full tensor, in the dtype that it is kept in: on the device, until the next one is asked for.
     """
     engine = engine_of(model)
+    refuse_parts(engine.axes, "Reading weights whole")
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
     places = {name: place for place in slots for name in place[2].names}
     wanted = [slot.name for _, _, slot in slots] if names is None else list(names)

@@ -97,7 +97,7 @@ def _meet(recipe: Recipe, traffic: Traffic) -> int:
 
 
 def _record_control(recipe: Recipe, traffic: Traffic, numel: int) -> None:
-    for _ in recipe.axes.live(recipe.axes.names):
+    for _ in recipe.axes.live(recipe.axes.every):
         traffic.record("control", numel * torch.int64.itemsize)
 
 

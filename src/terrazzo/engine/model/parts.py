@@ -1,0 +1,60 @@
+"""Parts of parameters that ranks share: whether they fit the mesh, and what does not know them yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.family import Family
+from terrazzo.engine.partition import Member
+from terrazzo.errors import BadInput, listed
+
+__all__ = ["check_parts", "refuse_parts"]
+
+
+def check_parts(members: Sequence[Member], axes: Axes) -> None:
+    """Refuse a model that has been cut for another mesh, or not at all. Collective.
+
+    Raises:
+        BadInput: on every rank.
+    """
+    recorded = [member.name for member in members if member.record is not None]
+    whole = [member.name for member in members if member.record is None]
+    shared = axes.live(axes.beside)
+    if recorded and not shared:
+        raise BadInput(
+            f"The model was cut by tz.parallelize ({listed(recorded)}), but the mesh has the axes "
+            f"{', '.join(axes.names)}. Pass tz.shard the mesh that tz.parallelize was given."
+        )
+    if shared and whole:
+        raise BadInput(
+            f"The mesh has the axis {', '.join(shared)}, along which ranks share matrices, but tz.parallelize does not "
+            f"know {listed(whole)}. Call tz.parallelize(model, mesh, tensor=...) with the whole model before tz.shard, "
+            "and what adds parameters before that; or leave the axis out of the mesh."
+        )
+    if not shared or not members:
+        return
+    cut = [member for member in members if member.family is Family.DENSE]
+    own = torch.tensor([0, *(member.parameter.numel() for member in cut)], device=axes.device)
+    numels = axes.total(own, shared).tolist()[1:]
+    wrong = [m.name for m, numel in zip(cut, numels, strict=True) if numel != torch.Size(m.shape).numel()]
+    if wrong:
+        raise BadInput(
+            f"{listed(wrong)}: the ranks along {', '.join(shared)} do not have the whole of it between them. Pass "
+            "tz.shard the mesh that tz.parallelize was given, and leave parameters as it left them."
+        )
+
+
+def refuse_parts(axes: Axes, what: str) -> None:
+    """Refuse what has to know parameters whole, where ranks share them.
+
+    Raises:
+        BadInput: there.
+    """
+    if axes.live(axes.beside):
+        raise BadInput(
+            f"{what} needs whole parameters, and this rank has parts of matrices that ranks along tp share: this "
+            "version cannot put them together. Do it in a run whose mesh has no axis tp."
+        )
