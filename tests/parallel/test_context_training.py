@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -84,7 +85,7 @@ def plain(documents: bool) -> list[tuple[float, float, dict[str, Tensor], dict[s
         total = torch.zeros(())
         for row in range(ROWS):
             starts = [*(positions[row] == 0).nonzero().flatten().tolist(), TOKENS] if documents else [0, TOKENS]
-            for start, stop in zip(starts, starts[1:], strict=False):
+            for start, stop in itertools.pairwise(starts):
                 piece = slice(start, stop)
                 total = total + loss_of(model(tokens[row : row + 1, piece]), targets[row : row + 1, piece])
         (total / int((targets != -100).sum())).backward()

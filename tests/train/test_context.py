@@ -140,6 +140,7 @@ def test_targets_are_shifted_before_they_are_split() -> None:
         (2, 2, {"batch": {"sequence_length": 30}}, r"batch.sequence_length: .*4 equal chunks.*28 or 32"),
         (2, 2, {"model": {"heads": 3, "dim": 48, "kv_heads": 3}}, r"model.heads 3 do not divide by 2.*mode=gather"),
         (2, 2, {"objective": {"name": "dpo"}}, r"objective 'dpo' compares whole texts.*plan.mesh.cp=1"),
+        (2, 2, {"train": {"compile": True}}, r"train.compile has not been tried.*train.compile=false"),
         (6, 2, {}, r"\(6 ranks / plan.mesh.cp 2\) = 3 sequences at once"),
     ],
 )
@@ -154,7 +155,7 @@ def test_bad_input_is_refused_before_anything_is_built(
 def test_a_model_of_transformers_is_checked_by_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "sliding_window": 8}))
     values = settings(tmp_path, 2, 2, "ring") | {"model": {"kind": "huggingface", "path": str(tmp_path)}}
-    with pytest.raises(BadInput, match="'ring'.*sliding window of 8 tokens.*'gather' or 'ulysses'"):
+    with pytest.raises(BadInput, match=r"'ring'.*sliding window of 8 tokens.*'gather' or 'ulysses'"):
         check(config_from_dict(values), 2)
 
 

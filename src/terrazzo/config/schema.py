@@ -120,7 +120,7 @@ class ContextConfig(Section):
     mode: Literal["gather", "ulysses", "ring"] = Field(
         "gather",
         description="`gather`: each rank gathers a layer's keys and values; `ulysses`: each gets a share of the heads, "
-        "which cp must divide; `ring`: keys and values go round, and those of one rank are in memory at a time",
+        "which cp must divide; `ring`: keys and values go round, and those of a few ranks are in memory at a time",
     )
     balance: Literal["head_tail", "none"] = Field(
         "head_tail",

@@ -1,8 +1,8 @@
 """The axes beside data: what a rank has of matrices that several ranks share, and of sequences.
 
-It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads. Of
-sequences, read chunks first, which rank holds what; tiles with kernels, which compute; modes with exchanges, which bring
-ranks together; context, the face of these; and sharing, how a model is told, with registry for those of `transformers`.
+It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads. Of what
+shares sequences, read chunks first, which rank holds what; tiles with kernels, which compute; modes with exchanges,
+which bring ranks together; context, the face of these; and sharing with registry, how a model is told.
 Open to other packages:
 
     mesh    the mesh of ranks by the names of its axes

@@ -39,7 +39,7 @@ class Context:
     Args:
         group: the ranks that share each sequence; they are given the same ones.
         mode: `gather`, where each rank has all keys and values of a layer in memory while it runs; `ulysses`, where
-            each has all tokens of a share of the heads; `ring`, where each has those of one rank beside its own.
+            each has all tokens of a share of the heads; `ring`, where each has those of two ranks beside its own.
         balance: `head_tail` gives all ranks the same work under a causal mask; with `none` later ranks have more.
 
     Raises:
@@ -108,6 +108,7 @@ class Context:
         self._last = None if positions is None else (weakref.ref(positions), key, sight)
         return sight
 
+    @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
         """Attention of this rank's queries to all keys that they see: `[B, heads, tokens, head_dim]`. Collective.
 

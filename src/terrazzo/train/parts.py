@@ -66,6 +66,11 @@ def check_parts(config: Config) -> None:
             f"plan.mesh.cp is {shared}, and objective '{config.objective.name}' compares whole texts, of which a rank"
             " would have a part. Set plan.mesh.cp=1, or objective=next_token."
         )
+    if config.train.compile:
+        raise BadInput(
+            f"plan.mesh.cp is {shared}, and train.compile has not been tried with attention that exchanges with other"
+            " ranks. Set train.compile=false, or plan.mesh.cp=1."
+        )
     try:
         Chunks(shared, settings.balance).check(config.batch.sequence_length)
     except BadInput as error:

@@ -166,21 +166,11 @@ EVERYWHERE = (
         "shard group across hosts",
         (),
         "warn",
-        lambda setup, _: _grouped(setup) and _crosses(setup, setup.mesh.dp_shard * setup.mesh.cp * setup.mesh.tp),
-        "A shard group of {shard} ranks (dp_shard) reaches over {group} neighbouring GPUs (dp_shard × cp × tp), more "
+        lambda setup, _: _grouped(setup) and _crosses(setup, setup.mesh.shard_ranks * setup.mesh.tp),
+        "A shard group of {shard} ranks (dp_shard × cp) reaches over {group} neighbouring GPUs (with tp), more "
         "than the {domain} that fast links join, so {plan} gathers weights over the network and saves no traffic.",
         "Choose dp_replicate so that a shard group stays within {domain} GPUs.",
         "arXiv 2304.11277, section 3.2.2; arXiv 2205.00119",
-    ),
-    Rule(
-        "shard groups beside context parallelism",
-        (),
-        "warn",
-        lambda setup, _: _grouped(setup) and setup.mesh.cp > 1,
-        "What {plan} splits over a shard group is split over its {shard} ranks of dp_shard alone: cp {cp} ranks each "
-        "hold a copy of it.",
-        "Use zero3, which splits all states over cp too (D), or a larger dp_shard.",
-        "terrazzo.engine.place (S is dp_shard, D all data axes)",
     ),
     Rule(
         "states on consumer disks",
