@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         register_forward_method,
         shard,
     )
+    from terrazzo.parallel import parallelize
     from terrazzo.parallel.mesh import mesh
     from terrazzo.planner.api import plan
 
@@ -50,6 +51,7 @@ else:
             "terrazzo.integrations.fsdp2": ("fully_shard",),
             "terrazzo.integrations.pretrained": ("save_pretrained",),
             "terrazzo.integrations.weights": ("full_state_dict",),
+            "terrazzo.parallel": ("parallelize",),
             "terrazzo.parallel.mesh": ("mesh",),
             "terrazzo.planner.api": ("plan",),
         },
@@ -82,6 +84,7 @@ __all__ = [
     "gathered",
     "initialize",
     "mesh",
+    "parallelize",
     "plan",
     "register_forward_method",
     "save_pretrained",

@@ -24,6 +24,8 @@ packages:
     partition, place, spec, layout                    units, where their states rest, what moves: for the planner
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer                        chains of collectives on paper, likewise
+    axes, model.materialize, model.parts              what is exchanged before a model is sharded, and of activations
+    model.together                                    what ranks are told alike, or refuse as one
     links.gloo, links.columns                         what sums receive, likewise
     offload.needs, offload.store                      what rests away from the device, likewise
 

@@ -10,22 +10,33 @@ Open to other packages:
 
 from terrazzo.parallel.chunks import Balance, Chunks
 from terrazzo.parallel.context import MODES, Context, Mode
+from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.registry import check_config
 from terrazzo.parallel.sharing import context_of, share_sequences, whole_sequences
+from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
 from terrazzo.parallel.tiles import Sight
 
 __all__ = [
     "MODES",
     "Balance",
     "Chunks",
+    "Column",
     "Context",
+    "Embedding",
+    "Enter",
+    "Logits",
     "Mode",
+    "Row",
     "Sight",
+    "SplitSequence",
+    "Style",
+    "Uncut",
     "check_config",
     "context_of",
     "mesh",
     "mesh_sizes",
+    "parallelize",
     "share_sequences",
     "whole_sequences",
 ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.family import Family
+from terrazzo.engine.family import Family, record_of
 from terrazzo.engine.partition import Member
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput, Misuse, listed
 
-__all__ = ["check_parts", "refuse_parts"]
+__all__ = ["check_parts", "check_uncut", "refuse_parts"]
 
 
 def check_parts(members: Sequence[Member], axes: Axes) -> None:
@@ -45,6 +46,21 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
             f"{listed(wrong)}: the ranks along {', '.join(shared)} do not have the whole of it between them. Pass "
             "tz.shard the mesh that tz.parallelize was given, and leave parameters as it left them."
         )
+
+
+def check_uncut(model: nn.Module) -> None:
+    """Refuse a model of which `tz.parallelize` or `tz.shard` has parts already.
+
+    Raises:
+        Misuse: there.
+    """
+    for name, module in model.named_modules():
+        held = module._parameters
+        if hasattr(module, "_terrazzo") or any(record_of(module, attribute) is not None for attribute in held):
+            raise Misuse(
+                f"tz.parallelize was given a model that has been cut or sharded already (at {name or 'its root'!r}). "
+                "Call it once, before tz.shard, on a model that is whole."
+            )
 
 
 def refuse_parts(axes: Axes, what: str) -> None:

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from terrazzo import parallel
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Context, Sight
+from terrazzo.parallel import Context, Sight, Style
 
 __all__ = ["Block", "Decoder", "DecoderConfig"]
 
@@ -219,6 +220,13 @@ class Block(nn.Module):
         return out
 
 
+class TiedHead(nn.Module):
+    """Multiplies with the embedding matrix, which it does not own, where there is no other head."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+
 class Decoder(nn.Module):
     """A decoder-only language model.
 
@@ -236,6 +244,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
+        self.tied_head = TiedHead()
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Next-token logits `[B, T, vocab_size]` of int64 `tokens` `[B, T]`, T ≤ `max_sequence_length`.
@@ -244,7 +253,7 @@ class Decoder(nn.Module):
         that shares its sequences (`use_context`) takes and gives this rank's part of them, and always needs these.
         """
         x = self.hidden(tokens, position_ids)
-        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        logits: Tensor = self.tied_head(x, self.embedding.weight) if self.head is None else self.head(x)
         return logits
 
     def hidden(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -278,6 +287,22 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention):
                 module.context = context
+
+    def tensor_plan(self) -> dict[str, Style]:
+        """How ranks share its matrices: see `tz.parallelize`."""
+        heads, kv_heads = self.config.heads, self.config.kv_heads
+        plan: dict[str, Style] = {"embedding": parallel.Embedding(), "blocks.*": parallel.SplitSequence()}
+        for inner in ("attention", "feed_forward"):
+            plan[f"blocks.*.{inner}"] = parallel.Enter()
+        plan["blocks.*.attention.query"] = parallel.Column(heads)
+        for matrix in ("key", "value"):
+            plan[f"blocks.*.attention.{matrix}"] = parallel.Column(kv_heads)
+        for matrix in ("gate", "up"):
+            plan[f"blocks.*.feed_forward.{matrix}"] = parallel.Column()
+        for matrix in ("attention.output", "feed_forward.down"):
+            plan[f"blocks.*.{matrix}"] = parallel.Row()
+        tied = parallel.Logits(self.config.vocab_size)
+        return plan | ({"tied_head": tied} if self.head is None else {"head": parallel.Column(gathered=True)})
 
     def num_flops_per_token(self, sequence_length: int) -> int:
         """Floating-point operations of forward and backward for one token: `6 N + 12 × layers × dim × T`.

@@ -1,0 +1,85 @@
+"""Dropout under tensor parallelism.
+
+torch's default generators are alike on the ranks of one `tp` group: they see the same data, and drop the same of what
+all of them have whole. Where each rank has a part of its own, it draws from a generator of its own, whose seed comes
+from the shared one, so that a region that is recomputed drops the same again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.errors import RanksApart
+from terrazzo.parallel.ranks import TensorRanks
+
+__all__ = ["fork_dropout", "has_dropout", "watch_seeds"]
+
+_APART = 0x9E3779B97F4A7C15
+"""What tells seeds of neighbouring ranks apart: 2^64 over the golden ratio."""
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether any module drops something in training, by its class or by a share among its attributes."""
+    for module in model.modules():
+        shares = {name: value for name, value in vars(module).items() if "drop" in name or name == "p"}
+        if any(isinstance(value, float) and value > 0 for value in shares.values()):
+            return True
+    return False
+
+
+@dataclass
+class _Fork:
+    """One state at a time for each call that is under way."""
+
+    rank: int
+    kept: list[list[Tensor]] = field(default_factory=list)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if module.training:
+            seed = int(torch.randint(2**62, ()))
+            self.kept.append([each.get_rng_state() for each in _generators()])
+            for each in _generators():
+                each.manual_seed((seed + self.rank * _APART) % 2**63)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.kept:
+            for each, state in zip(_generators(), self.kept.pop(), strict=True):
+                each.set_rng_state(state)
+
+
+def fork_dropout(module: nn.Module, rank: int) -> None:
+    """Have it draw from generators of this rank's own while it runs in training."""
+    fork = _Fork(rank)
+    module.register_forward_pre_hook(fork.before)
+    module.register_forward_hook(fork.after, always_call=True)
+
+
+def _generators() -> list[Any]:
+    """Torch's default ones: of the host, and of the device in use."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return [torch] if accelerator is None else [torch, torch.get_device_module(accelerator)]
+
+
+@dataclass
+class _Watch:
+    ranks: TensorRanks
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not self.ranks.equal(int(torch.randint(2**62, ()))):
+            raise RanksApart(
+                "The ranks along tp have other random states, and would drop other activations of those that all of "
+                "them have: seed ranks that see the same data alike, as by torch.manual_seed(seed + data rank), where "
+                "the data rank is mesh.get_local_rank('dp_shard')."
+            )
+
+
+def watch_seeds(model: nn.Module, ranks: TensorRanks) -> None:
+    """Compare the random states of the ranks as each training forward begins.
+
+    A forward raises `RanksApart` where they differ.
+    """
+    model.register_forward_pre_hook(_Watch(ranks))

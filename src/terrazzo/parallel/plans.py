@@ -1,0 +1,110 @@
+"""Plans of tensor parallelism that models bring themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from terrazzo.errors import BadInput
+from terrazzo.parallel.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
+from terrazzo.parallel.tensor import TensorPlan, matching
+
+__all__ = ["own_plan"]
+
+_TRANSFORMERS: dict[str, Style] = {
+    "colwise": Column(),
+    "colwise_gather_output": Column(gathered=True),
+    "rowwise": Row(),
+    "rowwise_split_input": Row(splits=True),
+    "embedding_rowwise": Embedding(),
+    "replicated_with_grad_allreduce": Uncut(),
+    "sequence_parallel": Uncut(),
+    "replicate": Uncut(),
+}
+"""Styles of `base_model_tp_plan`."""
+
+
+def own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
+    """The plan of a model that has `tensor_plan()`, or of one of transformers.
+
+    Args:
+        size: ranks along `tp`.
+
+    Returns:
+        The plan, and attributes of modules that are to be other numbers once it is carried out.
+
+    Raises:
+        BadInput: a model without one, or whose plan has styles that are unknown here.
+    """
+    own: Any = model
+    if callable(getattr(model, "tensor_plan", None)):
+        plan: TensorPlan = own.tensor_plan()
+        return plan, []
+    theirs = getattr(model, "tp_plan", None) if hasattr(model, "config") else None
+    if not theirs:
+        raise BadInput(
+            f"{type(model).__name__} has no plan of tensor parallelism, neither tensor_plan() nor transformers' "
+            "base_model_tp_plan. Give one, as in tensor={'layers.*.up': 'column', 'layers.*.down': 'row'}."
+        )
+    return _of_transformers(model, theirs, size)
+
+
+def _of_transformers(
+    model: Any, theirs: Mapping[str, str], size: int
+) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
+    styles = {name: _translated(model, name, style) for glob, style in theirs.items() for name in _named(model, glob)}
+    config = model.config.get_text_config()
+    heads: int = config.num_attention_heads
+    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    if heads % size:
+        raise BadInput(
+            f"{type(model).__name__} has {heads} attention heads, which tp {size} does not divide: a rank needs whole "
+            f"heads, as many as the others. Choose tp so that it divides {heads}."
+        )
+    plan: dict[str, Style] = {}
+    for name, style in styles.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        width = getattr(parent, "head_dim", None)
+        counts = {count * width: count for count in (heads, key_heads)} if isinstance(width, int) else {}
+        module = model.get_submodule(name)
+        if isinstance(style, Column) and getattr(module, "out_features", None) in counts:
+            style = replace(style, heads=counts[module.out_features])
+        plan[name] = style
+        if isinstance(style, Column | Row) and parent is not model and "." in name and _is_region(styles, name):
+            plan[name.rpartition(".")[0]] = Enter()
+    changed = [
+        (model.get_submodule(name), "num_key_value_groups", heads // size)
+        for name in [name for name, style in plan.items() if isinstance(style, Enter)]
+        if key_heads < size and hasattr(model.get_submodule(name), "num_key_value_groups")
+    ]
+    runs = {glob.partition(".*")[0] for glob in theirs if ".*" in glob}
+    plan |= {f"{run}.*": SplitSequence() for run in runs if len(runs) == 1 and matching(model, f"{run}.*")}
+    return plan, changed
+
+
+def _is_region(styles: Mapping[str, Style], name: str) -> bool:
+    """Whether there are a matrix that is cut by columns and one by rows side by side."""
+    beside = [style for each, style in styles.items() if each.rpartition(".")[0] == name.rpartition(".")[0]]
+    return all(any(isinstance(style, kind) for style in beside) for kind in (Column, Row))
+
+
+def _named(model: nn.Module, glob: str) -> list[str]:
+    """Modules, or parameters, that a glob means; none where the plan is of a part that this model does not have."""
+    if found := matching(model, glob):
+        return found
+    parent, _, attribute = glob.rpartition(".")
+    parents = matching(model, parent) if parent else []
+    return [f"{name}.{attribute}" for name in parents if attribute in model.get_submodule(name)._parameters]
+
+
+def _translated(model: nn.Module, name: str, style: str) -> Style:
+    if style not in _TRANSFORMERS:
+        raise BadInput(
+            f"The base_model_tp_plan of {type(model).__name__} gives {name!r} the style {style!r}, which this version "
+            f"does not know; it knows {', '.join(_TRANSFORMERS)}. Give tz.parallelize a plan of your own, as in "
+            "tensor={'layers.*.up': 'column', 'layers.*.down': 'row'}."
+        )
+    return _TRANSFORMERS[style]

@@ -1,0 +1,152 @@
+"""What tensor-parallel ranks exchange of activations, and of the gradients of these.
+
+Each exchange has another one on the way back: a gather is undone by a sum that is scattered, a sum by nothing. Sums run
+in rank order, ((r0 + r1) + r2) + ..., those of 16-bit values in fp32. All of it is on plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.links.transfer import Moves, Traffic, Transfer
+from terrazzo.engine.tally import Tally
+
+__all__ = ["SEQUENCE", "TensorRanks", "runs_of"]
+
+SEQUENCE = -2
+"""The dim of activations `[..., T, channels]` that is split over ranks between matrices."""
+
+Exchange = Callable[[Tensor], Tensor]
+
+
+class TensorRanks:
+    """The ranks along `tp` of one mesh, and this one's place among them.
+
+    Attributes:
+        traffic: what this rank has sent.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        tally = Tally()
+        self.axes = Axes(mesh["tp"], tally)
+        self.traffic: Traffic = tally.traffic
+        self._collectives = self.axes.along("tp")
+        self.size, self.rank = self._collectives.size, self._collectives.rank
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
+        return self
+
+    # -- with their ways back ----------------------------------------------------------------------------------
+
+    def copy(self, whole: Tensor) -> Tensor:
+        """What every rank has whole, for a use of its own; on the way back gradients are summed."""
+        return _exchange(whole, lambda x: x.view_as(x), self._sum)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' `part`; on the way back each rank has the whole gradient."""
+        return _exchange(part, self._sum, lambda grad: grad)
+
+    def gather_sequence(self, own: Tensor) -> Tensor:
+        """The whole sequence, for a use of each rank's own; on the way back gradients are summed and split again."""
+        return _exchange(own, lambda x: self._gather(x, SEQUENCE), self._scatter_sum)
+
+    def scatter_sum(self, part: Tensor) -> Tensor:
+        """This rank's part of the sequence of the sum of all ranks' `part`; on the way back gradients are gathered."""
+        return _exchange(part, self._scatter_sum, lambda grad: self._gather(grad, SEQUENCE))
+
+    def split_sequence(self, whole: Tensor) -> Tensor:
+        """This rank's part of a sequence that all have whole; on the way back gradients are gathered."""
+        return _exchange(whole, lambda x: self._own(x, SEQUENCE), lambda grad: self._gather(grad, SEQUENCE))
+
+    def join_sequence(self, own: Tensor) -> Tensor:
+        """The whole sequence, used alike on every rank; on the way back each keeps its part of the gradient."""
+        return _exchange(own, lambda x: self._gather(x, SEQUENCE), lambda grad: self._own(grad, SEQUENCE))
+
+    def join_channels(self, own: Tensor, numel: int) -> Tensor:
+        """All `numel` channels, used alike on every rank; on the way back each keeps its part of the gradient."""
+        return _exchange(own, lambda x: self._gather(x, -1, numel), lambda grad: self._own(grad, -1))
+
+    def split_channels(self, whole: Tensor) -> Tensor:
+        """This rank's channels of what all have whole; on the way back gradients are gathered."""
+        numel = whole.shape[-1]
+        return _exchange(whole, lambda x: self._own(x, -1), lambda grad: self._gather(grad, -1, numel))
+
+    # -- one way -----------------------------------------------------------------------------------------------
+
+    def highest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over the ranks, without a gradient."""
+        rows = self._gather(values.detach().unsqueeze(0), 0)
+        return rows.amax(dim=0)
+
+    def equal(self, number: int) -> bool:
+        """Whether all ranks have the same; the host waits."""
+        return all(self.axes.equal(torch.tensor([number], device=self.axes.control_device)))
+
+    def _sum(self, part: Tensor) -> Tensor:
+        flat = part.reshape(-1)
+        padding = -flat.numel() % self.size
+        flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat.clone()
+        total = _finished(self._collectives.all_reduce(flat, _sum_dtype(part), 1))
+        return total[: part.numel()].view(part.shape).to(part.dtype)
+
+    def _scatter_sum(self, part: Tensor) -> Tensor:
+        chunks = torch.stack(part.chunk(self.size, SEQUENCE))
+        total = _finished(self._collectives.reduce_scatter(chunks.view(-1), _sum_dtype(part)))
+        return total.view(chunks.shape[1:]).to(part.dtype)
+
+    def _gather(self, own: Tensor, dim: int, numel: int | None = None) -> Tensor:
+        """All ranks' parts along `dim`, of equal sizes, or such as `runs_of` makes of `numel`."""
+        sizes = None if numel is None else [stop - start for start, stop in runs_of(numel, self.size)]
+        widest = own.shape[dim] if sizes is None else max(sizes)
+        if own.shape[dim] < widest:  # of the last dim
+            own = torch.nn.functional.pad(own, (0, widest - own.shape[dim]))
+        full = own.new_empty((self.size, *own.shape))
+        full[self.rank] = own
+        _finished(self._collectives.all_gather(full.view(-1)))
+        parts = list(full.unbind())
+        if sizes is not None:
+            parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(parts, dim)
+
+    def _own(self, whole: Tensor, dim: int) -> Tensor:
+        start, stop = runs_of(whole.shape[dim], self.size)[self.rank]
+        return whole.narrow(dim, start, stop - start).contiguous()
+
+
+def runs_of(numel: int, parts: int) -> list[tuple[int, int]]:
+    """`numel` things cut into half-open intervals whose lengths differ by one at most."""
+    return [(numel * part // parts, numel * (part + 1) // parts) for part in range(parts)]
+
+
+def _sum_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def _finished(moves: Moves) -> Tensor:
+    return Transfer(moves).finish()
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, there: Exchange, back: Exchange) -> Tensor:
+        ctx.back = back
+        return there(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.back(grads[0]), None, None
+
+
+def _apply(values: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(values, there, back)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+_exchange: Callable[[Tensor, Exchange, Exchange], Tensor] = torch.compiler.disable(_apply)
+"""Not a part of compiled graphs, whose compiler would run it to see what it does."""

@@ -1,0 +1,293 @@
+"""Tensor parallelism: cuts a model's matrices over ranks, by a plan of globs and styles.
+
+All is read and checked before anything is changed. Every parameter gets a `Record`: of those that are cut its part, of
+the others whether each rank computes a part of its gradient, or all the same.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from terrazzo.engine import Box, Family, Record, leave_record
+from terrazzo.engine.model.materialize import synchronize
+from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.parallel.dropout import fork_dropout, has_dropout, watch_seeds
+from terrazzo.parallel.ranks import TensorRanks, runs_of
+from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, style_named
+from terrazzo.parallel.uses import (
+    LocalRows,
+    PartialSums,
+    TensorUse,
+    enter,
+    gather_outputs,
+    put_forward,
+    split_inputs,
+    split_run,
+    take_part,
+)
+
+__all__ = ["cut_model", "matching"]
+
+TensorPlan = Mapping[str, Style | str]
+"""Globs over names of modules, a `*` within one level, to styles."""
+
+
+@dataclass
+class _Cuts:
+    """What will be done to one model.
+
+    Attributes:
+        styles: of modules, by name.
+        records: of parameters, by the names of their modules and their own.
+        rows: the half-open interval of outputs that a rank computes of a matrix that it has whole, by module.
+    """
+
+    model: nn.Module
+    ranks: TensorRanks
+    styles: dict[str, Style]
+    split: bool
+    records: dict[tuple[str, str], Record] = field(default_factory=dict)
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def named(self, *kinds: type[Style]) -> Iterator[tuple[str, Any, Style]]:
+        """The modules of these styles, in the order in which they are registered."""
+        for name, module in self.model.named_modules():
+            style = self.styles.get(name)
+            if isinstance(style, kinds):
+                yield name, module, style
+
+    def inside(self, name: str, kind: type[Style]) -> bool:
+        """Whether a module is, or lies inside of one, of that style."""
+        parts = name.split(".")
+        return any(isinstance(self.styles.get(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
+
+    def splits(self, name: str) -> bool:
+        """Whether sequences are split around a module."""
+        return self.split and self.inside(name, SplitSequence)
+
+
+def cut_model(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool) -> None:
+    """Cut the matrices of `model` in place. Collective along `tp`.
+
+    Args:
+        sequence: split sequences through the modules of that style; else they are whole everywhere.
+
+    Raises:
+        BadInput: with nothing changed.
+    """
+    cuts = _Cuts(model, ranks, _resolved(model, plan), sequence)
+    _read_cuts(cuts)
+    _check_regions(cuts)
+    _record_uncut(cuts)
+    _replace_parameters(cuts)
+    _put_uses(cuts)
+
+
+def matching(model: nn.Module, glob: str) -> list[str]:
+    """Names of the modules that a glob means; a `*` stays within one level of names."""
+    dots = glob.count(".")
+    names = (name for name, _ in model.named_modules() if name)
+    return [name for name in names if name.count(".") == dots and fnmatch.fnmatchcase(name, glob)]
+
+
+def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
+    if not isinstance(plan, Mapping) or not plan:
+        raise BadInput(
+            f"tensor is {plan!r}; give 'auto', or a dict of globs over names of modules and styles, such as "
+            "{'layers.*.up': 'column', 'layers.*.down': 'row'}."
+        )
+    styles: dict[str, Style] = {}
+    for glob, given in plan.items():
+        style = style_named(given, glob)
+        names = matching(model, glob)
+        if not names:
+            known = [name for name, _ in model.named_modules() if name]
+            raise BadInput(
+                f"The tensor-parallel plan has {glob!r}, which matches no module of {type(model).__name__}."
+                f"{did_you_mean(glob, known)} A '*' stands for one level of names; modules are {listed(known, 6)}."
+            )
+        for name in names:
+            if styles.setdefault(name, style) != style:
+                raise BadInput(
+                    f"The tensor-parallel plan gives {name!r} two styles, {styles[name]} and {style}: write globs of "
+                    "which one matches it."
+                )
+    return styles
+
+
+# -- which part is whose ---------------------------------------------------------------------------------------
+
+
+def _read_cuts(cuts: _Cuts) -> None:
+    """Note the parts of all matrices that are cut.
+
+    Raises:
+        BadInput: modules that cannot be cut as the plan says.
+    """
+    for name, module, style in cuts.named(Column, Row, Embedding):
+        wanted = nn.Embedding if isinstance(style, Embedding) else nn.Linear
+        own_forward = type(module).forward is nn.Linear.forward
+        if not isinstance(module, wanted) or (isinstance(style, Row) and not own_forward):
+            raise BadInput(
+                f"{name!r} is a {type(module).__name__}, and the style {type(style).__name__.lower()} knows "
+                f"torch.nn.{wanted.__name__}{' with its own forward' * (wanted is nn.Linear)} alone. Give its name no "
+                "style, and it stays whole on every rank."
+            )
+        match style:
+            case Column():
+                _read_column(cuts, name, cast(nn.Linear, module), style)
+            case Row():
+                runs = [_part(cuts, name, module.weight.shape[1], "inputs")]
+                cuts.records[name, "weight"] = Record(Family.DENSE, Box.cut(module.weight.shape, 1, runs))
+            case Embedding():
+                _check_embedding(name, cast(nn.Embedding, module))
+                runs = [_part(cuts, name, module.weight.shape[0], "rows")]
+                cuts.records[name, "weight"] = Record(Family.DENSE, Box.cut(module.weight.shape, 0, runs))
+
+
+def _read_column(cuts: _Cuts, name: str, module: nn.Linear, style: Column) -> None:
+    numel, size = module.weight.shape[0], cuts.ranks.size
+    parts = style.parts or (numel,)
+    heads = style.heads if isinstance(style.heads, tuple) else (style.heads,) * len(parts)
+    if sum(parts) != numel or len(heads) != len(parts):
+        raise BadInput(
+            f"{name!r} has {numel} outputs, and the plan fuses parts of {', '.join(map(str, parts))} with heads "
+            f"{style.heads}: give as many heads as parts, and parts that add up to {numel}."
+        )
+    runs, start = [], 0
+    for part, count in zip(parts, heads, strict=True):
+        if count is None:
+            first, last = _part(cuts, name, part, "outputs")
+        elif count % size == 0 and part % count == 0:
+            first, last = runs_of(part, size)[cuts.ranks.rank]
+        elif len(parts) == 1 and size % count == 0 and part % count == 0:
+            first = cuts.ranks.rank * count // size * (part // count)
+            cuts.rows[name] = (first, first + part // count)
+            return
+        else:
+            raise BadInput(
+                f"{name!r} has {count} heads in {part} outputs, which tp {size} does not divide: a rank needs whole "
+                f"heads, as many as the others. Choose tp so that it divides {count}, the number of heads."
+            )
+        runs.append((start + first, start + last))
+        start += part
+    for attribute in ("weight", "bias"):
+        if (parameter := getattr(module, attribute)) is not None:
+            cuts.records[name, attribute] = Record(Family.DENSE, Box.cut(parameter.shape, 0, runs))
+
+
+def _part(cuts: _Cuts, name: str, numel: int, what: str) -> tuple[int, int]:
+    """This rank's part of `numel` things, whose parts may differ by one."""
+    if numel < cuts.ranks.size:
+        raise BadInput(f"{name!r} has {numel} {what}, fewer than tp {cuts.ranks.size}: give its name no style.")
+    return runs_of(numel, cuts.ranks.size)[cuts.ranks.rank]
+
+
+def _check_embedding(name: str, module: nn.Embedding) -> None:
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        raise BadInput(
+            f"{name!r} is an embedding with max_norm or scale_grad_by_freq, which need all rows of a look-up: give its "
+            "name no style, and it stays whole on every rank."
+        )
+
+
+def _check_regions(cuts: _Cuts) -> None:
+    """Refuse plans whose modules do not come to one sum, or that split what is not computed for each position alone.
+
+    Raises:
+        BadInput: there.
+    """
+    for name, _, _ in cuts.named(Enter):
+        inner = [style for each, style in cuts.styles.items() if each.startswith(f"{name}.")]
+        if not all(any(isinstance(style, kind) for style in inner) for kind in (Column, Row)):
+            raise BadInput(
+                f"The tensor-parallel plan has {name!r} as 'enter', but no 'column' and 'row' inside of it: its ranks' "
+                "parts would never be summed. Give the matrices inside their styles."
+            )
+    for name, module in cuts.model.named_modules():
+        if not cuts.splits(name) or cuts.inside(name, Enter) or name in cuts.styles:
+            continue
+        if next(module.parameters(recurse=False), None) is not None and not type(module).__name__.endswith("Norm"):
+            raise BadInput(
+                f"{name!r}, a {type(module).__name__}, is neither cut nor inside of a module of style 'enter', but "
+                "would see a part of each sequence alone. Give it a style ('uncut', if it computes each position by "
+                "itself), or pass sequence=False to tz.parallelize."
+            )
+
+
+def _record_uncut(cuts: _Cuts) -> None:
+    """Note of every other parameter that all ranks have it, and whether they compute the same gradient."""
+    by_parameter: dict[nn.Parameter, tuple[str, Record]] = {}
+    for name, module in cuts.model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module.named_parameters(recurse=False):
+            record = cuts.records.setdefault((name, attribute), _uncut(cuts, name, attribute, parameter))
+            before, known = by_parameter.setdefault(parameter, (f"{name}.{attribute}", record))
+            if record != known:
+                raise BadInput(
+                    f"{before!r} and '{name}.{attribute}' are one parameter, which the plan cuts in two ways: give "
+                    "both of their modules styles that cut alike, such as 'embedding' and 'column_gathered', or none."
+                )
+
+
+def _uncut(cuts: _Cuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
+    """Of a parameter that all ranks have whole: where each sees other activations, gradients are to be summed."""
+    after_sum = attribute == "bias" and isinstance(cuts.styles.get(name), Row)
+    within = cuts.inside(name, Enter) and not after_sum
+    partial = cuts.splits(name) or within or name in cuts.rows
+    return Record(Family.SHARED, Box.all_of(parameter.shape), alike=not partial)
+
+
+# -- doing it --------------------------------------------------------------------------------------------------
+
+
+def _replace_parameters(cuts: _Cuts) -> None:
+    """Leave records, and this rank's parts in the place of what is cut."""
+    real: list[Tensor] = [parameter for parameter in cuts.model.parameters() if not parameter.is_meta]
+    synchronize(real, cuts.ranks.axes)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for (name, attribute), record in cuts.records.items():
+        module = cuts.model.get_submodule(name)
+        leave_record(module, attribute, record)
+        if record.box.is_all:
+            continue
+        whole = getattr(module, attribute)
+        if whole not in replaced:
+            own = record.box.of(whole.detach())
+            replaced[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+        setattr(module, attribute, replaced[whole])
+
+
+def _put_uses(cuts: _Cuts) -> None:
+    """Have modules exchange what they compute."""
+    use, drops = TensorUse(cuts.ranks), has_dropout(cuts.model)
+    run = [module for _, module, _ in cuts.named(SplitSequence)] if cuts.split else []
+    if run:
+        split_run(run[0], run[-1], use)
+    regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
+    if drops:
+        watch_seeds(cuts.model, cuts.ranks)
+        for module in (*run, *regions):
+            fork_dropout(module, cuts.ranks.rank)
+    for name, module, style in cuts.named(Enter, Column, Row, Embedding, Logits):
+        splits = cuts.splits(name)
+        alone = isinstance(style, Column | Logits) and not cuts.inside(name, Enter)
+        if isinstance(style, Enter) or alone:
+            enter(module, use, splits)
+        if isinstance(style, Column) and name in cuts.rows:
+            put_forward(module, LocalRows, cuts.rows[name])
+        elif isinstance(style, Column) and style.gathered:
+            gather_outputs(module, use, module.out_features)
+        elif isinstance(style, Logits):
+            gather_outputs(module, use, style.numel)
+        elif isinstance(style, Row):
+            if style.splits:
+                split_inputs(module, use)
+            put_forward(module, PartialSums, (use, splits))
+        elif isinstance(style, Embedding):
+            start = cuts.records[name, "weight"].box.rectangles[0].offsets[0]
+            take_part(module, use, start, start + module.weight.shape[0])

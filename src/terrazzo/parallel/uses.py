@@ -1,0 +1,224 @@
+"""What modules do around their own forward so that ranks may have parts of their weights.
+
+Hooks and forwards hold a `TensorUse`, which a copy of the model shares: they may be copied with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrazzo.errors import BadInput, Misuse
+from terrazzo.parallel.ranks import TensorRanks
+
+__all__ = [
+    "LocalRows",
+    "PartialSums",
+    "TensorUse",
+    "enter",
+    "gather_outputs",
+    "put_forward",
+    "split_inputs",
+    "split_run",
+    "take_part",
+]
+
+
+@dataclass
+class TensorUse:
+    """Tensor parallelism of one model.
+
+    Attributes:
+        split: whether sequences are split between matrices, in modules that are said to do so. Off for a forward
+            without gradients whose sequence does not divide, such as that of a text that is being written.
+    """
+
+    ranks: TensorRanks
+    split: bool = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorUse:
+        return self
+
+    def enter(self, values: Tensor, splits: bool) -> Tensor:
+        """The whole input of a module whose matrices are cut."""
+        return self.ranks.gather_sequence(values) if splits and self.split else self.ranks.copy(values)
+
+    def leave(self, values: Tensor, splits: bool) -> Tensor:
+        """What the ranks' parts of a sum come to."""
+        return self.ranks.scatter_sum(values) if splits and self.split else self.ranks.sum(values)
+
+    def begin(self, values: Tensor) -> Tensor:
+        """This rank's part of each sequence.
+
+        Raises:
+            BadInput: where there will be gradients, which weights get from parts alone, and the length does not divide.
+        """
+        length, parts = values.shape[-2], self.ranks.size
+        self.split = length % parts == 0
+        if not self.split and torch.is_grad_enabled():
+            raise BadInput(
+                f"Sequences of {length} positions do not divide over tp {parts}: pad or cut them to a multiple of "
+                f"{parts}, or keep them whole between matrices with tz.parallelize(..., sequence=False)."
+            )
+        return self.ranks.split_sequence(values) if self.split else values
+
+    def end(self, values: Tensor) -> Tensor:
+        """Whole sequences again."""
+        was_split, self.split = self.split, True
+        return self.ranks.join_sequence(values) if was_split else values
+
+
+@dataclass
+class _Enter:
+    use: TensorUse
+    splits: bool
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _with_first(module, args, kwargs, lambda values: self.use.enter(values, self.splits))
+
+
+@dataclass
+class _Begin:
+    use: TensorUse
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _with_first(module, args, kwargs, self.use.begin)
+
+
+@dataclass
+class _End:
+    use: TensorUse
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return self.use.end(output)
+        if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+            return (self.use.end(output[0]), *output[1:])
+        raise Misuse(
+            f"The last module whose sequences are split, a {type(module).__name__}, returns a "
+            f"{type(output).__name__}, in which nothing says what the sequence is: return it alone, or first of a "
+            "tuple; or pass sequence=False to tz.parallelize."
+        )
+
+
+def _with_first(module: nn.Module, args: Any, kwargs: Any, change: Any) -> Any:
+    """Arguments with the first floating-point tensor of two dims or more replaced by what `change` makes of it."""
+    for number, value in enumerate(args):
+        if _is_activation(value):
+            return (*args[:number], change(value), *args[number + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if _is_activation(value):
+            return args, {**kwargs, name: change(value)}
+    raise Misuse(
+        f"A {type(module).__name__} that tz.parallelize has cut was called without a tensor of activations: its first "
+        "one of floating-point numbers, of two dims or more, is what ranks exchange."
+    )
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+def enter(module: nn.Module, use: TensorUse, splits: bool) -> None:
+    """Put the input of `module` together as it enters."""
+    module.register_forward_pre_hook(_Enter(use, splits), with_kwargs=True)
+
+
+def split_run(first: nn.Module, last: nn.Module, use: TensorUse) -> None:
+    """Have sequences split from the input of `first` to the output of `last`."""
+    first.register_forward_pre_hook(_Begin(use), with_kwargs=True)
+    last.register_forward_hook(_End(use))
+
+
+@dataclass
+class _GatherOutputs:
+    use: TensorUse
+    numel: int
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return self.use.ranks.join_channels(output, self.numel)
+
+
+def gather_outputs(module: nn.Module, use: TensorUse, numel: int) -> None:
+    """Put all `numel` channels of its output together."""
+    module.register_forward_hook(_GatherOutputs(use, numel))
+
+
+@dataclass
+class _SplitInputs:
+    use: TensorUse
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _with_first(module, args, kwargs, self.use.ranks.split_channels)
+
+
+def split_inputs(module: nn.Module, use: TensorUse) -> None:
+    """Have it take this rank's channels of an input that is whole."""
+    module.register_forward_pre_hook(_SplitInputs(use), with_kwargs=True)
+
+
+@dataclass
+class _Look:
+    """Which of the asked rows are this rank's; one look-up at a time."""
+
+    use: TensorUse
+    start: int
+    stop: int
+    padding: int | None
+    others: Tensor | None = None
+
+    def before(self, module: nn.Module, args: Any) -> Any:
+        asked = args[0]
+        self.others = (asked < self.start) | (asked >= self.stop)
+        inside = self.padding is not None and self.start <= self.padding < self.stop
+        module.padding_idx = self.padding - self.start if inside and self.padding is not None else None  # type: ignore[assignment]
+        return (asked.sub(self.start).masked_fill(self.others, 0), *args[1:])
+
+    def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        assert self.others is not None, "a look-up has begun"
+        module.padding_idx = self.padding  # type: ignore[assignment]
+        others, self.others = self.others, None
+        return self.use.leave(output.masked_fill(others.unsqueeze(-1), 0), splits=False)
+
+
+def take_part(module: nn.Embedding, use: TensorUse, start: int, stop: int) -> None:
+    """Have it look up rows from `start` to `stop`, which this rank has, and sum with the others."""
+    look = _Look(use, start, stop, module.padding_idx)
+    module.register_forward_pre_hook(look.before)
+    module.register_forward_hook(look.after)
+
+
+class PartialSums(nn.Linear):
+    """A linear map whose inputs are this rank's part: its outputs are summed, and the bias added once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        use, splits = vars(self)["terrazzo_use"]
+        summed: Tensor = use.leave(F.linear(input, self.weight), splits)
+        return summed if self.bias is None else summed + self.bias
+
+
+class LocalRows(nn.Linear):
+    """A linear map that every rank has whole, and of which it computes some of the outputs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        start, stop = vars(self)["terrazzo_use"]
+        bias = None if self.bias is None else self.bias[start:stop]
+        return F.linear(input, self.weight[start:stop], bias)
+
+
+def put_forward(module: nn.Module, forward: type[nn.Linear], use: Any) -> None:
+    """Give a linear module another forward, in a class of its own name."""
+    vars(module)["terrazzo_use"] = use
+    kind = type(module)
+    if (made := _MADE.get((kind, forward))) is None:
+        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward.forward}
+        made = _MADE[kind, forward] = type(kind.__name__, (kind,), namespace)
+    module.__class__ = made
+
+
+_MADE: dict[tuple[type, type], type] = {}
+"""One class for all modules of a class and a forward: units are found by classes."""
