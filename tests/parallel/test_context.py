@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import Context, context_of, kernels, share_sequences, tiles
 from terrazzo.parallel.chunks import Chunks
@@ -243,3 +244,10 @@ def test_a_cache_of_keys_is_refused() -> None:
         return context.attend(query, key, key, context.sight(torch.zeros(1, 4, dtype=torch.int64), 4))
 
     assert any("use_cache=False" in part for part in refused(2, with_cache))
+
+
+def test_a_mesh_with_a_context_needs_one() -> None:
+    def without(context: Context) -> object:
+        return tz.parallelize(nn.Linear(2, 2), tz.mesh(cp=2), context=None)
+
+    assert any("context='gather'" in part for part in refused(2, without))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
-from terrazzo.parallel import Context, share_sequences
+from terrazzo.parallel import context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.engine.parity import gradients_of
 from tests.helpers.cover import places
@@ -104,8 +104,8 @@ def trained(case: Case, rank: int) -> list[tuple[float, float, dict[str, Any], d
     checkpoint_activations(model, case.checkpointing, units=[Block])
     grouped = case.plan in GROUPED
     mesh = tz.mesh(cp=CP, **({"dp_replicate": case.ranks // CP} if grouped else {}))
-    context = Context(mesh.get_group("cp"), case.mode)
-    share_sequences(model, context)
+    context = context_of(tz.parallelize(model, mesh, context=case.mode))  # type: ignore[arg-type]
+    assert context is not None
     model, optimizer = tz.shard(
         model, optimizer_of(model), case.plan, units=[Block], precision=case.precision, mesh=mesh
     )
@@ -163,3 +163,33 @@ def test_training_in_parts_is_training(
     mesh: tuple[str, int], mode: str, documents: bool, checkpointing: str, precision: str
 ) -> None:
     check(Case(*mesh, mode, documents, checkpointing, precision))
+
+
+@pytest.mark.parametrize(("plan", "mode"), [("zero3", "gather"), ("zero2", "ring"), ("zero1", "ulysses")])
+def test_matrices_and_sequences_may_be_shared_at_once(plan: str, mode: str) -> None:
+    """Losses and norms: gradients of a rank's own part of a matrix are compared where matrices are cut."""
+    expected = plain(True)
+
+    def on_rank(rank: int) -> list[tuple[float, float]]:
+        model: Any = copy.deepcopy(base())
+        mesh = tz.mesh(tp=2, cp=2)
+        tz.parallelize(model, mesh, context=mode)  # type: ignore[arg-type]
+        context = context_of(model)
+        assert context is not None
+        model, optimizer = tz.shard(model, optimizer_of(model), plan, units=[Block], mesh=mesh)
+        found = []
+        for tokens, targets, positions in batches():
+            model.set_gradient_denominator(int((targets != -100).sum()))
+            inputs, its_targets, its_positions = context.split(tokens, targets, positions)
+            loss = loss_of(model(inputs, its_positions), its_targets)
+            loss.backward()
+            found.append((float(loss.detach()), float(tz.clip_grad_norm_(model, float("inf")))))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    first, second, third, fourth = run_in_threads(4, on_rank)
+    assert first == second and third == fourth  # neighbours share matrices and see the same
+    for step, (loss, norm, *_) in enumerate(expected):
+        assert first[step][0] + third[step][0] == pytest.approx(loss, rel=2e-6)
+        assert first[step][1] == third[step][1] == pytest.approx(norm, rel=1e-5)

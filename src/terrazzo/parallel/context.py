@@ -108,7 +108,6 @@ class Context:
         self._last = None if positions is None else (weakref.ref(positions), key, sight)
         return sight
 
-    @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
         """Attention of this rank's queries to all keys that they see: `[B, heads, tokens, head_dim]`. Collective.
 
