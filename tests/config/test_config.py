@@ -258,8 +258,9 @@ def test_batch_arithmetic_is_shown_when_it_does_not_come_out_whole() -> None:
 
 
 def test_mesh_must_make_up_the_world() -> None:
-    assert mesh_shape(MeshConfig(dp_replicate=2), 8) == (2, 4)
-    assert mesh_shape(MeshConfig(), 8) == (8,)
+    assert mesh_shape(MeshConfig(dp_replicate=2), 8) == {"dp_replicate": 2, "dp_shard": 4}
+    assert mesh_shape(MeshConfig(), 8) == {"dp_shard": 8}
+    assert mesh_shape(MeshConfig(cp=4), 8) == {"dp_shard": 2, "cp": 4}
     with pytest.raises(BadInput, match="their product must be 8"):
         mesh_shape(MeshConfig(dp_replicate=3), 8)
 

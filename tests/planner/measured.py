@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import terrazzo as tz
 from terrazzo.config import config_from_dict
-from terrazzo.engine import LossScaling, Precision, data_mesh
+from terrazzo.engine import LossScaling, Precision, named_mesh
 from terrazzo.train.data import Batch
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
@@ -54,7 +54,7 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
         plan=build_plan(config),
         units=config.plan.units,
         precision=_unscaled(build_precision(config)),
-        mesh=data_mesh(device.type, *mesh_shape(config.plan.mesh, world_size)),
+        mesh=named_mesh(device.type, mesh_shape(config.plan.mesh, world_size)),
         prefetch=config.plan.prefetch,
     )
     count = micro_batches_per_rank(config.batch, world_size)

@@ -58,9 +58,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo",
         {"gpus": 64, "strategy": "hybrid_shard", "dp_replicate": 8},
     ),
-    "shard groups beside context parallelism": (
-        "terrazzo", {"strategy": "hybrid_shard", "cp": 2}, "terrazzo", {"strategy": "zero3", "cp": 2},
-    ),
     "states on consumer disks": ("deepspeed", {"strategy": "zero3@nvme"}, "deepspeed", {"strategy": "zero3@cpu"}),
     "fewer micro-batches than stages": (
         "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
@@ -87,7 +84,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     # what the engine does not run yet
     "tensor parallelism": ("terrazzo", {"tp": 2}, "megatron", {"tp": 2}),
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
-    "context parallelism": ("terrazzo", {"cp": 2}, "megatron", {"cp": 2}),
     "expert parallelism": ("terrazzo", {"model": MOE, "ep": 2}, "terrazzo", {"model": MOE}),
     "fp8 matrix products": ("terrazzo", {"precision": "fp8"}, "terrazzo", {"precision": "bf16"}),
     "optimizer that sees whole matrices": ("terrazzo", {"optimizer": "muon"}, "terrazzo", {"optimizer": "adam"}),

@@ -34,10 +34,11 @@ DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 class MeshConfig(Section):
-    """How the ranks are arranged: `dp_replicate` groups of `dp_shard` ranks each."""
+    """How the ranks are arranged: `dp_replicate` groups of `dp_shard` times `cp` ranks each."""
 
     dp_replicate: int = Field(1, gt=0, description="groups of ranks; each group holds all states of a hybrid plan")
-    dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by dp_replicate")
+    dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by the other two")
+    cp: int = Field(1, gt=0, description="neighbouring ranks that share each sequence (context parallelism)")
 
 
 class PlanConfig(Named):
@@ -111,6 +112,27 @@ class OffloadConfig(Section):
             return value
         text = tier_text(value)
         return "device" if set(Place(tier=text).shares) == {"device"} else text
+
+
+class ContextConfig(Section):
+    """How ranks compute attention over sequences that they share, where `plan.mesh.cp` is more than 1."""
+
+    mode: Literal["gather", "ulysses", "ring"] = Field(
+        "gather",
+        description="`gather`: each rank gathers a layer's keys and values; `ulysses`: each gets a share of the heads, "
+        "which cp must divide; `ring`: keys and values go round, and those of a few ranks are in memory at a time",
+    )
+    balance: Literal["head_tail", "none"] = Field(
+        "head_tail",
+        description="`head_tail`: each rank has a part near the start of a sequence and one near its end, and all have "
+        "the same work; `none`: one part each, and later ranks have more",
+    )
+
+
+class ParallelConfig(Section):
+    """What ranks do that share more than data."""
+
+    context: ContextConfig = ContextConfig()
 
 
 class PrecisionConfig(Named):
@@ -272,6 +294,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     plan: PlanConfig = PlanConfig(name="zero3")
+    parallel: ParallelConfig = ParallelConfig()
     offload: OffloadConfig = OffloadConfig()
     precision: PrecisionConfig = PrecisionConfig()
     batch: BatchConfig = BatchConfig()

@@ -1,27 +1,44 @@
-"""The axes beside data: what a rank has of matrices that several ranks share.
+"""The axes beside data: what a rank has of matrices that several ranks share, and of sequences.
 
-It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads.
+It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads. Of what
+shares sequences, read chunks first, which rank holds what; tiles with kernels, which compute; modes with exchanges,
+which bring ranks together; context, the face of these; and sharing with registry, how a model is told.
 Open to other packages:
 
     mesh    the mesh of ranks by the names of its axes
 """
 
+from terrazzo.parallel.chunks import Balance, Chunks
+from terrazzo.parallel.context import MODES, Context, Mode
 from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.loss import VocabularyLoss
 from terrazzo.parallel.mesh import mesh, mesh_sizes
+from terrazzo.parallel.registry import check_config
+from terrazzo.parallel.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
+from terrazzo.parallel.tiles import Sight
 
 __all__ = [
+    "MODES",
+    "Balance",
+    "Chunks",
     "Column",
+    "Context",
     "Embedding",
     "Enter",
     "Logits",
+    "Mode",
     "Row",
+    "Sight",
     "SplitSequence",
     "Style",
     "Uncut",
     "VocabularyLoss",
+    "check_config",
+    "context_of",
     "mesh",
     "mesh_sizes",
     "parallelize",
+    "share_sequences",
+    "whole_sequences",
 ]

@@ -7,6 +7,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
+from terrazzo.parallel import whole_sequences
 from terrazzo.train.data import Asked, evaluation_batches
 from terrazzo.train.model.causal_lm import generate
 from terrazzo.train.objectives import Validation, objective_of
@@ -27,11 +28,13 @@ def evaluate(session: Session) -> Validation | None:
     dataset, batch, ranks = session.data.validation, session.config.batch, session.ranks
     if dataset is None:
         return None
-    limit, objective = evaluation_limit(session.config, ranks.world_size), objective_of(session.config)
+    parts, objective = session.parts, objective_of(session.config)
+    limit = evaluation_limit(session.config, parts.readers)
     undecided = session.step == 0 and session.config.objective.kind.against_initial
     total = torch.zeros(3, dtype=torch.float64)
     session.model.eval()
-    for part in evaluation_batches(dataset, batch.micro_batch, ranks.rank, ranks.world_size, limit):
+    for whole in evaluation_batches(dataset, batch.micro_batch, parts.reader, parts.readers, limit):
+        part = parts.of(whole)
         loss, right = objective.measure(session.model, part, ranks.device)
         right = part.samples / 2 if undecided else right
         total += torch.tensor([float(loss), part.samples, right], dtype=torch.float64)
@@ -51,13 +54,15 @@ def sample_text(session: Session) -> str:
         return f"{train.sample_chat} → {_answer(session, session.asked)}"
     tokens = torch.tensor([session.prompt], device=session.ranks.device)
     generator = torch.Generator().manual_seed(train.seed + session.step)
-    written = generate(session.model, tokens, train.sample_tokens, temperature=TEMPERATURE, generator=generator)
+    with whole_sequences(session.model):
+        written = generate(session.model, tokens, train.sample_tokens, temperature=TEMPERATURE, generator=generator)
     return session.data.tokenizer.decode(written[0].tolist())
 
 
 def _answer(session: Session, asked: Asked) -> str:
     """The likeliest tokens, up to where the answer ends."""
     tokens = torch.tensor([asked.tokens], device=session.ranks.device)
-    written = generate(session.model, tokens, session.config.train.sample_tokens, temperature=0.0)[0].tolist()
-    answer = itertools.takewhile(lambda token: token not in asked.ends, written[len(asked.tokens) :])
+    with whole_sequences(session.model):
+        written = generate(session.model, tokens, session.config.train.sample_tokens, temperature=0.0)[0]
+    answer = itertools.takewhile(lambda token: token not in asked.ends, written[len(asked.tokens) :].tolist())
     return session.data.tokenizer.decode(answer)

@@ -77,29 +77,43 @@ def build_precision(config: Config) -> Precision:
     return Precision(**dtypes, loss_scaling=base.loss_scaling)
 
 
-def mesh_shape(mesh: MeshConfig, world_size: int) -> tuple[int, ...]:
-    """(replicas, shards), or (ranks,); raises `BadInput` when they do not multiply to the number of ranks."""
-    shard = mesh.dp_shard or world_size // mesh.dp_replicate
-    if mesh.dp_replicate * shard != world_size:
-        given = f" × plan.mesh.dp_shard {mesh.dp_shard}" if mesh.dp_shard else ""
+def mesh_shape(mesh: MeshConfig, world_size: int) -> dict[str, int]:
+    """The axes of the mesh and their sizes, outermost first; raises `BadInput` when they do not multiply to the ranks.
+
+    Beside `dp_shard` those of one rank are left out.
+    """
+    others = mesh.dp_replicate * mesh.cp
+    shard = mesh.dp_shard or world_size // others
+    if others * shard != world_size:
+        given = [f"plan.mesh.dp_shard {mesh.dp_shard}"] if mesh.dp_shard else []
+        given += [f"plan.mesh.cp {mesh.cp}"] if mesh.cp > 1 else []
+        product = " × ".join([f"plan.mesh.dp_replicate {mesh.dp_replicate}", *given])
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        whose = "dp_replicate" if mesh.cp == 1 else "dp_replicate × cp"
         raise BadInput(
-            f"plan.mesh.dp_replicate {mesh.dp_replicate}{given} does not make up the {world_size} ranks of this run:"
-            f" their product must be {world_size}. dp_replicate can be any of {', '.join(map(str, fits))}, with"
+            f"{product} does not make up the {world_size} ranks of this run:"
+            f" their product must be {world_size}. {whose} can be any of {', '.join(map(str, fits))}, with"
             f" dp_shard left out or {world_size} divided by it."
         )
-    return (mesh.dp_replicate, shard) if mesh.dp_replicate > 1 else (shard,)
+    sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": shard, "cp": mesh.cp}
+    return {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard"}
 
 
-def micro_batches_per_rank(batch: BatchConfig, world_size: int) -> int:
-    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out whole."""
-    at_once = batch.micro_batch * world_size
+def micro_batches_per_rank(batch: BatchConfig, world_size: int, shared: int = 1) -> int:
+    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out whole.
+
+    Args:
+        shared: ranks that share each sequence, `plan.mesh.cp`.
+    """
+    readers = world_size // shared
+    at_once = batch.micro_batch * readers
     if batch.global_batch % at_once:
         below = batch.global_batch // at_once * at_once
         options = [str(size) for size in (below, below + at_once) if size]
+        who = f"{world_size} ranks" if shared == 1 else f"({world_size} ranks / plan.mesh.cp {shared})"
         raise BadInput(
             f"batch.global_batch {batch.global_batch} does not divide: batch.micro_batch {batch.micro_batch} ×"
-            f" {world_size} ranks = {at_once} sequences at once, and {batch.global_batch} / {at_once} ="
+            f" {who} = {at_once} sequences at once, and {batch.global_batch} / {at_once} ="
             f" {batch.global_batch / at_once:.4g} micro-batches. Use global_batch {' or '.join(options)}, or another"
             " micro_batch or number of ranks."
         )

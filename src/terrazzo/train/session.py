@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.config import Config, without_passwords
-from terrazzo.engine import data_mesh, engine_of
+from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import gather_json, on_first, patiently, together
+from terrazzo.parallel import share_sequences
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import (
@@ -36,11 +37,11 @@ from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer, build_schedule, resume_schedule
+from terrazzo.train.parts import Parts, build_mesh, parts_of
 from terrazzo.train.plan import (
     build_offload,
     build_plan,
     build_precision,
-    mesh_shape,
     micro_batches_per_rank,
 )
 from terrazzo.train.reference import (
@@ -67,6 +68,7 @@ class Session:
 
     config: Config
     ranks: Ranks
+    parts: Parts
     data: TokenData
     loader: Loader
     model: nn.Module
@@ -89,7 +91,7 @@ class Session:
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step on each rank."""
-        return micro_batches_per_rank(self.config.batch, self.ranks.world_size)
+        return micro_batches_per_rank(self.config.batch, self.ranks.world_size, self.config.plan.mesh.cp)
 
     @property
     def places_per_step(self) -> int:
@@ -200,9 +202,9 @@ class Session:
             )
 
 
-def evaluation_limit(config: Config, world_size: int) -> int:
-    """Sequences over all ranks that an evaluation reads at most."""
-    return config.train.eval_batches * config.batch.micro_batch * world_size
+def evaluation_limit(config: Config, readers: int) -> int:
+    """Sequences over all ranks that an evaluation reads at most; `readers` do not share theirs with others."""
+    return config.train.eval_batches * config.batch.micro_batch * readers
 
 
 def open_session(config: Config, ranks: Ranks, notes: Sequence[str] = ()) -> Session:
@@ -222,16 +224,20 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     say = Console().say if ranks.is_first else None
     data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=say)
     agree_on_data(data, config.data)
-    _check_validation(config, data, ranks.world_size)
+    mesh = build_mesh(config, ranks)
+    parts = parts_of(config, ranks, mesh)
+    _check_validation(config, data, parts.readers)
     asked = on_first(lambda: _asked(config, data), BadInput)
     saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
-    due = reference_due(config, data, evaluation_limit(config, ranks.world_size), saved)
+    due = reference_due(config, data, evaluation_limit(config, parts.readers), saved)
     check_same_initial(due, config, saved)
-    loader = Loader(data.train, config, ranks.rank, ranks.world_size)
+    loader = Loader(data.train, config, parts.reader, parts.readers, parts.of)
     make_swap_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     answers = None if asked is None else Asked(*asked)
     model, flops_per_token = _model(config, data, _prompt(config, data, answers))
+    if parts.context is not None:
+        share_sequences(model, parts.context)
     optimizer = build_optimizer(config.optimizer, model)
     base_bytes = (resident_bytes() or 0) if ranks.device.type == "cpu" else 0  # the model is still without memory
     model, sharded = tz.shard(
@@ -240,7 +246,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         plan=build_plan(config),
         units=config.plan.units,
         precision=build_precision(config),
-        mesh=data_mesh(ranks.device.type, *mesh_shape(config.plan.mesh, ranks.world_size)),
+        mesh=mesh,
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
     )
@@ -254,7 +260,7 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
         schedule = build_schedule(config.schedule, config.train.steps, sharded)
         session = Session(
-            config, ranks, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
+            config, ranks, parts, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
         )
         session.asked = answers
         session.initial = initial_model(config, saved)
@@ -268,9 +274,9 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     return session
 
 
-def _check_validation(config: Config, data: TokenData, world_size: int) -> None:
+def _check_validation(config: Config, data: TokenData, readers: int) -> None:
     """Raise `BadInput` where an evaluation would have no token to measure."""
-    dataset, limit = data.validation, evaluation_limit(config, world_size)
+    dataset, limit = data.validation, evaluation_limit(config, readers)
     if dataset is not None and not dataset.valid_tokens(evaluated(dataset, limit)):
         raise BadInput(
             f"The validation data have no token to learn in the {min(limit, len(dataset))} of their {len(dataset)}"

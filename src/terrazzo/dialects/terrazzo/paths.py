@@ -17,6 +17,7 @@ PATH_OF: Mapping[str, str] = {
     **{key: key for key in _SAME},
     "plan.mesh.dp_replicate": "mesh.dp_replicate",
     "plan.mesh.dp_shard": "mesh.dp_shard",
+    "plan.mesh.cp": "mesh.cp",
     "launch.ranks": "mesh.world",
     "launch.device": "training.device",
     "train.steps": "schedule.total_steps",

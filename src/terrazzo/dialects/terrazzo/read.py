@@ -206,7 +206,7 @@ def _followed(given: Mapping[str, Setting[Any]], reader: Reader, context: Contex
     found = {}
     whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
     ranks = reader.get("launch.ranks") or context.world
-    at_once = micro.value * ranks if isinstance(ranks, int) else 0
+    at_once = micro.value * ranks // given["mesh.cp"].value if isinstance(ranks, int) else 0
     if at_once and whole.value % at_once == 0:
         found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
     if given["schedule.name"].value == "wsd" and not given["schedule.decay_steps"].key:

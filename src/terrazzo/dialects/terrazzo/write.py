@@ -124,7 +124,8 @@ def _mesh(draft: HubDraft) -> None:
         draft.put("mesh.dp_replicate", "plan.mesh.dp_replicate", replicas)
     else:
         draft.carry("mesh.dp_replicate")
-    others = [axis for axis in MODEL_AXES if draft.value(f"mesh.{axis}", 1) != 1]
+    draft.carry("mesh.cp")
+    others = [axis for axis in MODEL_AXES if axis != "cp" and draft.value(f"mesh.{axis}", 1) != 1]
     if others and draft.value("mesh.dp_shard") is not None:
         draft.lossy("mesh.dp_shard", f"without {' and '.join(others)} more ranks are left to it: it takes them all")
     else:
@@ -135,7 +136,7 @@ def _mesh(draft: HubDraft) -> None:
     else:
         draft.carry("mesh.world")
     for axis in others:
-        draft.refuse(f"mesh.{axis}", "`terrazzo train` has data-parallel axes only: set it to 1")
+        draft.refuse(f"mesh.{axis}", "`terrazzo train` has the axes dp_replicate, dp_shard and cp: set it to 1")
 
 
 def _units(draft: HubDraft) -> None:

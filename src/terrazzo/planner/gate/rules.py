@@ -180,21 +180,11 @@ EVERYWHERE = (
         "shard group across hosts",
         (),
         "warn",
-        lambda setup, _: _grouped(setup) and _crosses(setup, setup.mesh.dp_shard * setup.mesh.cp * setup.mesh.tp),
-        "A shard group of {shard} ranks (dp_shard) reaches over {group} neighbouring GPUs (dp_shard × cp × tp), more "
+        lambda setup, _: _grouped(setup) and _crosses(setup, setup.mesh.shard_ranks * setup.mesh.tp),
+        "A shard group of {shard} ranks (dp_shard × cp) reaches over {group} neighbouring GPUs (with tp), more "
         "than the {domain} that fast links join, so {plan} gathers weights over the network and saves no traffic.",
         "Choose dp_replicate so that a shard group stays within {domain} GPUs.",
         "arXiv 2304.11277, section 3.2.2; arXiv 2205.00119",
-    ),
-    Rule(
-        "shard groups beside context parallelism",
-        (),
-        "warn",
-        lambda setup, _: _grouped(setup) and setup.mesh.cp > 1,
-        "What {plan} splits over a shard group is counted here as split over its {shard} ranks of dp_shard alone; "
-        "the engine splits it over cp {cp} too, as one axis.",
-        "Use zero3, which splits all states over cp too (D), or a larger dp_shard.",
-        "terrazzo.engine.axes (dp_shard and cp are one axis)",
     ),
     Rule(
         "states on consumer disks",
@@ -310,7 +300,7 @@ ENGINE = (
             f"Plan with it, but run with {axis} 1.",
             "terrazzo.engine.place",
         )
-        for axis, words in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert"))
+        for axis, words in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"))
     ),
     Rule(
         "fp8 matrix products",

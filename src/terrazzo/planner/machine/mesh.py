@@ -39,7 +39,12 @@ class Mesh:
         shard = math.gcd(ranks, largest)
         return replace(self, dp_replicate=ranks // shard, dp_shard=shard)
 
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks of one shard group, over which the engine splits states: `dp_shard` and `cp` are one axis to it."""
+        return self.dp_shard * self.cp
+
     def sizes(self) -> dict[str, int]:
         """Of the data axes, innermost first, as the engine's plans name them; those of one rank are left out."""
-        data = {"dp_shard": self.dp_shard, "cp": self.cp, "dp_replicate": self.dp_replicate}
+        data = {"dp_shard": self.shard_ranks, "dp_replicate": self.dp_replicate}
         return {axis: size for axis, size in data.items() if size > 1}

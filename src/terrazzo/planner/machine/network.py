@@ -52,9 +52,13 @@ class Group:
 
 
 def group_of(mesh: Mesh, axis: str) -> Group:
-    """The group along a mesh axis. Expert ranks (`ep`) are the innermost data ranks."""
+    """The group along a mesh axis; that of `dp_shard` has the ranks of `cp` too. Expert ranks (`ep`) are the innermost
+    data ranks.
+    """
     if axis == "ep":
         return Group("ep", mesh.ep, mesh.tp)
+    if axis == "dp_shard":
+        return Group(axis, mesh.shard_ranks, mesh.tp)
     stride = 1
     for inner in _ORDER:
         if inner == axis:

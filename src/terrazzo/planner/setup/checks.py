@@ -65,12 +65,12 @@ def _check_world(setup: Setup) -> None:
 
 def _check_plan(setup: Setup) -> None:
     plan, mesh = setup.plan, setup.mesh
-    both = mesh.dp_replicate > 1 and mesh.dp_shard > 1
+    both = mesh.dp_replicate > 1 and mesh.shard_ranks > 1
     if plan.groups and not both:
         raise BadInput(
-            f"{plan.name} needs two or more shard groups of two or more GPUs, but {mesh.batch_ranks} data ranks form "
-            f"{mesh.dp_replicate} group(s) of {mesh.dp_shard} (dp_replicate × dp_shard). Use zero3, which is the same "
-            "with one group, or more GPUs, or another dp_replicate."
+            f"{plan.name} needs two or more shard groups of two or more GPUs, but {mesh.data_ranks} data ranks form "
+            f"{mesh.dp_replicate} group(s) of {mesh.shard_ranks} (dp_replicate × dp_shard). Use zero3, which is the"
+            " same with one group, or more GPUs, or another dp_replicate."
         )
     between = replace(plan.between, tier="device")  # other frameworks keep it where the weight is
     Plan(plan.weight, between, plan.grad, plan.optim, plan.name).resolve(list(mesh.sizes()) or ["dp_shard"])

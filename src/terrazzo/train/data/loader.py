@@ -9,7 +9,7 @@ repeated within an epoch. The cursor (epoch, samples consumed in it) is therefor
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -79,13 +79,21 @@ class Loader:
     """Endless steps over a dataset, from a cursor that counts only what `next_step` has returned.
 
     Sizes are those of section `batch`, of which `micro_batches_per_rank` is whole with `world_size` ranks; `rank` says
-    whose share is read, and `train.seed` draws the order.
+    whose share is read, and `train.seed` draws the order. Ranks that share sequences count as one here, and `part`
+    gives each its own part of a micro-batch.
 
     Raises:
         BadInput: the dataset holds fewer sequences than one global batch.
     """
 
-    def __init__(self, dataset: SequenceDataset, config: Config, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        dataset: SequenceDataset,
+        config: Config,
+        rank: int = 0,
+        world_size: int = 1,
+        part: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
         if len(dataset) < config.batch.global_batch:
             raise BadInput(
                 f"The training data holds {len(dataset)} sequences of {dataset.sequence_length} tokens "
@@ -94,6 +102,7 @@ class Loader:
                 "global batch."
             )
         self.dataset, self.batch, self.rank, self.world_size = dataset, config.batch, rank, world_size
+        self.part = part
         self.order = GlobalOrder(len(dataset), config.train.seed)
         self.cursor = Cursor()
         self.thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data")
@@ -111,7 +120,7 @@ class Loader:
         """The step at `cursor`, and the cursor after it."""
         indices, following = self.order.take(cursor, self.batch.global_batch)
         share = indices.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]
-        micro_batches = tuple(self.dataset.batch(one) for one in share)
+        micro_batches = tuple(self.part(self.dataset.batch(one)) for one in share)
         totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
         return GlobalBatch(micro_batches, *totals), following
 

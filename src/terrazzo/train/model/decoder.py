@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from terrazzo import parallel
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Style
+from terrazzo.parallel import Context, Sight, Style
 
 __all__ = ["Block", "Decoder", "DecoderConfig"]
 
@@ -133,6 +133,10 @@ class RotaryTable(nn.Module):
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
+Seen = Tensor | Sight | None
+"""What tokens see: where a mask `[B, 1, T, T]` is True, what a context says, or all before them and themselves."""
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns channel pairs (i, i + head_dim / 2) of `x` `[B, H, T, head_dim]` by their position's angle."""
     first, second = x.chunk(2, dim=-1)
@@ -149,7 +153,12 @@ def document_mask(positions: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which `heads / kv_heads` query heads share one key-value head."""
+    """Causal self-attention in which `heads / kv_heads` query heads share one key-value head.
+
+    With a context this rank's tokens see those that other ranks have of the same sequences.
+    """
+
+    context: Context | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -160,13 +169,17 @@ class Attention(nn.Module):
         self.value = Linear(config.dim, kv_dim)
         self.output = Linear(config.dim, config.dim, std=INIT_STD / (2 * config.layers) ** 0.5)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen = None) -> Tensor:
         query = _rotate(self.split_heads(self.query(x)), cos, sin)
         key = _rotate(self.split_heads(self.key(x)), cos, sin)
         value = self.split_heads(self.value(x))
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
-        )
+        if isinstance(seen, Sight):
+            assert self.context is not None
+            mixed = self.context.attend(query, key, value, seen)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=self.grouped
+            )
         merged: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return merged
 
@@ -201,8 +214,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, seen))
         out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 
@@ -221,6 +234,8 @@ class Decoder(nn.Module):
     parameter under one name stays one parameter through `to_empty`, which breaks ties between two names.
     """
 
+    context: Context | None = None
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -234,7 +249,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Next-token logits `[B, T, vocab_size]` of int64 `tokens` `[B, T]`, T ≤ `max_sequence_length`.
 
-        With `position_ids`, int64 `[B, T]`, each 0 begins a document, which sees nothing of those before it.
+        With `position_ids`, int64 `[B, T]`, each 0 begins a document, which sees nothing of those before it. A model
+        that shares its sequences (`use_context`) takes and gives this rank's part of them, and always needs these.
         """
         x = self.hidden(tokens, position_ids)
         logits: Tensor = self.tied_head(x, self.embedding.weight) if self.head is None else self.head(x)
@@ -242,18 +258,35 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """What the head is given, `[B, T, dim]`."""
-        if tokens.shape[1] > self.config.max_sequence_length:
+        length = tokens.shape[1] * (self.context.size if self.context is not None and self.context.is_split else 1)
+        if length > self.config.max_sequence_length:
             raise BadInput(
-                f"The model was given sequences of {tokens.shape[1]} tokens, but batch.sequence_length, for which it "
+                f"The model was given sequences of {length} tokens, but batch.sequence_length, for which it "
                 f"was built, is {self.config.max_sequence_length}. Raise it, or shorten the sequences."
             )
-        mask = None if position_ids is None else document_mask(position_ids)
+        seen: Seen = None
+        if self.context is not None:
+            seen = self.context.sight(position_ids, tokens.shape[1])
+        elif position_ids is not None:
+            seen = document_mask(position_ids)
         cos, sin = self.rotary(tokens.shape[1]) if position_ids is None else self.rotary.at(position_ids)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin, mask)
+            x = block(x, cos, sin, seen)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def use_context(self, context: Context) -> None:
+        """Be given parts of sequences from now on, whose rest other ranks have. `position_ids` say which.
+
+        Raises:
+            BadInput: heads that the context cannot divide.
+        """
+        context.check_heads(self.config.heads)
+        self.context = context
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.context = context
 
     def tensor_plan(self) -> dict[str, Style]:
         """How ranks share its matrices: see `tz.parallelize`."""

@@ -39,7 +39,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
 
     Raises: `BadInput` for settings that do not fit together, and for a model that the planner cannot describe.
     """
-    micro_batches = micro_batches_per_rank(config.batch, world_size)
+    micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh.cp)
     precision = build_precision(config)
     mode, every = config.train.checkpointing
     found = machine_of(config) if cluster is None else cluster
@@ -131,5 +131,4 @@ def optimizer_recipe(config: Config) -> OptimizerRecipe:
 
 
 def _mesh(config: Config, world_size: int) -> Mesh:
-    *replicas, shard = mesh_shape(config.plan.mesh, world_size)
-    return Mesh(dp_replicate=replicas[0] if replicas else 1, dp_shard=shard)
+    return Mesh(**mesh_shape(config.plan.mesh, world_size))

@@ -54,11 +54,11 @@ def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estim
 def traced_memory(config: Config, setup: Setup) -> Memory | None:
     """From the model's own operators.
 
-    None where these are compiled, or depend on values, which a trace does not have, or where the units are not those
-    of `setup`.
+    None where these are compiled, exchange with other ranks, or depend on values, which a trace does not have, or where
+    the units are not those of `setup`.
     """
     layers = setup.model.layers
-    if config.train.compile:
+    if config.train.compile or config.plan.mesh.cp > 1:
         return None
     shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
     model = prepare_model(_traced(config, setup, shortened))

@@ -1,0 +1,211 @@
+"""Context parallelism: the ranks of a group share each sequence, and attention is what brings them together.
+
+A rank holds some chunks of every sequence (`chunks`). All else in a decoder works on one token at a time; attention
+exchanges keys and values, or heads, in one of three `modes`, and computes in `tiles`, by `kernels`.
+
+A token sees those of its own document up to itself. Where its document begins follows from two numbers that its rank
+has: the token's place in the sequence, less its position in the document. So positions are all that a model is given,
+and no mask is ever as large as a sequence squared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any, Literal, Self, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrazzo.errors import BadInput, Misuse, did_you_mean
+from terrazzo.parallel.chunks import BALANCES, Chunks, Run
+from terrazzo.parallel.exchanges import gathered
+from terrazzo.parallel.modes import Shared, by_gathering, by_heads, by_ring
+from terrazzo.parallel.tiles import Sight
+
+__all__ = ["MODES", "Context", "Mode"]
+
+Mode = Literal["gather", "ulysses", "ring"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+_COMPUTED = {"gather": by_gathering, "ulysses": by_heads, "ring": by_ring}
+
+
+class Context:
+    """How the ranks of a process group share sequences.
+
+    Args:
+        group: the ranks that share each sequence; they are given the same ones.
+        mode: `gather`, where each rank has all keys and values of a layer in memory while it runs; `ulysses`, where
+            each has all tokens of a share of the heads; `ring`, where each has those of two ranks beside its own.
+        balance: `head_tail` gives all ranks the same work under a causal mask; with `none` later ranks have more.
+
+    Raises:
+        BadInput: a mode or balance that there is not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, mode: str = "gather", balance: str = "head_tail") -> None:
+        self.mode: Mode = _one_of("context mode", mode, MODES)
+        self.chunks = Chunks(group.size(), _one_of("context balance", balance, BALANCES))
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self._is_split = True
+        self._last: tuple[weakref.ref[Tensor], tuple[int, int | None], Sight] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copied model belongs to the same group."""
+        return self
+
+    def split(self, *whole: Tensor) -> tuple[Tensor, ...]:
+        """This rank's part of each tensor, `[B, T, ...]`: `[B, T / ranks, ...]`.
+
+        Shift targets before: the token behind the last one of a chunk is another rank's.
+
+        Raises:
+            BadInput: T does not divide into chunks.
+        """
+        return tuple(self.chunks.split(each, self.rank) for each in whole)
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Of whole `tokens` `[B, T]` that are one document, as `split` gives them: int64 `[B, T / ranks]`."""
+        self.chunks.check(tokens.shape[1])
+        places = self.chunks.places(self.rank, tokens.shape[1], tokens.device)
+        return places.expand(tokens.shape[0], -1)
+
+    @contextlib.contextmanager
+    def unsplit(self) -> Iterator[None]:
+        """Inside, every rank has whole sequences, each its own or all the same, and nothing is exchanged."""
+        before, self._is_split = self._is_split, False
+        try:
+            yield
+        finally:
+            self._is_split = before
+
+    @property
+    def is_split(self) -> bool:
+        """Whether models are given parts of sequences; False inside `unsplit`."""
+        return self._is_split and self.size > 1
+
+    def sight(self, positions: Tensor | None, tokens: int, window: int | None = None) -> Sight:
+        """What this rank's tokens see. Under `ulysses` a collective of the group.
+
+        Args:
+            positions: int64 `[B, tokens]`, counted from 0 in each document; None for whole sequences of one document.
+            tokens: how many of each sequence this rank has.
+            window: a token sees at most so many, itself among them; None for all.
+
+        Raises:
+            Misuse: no positions, which only the caller can know of a part, or impossible ones.
+            BadInput: the tokens are no whole chunks; a window under `ring`.
+        """
+        key = (0 if positions is None or positions.is_inference() else positions._version, window)
+        if self._last is not None and positions is not None:
+            last, its_key, sight = self._last
+            if last() is positions and its_key == key:
+                return sight
+        sight = self._sight(positions, tokens, window)
+        self._last = None if positions is None else (weakref.ref(positions), key, sight)
+        return sight
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
+        """Attention of this rank's queries to all keys that they see: `[B, heads, tokens, head_dim]`. Collective.
+
+        Args:
+            query: `[B, heads, tokens, head_dim]`, this rank's tokens.
+            key: `[B, kv_heads, tokens, head_dim]`, of the same tokens; neighbouring query heads share one.
+            value: likewise.
+            sight: what `self.sight` gave for these tokens.
+            scale: of the scores; by default `1 / sqrt(head_dim)`.
+
+        Raises:
+            BadInput: under `ulysses`, where the ranks do not divide the heads.
+            Misuse: keys of other tokens than the queries, as a cache has them.
+        """
+        if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
+            raise Misuse(
+                f"Context-parallel attention was given {query.shape[2]} queries and {key.shape[2]} keys: it takes both"
+                " of the same tokens. Turn the model's key-value cache off (use_cache=False)."
+            )
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        tokens = query.shape[2]
+        if not self.is_split:
+            return by_gathering(query, key, value, Shared(None, Chunks(1), tokens), sight, scale)
+        if self.mode == "ulysses":
+            self.check_heads(query.shape[1])
+        shared = Shared(self.group, self.chunks, tokens * self.size)
+        return _COMPUTED[self.mode](query, key, value, shared, sight, scale)
+
+    def check_heads(self, heads: int) -> None:
+        """Refuse query heads that the ranks do not divide, which `ulysses` needs.
+
+        Raises:
+            BadInput: there.
+        """
+        if self.mode == "ulysses" and heads % self.size:
+            raise BadInput(
+                f"Context mode 'ulysses' gives each of {self.size} ranks (cp) the same number of heads, and {heads}"
+                f" heads do not divide by {self.size}. Use mode 'gather', which needs no heads to divide, or a cp that"
+                f" divides {heads}."
+            )
+
+    def check_window(self, window: int | None) -> None:
+        """Refuse attention to the last tokens only under `ring`, in which keys that nobody sees would go round.
+
+        Raises:
+            BadInput: there.
+        """
+        if self.mode == "ring" and window is not None:
+            raise BadInput(
+                f"Context mode 'ring' computes causal and document masks, and this model attends within a sliding"
+                f" window of {window} tokens. Use mode 'gather' or 'ulysses'."
+            )
+
+    def _sight(self, positions: Tensor | None, tokens: int, window: int | None) -> Sight:
+        if not self.is_split:
+            begins = _begins([Run(0, 0, tokens)], positions, window)
+            return Sight.of([Run(0, 0, tokens)], begins)
+        if positions is None:
+            raise Misuse(
+                f"The model shares each sequence with {self.size - 1} other ranks, and was given tokens without"
+                " position_ids, so it cannot know which part they are. Pass the positions that context.split(...) or"
+                " context.positions(...) gives; where every rank has whole sequences, call it inside context.unsplit()."
+            )
+        if positions.shape[1] != tokens:
+            raise Misuse(
+                f"The model was given {tokens} tokens of each sequence and positions of {positions.shape[1]}: split"
+                " both with context.split(tokens, positions)."
+            )
+        self.check_window(window)
+        length = tokens * self.size
+        self.chunks.check(length)
+        runs = self.chunks.runs(self.rank, length)
+        begins = _begins(runs, positions, window)
+        if self.mode != "ulysses" or begins is None:
+            return Sight.of(runs, begins)
+        return Sight.of([Run(0, 0, length)], self.chunks.in_order(gathered(begins, self.group), dim=1))
+
+
+def _begins(runs: list[Run], positions: Tensor | None, window: int | None) -> Tensor | None:
+    """The first place that each token sees, int64 `[B, tokens]`; None where that is the sequence's first for all.
+
+    Raises:
+        Misuse: positions that run ahead of their tokens' places.
+    """
+    if positions is None and window is None:
+        return None
+    device = None if positions is None else positions.device
+    places = torch.cat([torch.arange(run.place, run.end, device=device) for run in runs]).unsqueeze(0)
+    begins = torch.zeros_like(places) if positions is None else places - positions
+    if positions is not None and bool(((begins < 0) | (positions < 0)).any()):
+        raise Misuse(
+            "Positions run ahead of the places of their tokens in the sequence, so they are not those of these tokens:"
+            " they count from 0 in each document. Split tokens and positions with one call of context.split(...)."
+        )
+    return begins if window is None else torch.maximum(begins, places - (window - 1))
+
+
+def _one_of(what: str, value: str, known: tuple[Any, ...]) -> Any:
+    if value not in known:
+        raise BadInput(f"'{value}' is no {what}.{did_you_mean(str(value), known)} Use one of: {', '.join(known)}.")
+    return value

@@ -1,0 +1,183 @@
+"""Attention of some queries to some keys, with what is needed to join it with that to others: log-sum-exp.
+
+`backward` takes output and log-sum-exp of all keys that a query sees, of which `key` and `value` may be a part: the
+sum over the parts is the gradient. Both run torch's flash kernels where there are any, and else `portable`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROWS", "Part", "Result", "Seen", "attend", "backward"]
+
+Seen = Tensor | Literal["all", "causal"]
+"""Keys that queries see: `all`; `causal`, where both are the same tokens; or a bool mask `[B, 1, queries, keys]`."""
+
+ROWS = 512
+"""Queries at a time where scores are in memory."""
+
+_aten: Any = torch.ops.aten
+
+
+class Part(NamedTuple):
+    """Some queries and some keys.
+
+    Attributes:
+        query: `[B, heads, queries, head_dim]`.
+        key, value: `[B, kv_heads, keys, head_dim]`; neighbouring query heads share one.
+        scale: of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seen: Seen
+    scale: float
+
+    def by_key_head(self) -> list[Part]:
+        """The queries of each key head one by one, so that keys are not repeated in memory."""
+        return [self._replace(query=each) for each in self.grouped(self.query)]
+
+    def grouped(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor `[B, heads, ...]` likewise: `[B, kv_heads, ...]` each."""
+        return list(tensor.unflatten(1, (self.key.shape[1], -1)).unbind(2))
+
+
+class Result(NamedTuple):
+    """Outputs `[B, heads, queries, head_dim]` in the queries' dtype; log-sum-exp `[B, heads, queries]`, fp32 or fp64.
+
+    A query that sees nothing has 0 and minus infinity.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def attend(part: Part) -> Result:
+    """`softmax(q k^T scale) v` over the keys of the part."""
+    found = [_attend(each) for each in part.by_key_head()]
+    return Result(_joined([each.out for each in found]), _joined([each.lse for each in found]))
+
+
+def backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value for the share that these keys have in the outputs.
+
+    Those of key and value are fp32 or fp64, as sums over the heads that share them.
+
+    Args:
+        grad: of the outputs.
+        whole: over all keys that the queries see, each of which sees some.
+    """
+    groups = zip(part.by_key_head(), *map(part.grouped, (grad, *whole)), strict=True)
+    found = [_backward(each, its_grad, Result(*its_whole)) for each, its_grad, *its_whole in groups]
+    wide = whole.lse.dtype
+    keys, values = (functools.reduce(torch.add, (each[index].to(wide) for each in found)) for index in (1, 2))
+    return _joined([each[0] for each in found]), keys, values
+
+
+def _joined(groups: list[Tensor]) -> Tensor:
+    return groups[0] if len(groups) == 1 else torch.stack(groups, dim=2).flatten(1, 2)
+
+
+def _attend(part: Part) -> Result:
+    query, key, value, seen, scale = part
+    if _is_cpu_flash(part):
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, _is_causal(seen), attn_mask=_bias(seen, query.dtype), scale=scale
+        )
+        return Result(out, _without_blind(lse, seen))
+    if _is_cuda_flash(part):
+        found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, _is_causal(seen), scale=scale)
+        return Result(found[0], found[1])
+    return _portable(part)
+
+
+def _backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, seen, scale = part
+    if _is_cpu_flash(part):
+        gradients: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(grad, query, key, value, *whole, 0.0, _is_causal(seen)),
+            attn_mask=_bias(seen, query.dtype),
+            scale=scale,
+        )
+        return gradients
+    if _is_cuda_flash(part):
+        none, state = torch.empty(0, device=query.device), torch.zeros(2, dtype=torch.uint64, device=query.device)
+        found = _aten._scaled_dot_product_flash_attention_backward(
+            *(grad, query, key, value, *whole, none, none, query.shape[2], key.shape[2]),
+            *(0.0, _is_causal(seen), state, none),
+            scale=scale,
+        )
+        return found[0], found[1], found[2]
+    return _portable_backward(part, grad, whole)
+
+
+def _is_causal(seen: Seen) -> bool:
+    return isinstance(seen, str) and seen == "causal"
+
+
+def _is_cpu_flash(part: Part) -> bool:
+    return part.query.device.type == "cpu" and part.query.shape[-1] == part.value.shape[-1]
+
+
+def _is_cuda_flash(part: Part) -> bool:
+    """Whether torch's kernel for GPUs takes it: 16 bits, no mask."""
+    size, dtype = part.query.shape[-1], part.query.dtype
+    fits = dtype in (torch.float16, torch.bfloat16) and size == part.value.shape[-1] and size % 8 == 0 and size <= 256
+    return part.query.device.type == "cuda" and isinstance(part.seen, str) and fits
+
+
+def _bias(seen: Seen, dtype: torch.dtype) -> Tensor | None:
+    """What is added to scores: minus infinity where a mask has False."""
+    if isinstance(seen, str):
+        return None
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _without_blind(lse: Tensor, seen: Seen) -> Tensor:
+    """The kernel says 0 of a query that sees nothing. Not in place: selective checkpointing may keep its result."""
+    return lse if isinstance(seen, str) else lse.masked_fill(~seen.any(dim=-1), -torch.inf)
+
+
+def _scores(part: Part, first: int) -> Tensor:
+    """Of the `ROWS` queries from `first` on, in fp32 or fp64: minus infinity where nothing is seen."""
+    query = part.query[:, :, first : first + ROWS]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ part.key.to(wide).mT * part.scale
+    if isinstance(part.seen, Tensor):
+        return scores.masked_fill_(~part.seen[:, :, first : first + ROWS], -torch.inf)
+    if _is_causal(part.seen):
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(ones.triu(first + 1), -torch.inf)
+    return scores
+
+
+def _portable(part: Part) -> Result:
+    outs, lses = [], []
+    for first in range(0, part.query.shape[2], ROWS):
+        scores = _scores(part, first)
+        lse = scores.logsumexp(dim=-1)
+        weights = (scores - lse.unsqueeze(-1)).exp_().masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
+        outs.append((weights @ part.value.to(weights.dtype)).to(part.query.dtype))
+        lses.append(lse)
+    return Result(torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+
+
+def _portable_backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, Tensor]:
+    wide = whole.lse.dtype
+    key, value = part.key.to(wide), part.value.to(wide)
+    queries, keys, values = [], torch.zeros_like(key), torch.zeros_like(value)
+    for first in range(0, part.query.shape[2], ROWS):
+        query, its_grad, out, lse = (each[:, :, first : first + ROWS] for each in (part.query, grad, *whole))
+        its_grad = its_grad.to(wide)
+        weights = (_scores(part, first) - lse.unsqueeze(-1)).exp_()
+        values += weights.mT @ its_grad
+        inner = its_grad @ value.mT - (its_grad * out.to(wide)).sum(dim=-1, keepdim=True)
+        weights *= inner.mul_(part.scale)
+        queries.append((weights @ key).to(query.dtype))
+        keys += weights.mT @ query.to(wide)
+    return torch.cat(queries, dim=2), keys, values

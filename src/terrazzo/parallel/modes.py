@@ -1,0 +1,195 @@
+"""The three ways in which context-parallel ranks compute attention together, as autograd functions on plain tensors.
+
+gather   keys and values are gathered; backward gathers them again, and sums their gradients where they came from
+ulysses  each rank is given whole sequences of a share of the heads, and gives back outputs
+ring     keys and values go round, and what each rank makes of them is joined by log-sum-exp
+
+Queries, keys and values are `[B, heads, tokens, head_dim]`; keys and values may have fewer heads than queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from terrazzo.parallel.chunks import Chunks, Run
+from terrazzo.parallel.exchanges import gathered, pass_on, summed, swap
+from terrazzo.parallel.kernels import Result
+from terrazzo.parallel.tiles import Gradients, Outputs, Sight
+
+__all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Sequences of `length` tokens that the ranks of `group` share; None where one rank has them alone."""
+
+    group: dist.ProcessGroup | None
+    chunks: Chunks
+    length: int
+
+    def runs(self, rank: int) -> list[Run]:
+        """Where the tokens of a rank are."""
+        return self.chunks.runs(rank, self.length)
+
+
+def by_gathering(query: Tensor, key: Tensor, value: Tensor, shared: Shared, sight: Sight, scale: float) -> Tensor:
+    """Outputs for this rank's queries, which see what `sight` says."""
+    found: Tensor = _Gathering.apply(query, key, value, shared, sight, scale)  # type: ignore[no-untyped-call]
+    return found
+
+
+def by_ring(query: Tensor, key: Tensor, value: Tensor, shared: Shared, sight: Sight, scale: float) -> Tensor:
+    """As `by_gathering`, with keys and values of one rank in memory beside its own."""
+    found: Tensor = _Ring.apply(query, key, value, shared, sight, scale)  # type: ignore[no-untyped-call]
+    return found
+
+
+def by_heads(query: Tensor, key: Tensor, value: Tensor, shared: Shared, sight: Sight, scale: float) -> Tensor:
+    """As `by_gathering`, where `sight` is that of whole sequences. The ranks divide the query heads.
+
+    Key heads are repeated as far as each rank needs one for its query heads.
+    """
+    ranks, kv_heads = shared.chunks.ranks, key.shape[1]
+    repeats = math.lcm(kv_heads, ranks) // kv_heads
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    query, key, value = (_ToHeads.apply(each, shared) for each in (query, key, value))  # type: ignore[no-untyped-call]
+    alone = Shared(None, Chunks(1), shared.length)
+    found: Tensor = _ToTokens.apply(by_gathering(query, key, value, alone, sight, scale), shared)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Gathering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        query, key, value, shared, sight, scale = args
+        outputs = Outputs(query, scale)
+        both = _whole(torch.cat((key, value), dim=-1), shared)
+        outputs.add(*_halves(both, key), sight, [Run(0, 0, shared.length)])
+        return _keep(ctx, args, outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (query, key, value, *_), gradients = _kept(ctx, grad)
+        shared: Shared = ctx.shared
+        both = _whole(torch.cat((key, value), dim=-1), shared)
+        totals = torch.zeros_like(both, dtype=gradients.of_query.dtype)
+        gradients.add(_halves(both, key), _halves(totals, key), ctx.sight, [Run(0, 0, shared.length)])
+        del both
+        if shared.group is not None:
+            totals = summed(shared.chunks.by_rank(totals, dim=2), shared.group, query.dtype)
+        return _given(query, key, gradients.of_query, totals)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        query, key, value, shared, sight, scale = args
+        group, outputs, both = shared.group, Outputs(query, scale), torch.cat((key, value), dim=-1)
+        for step in range(group.size()):
+            arriving = pass_on(both, group) if step < group.size() - 1 else None
+            outputs.add(*_halves(both, key), sight, shared.runs(_owner(group, step)))
+            both = arriving() if arriving else both
+        return _keep(ctx, args, outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Keys and values go round once more, and behind them their gradients, which end where they belong."""
+        (query, key, value, *_), gradients = _kept(ctx, grad)
+        shared: Shared = ctx.shared
+        group, both, totals = shared.group, torch.cat((key, value), dim=-1), None
+        assert group is not None
+        for step in range(group.size()):
+            arriving = pass_on(both, group) if step < group.size() - 1 else None
+            own = torch.zeros_like(both, dtype=gradients.of_query.dtype)
+            gradients.add(_halves(both, key), _halves(own, key), ctx.sight, shared.runs(_owner(group, step)))
+            if totals is not None:
+                own += totals()
+            totals = pass_on(own, group)
+            both = arriving() if arriving else both
+        assert totals is not None
+        return _given(query, key, gradients.of_query, totals())
+
+
+def _owner(group: dist.ProcessGroup, step: int) -> int:
+    """Whose keys and values are here after so many steps."""
+    return (group.rank() - step) % group.size()
+
+
+def _whole(own: Tensor, shared: Shared) -> Tensor:
+    """What all ranks have, in the order of the sequence."""
+    return own if shared.group is None else shared.chunks.in_order(gathered(own, shared.group), dim=2)
+
+
+def _halves(both: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as views of a tensor that has them side by side."""
+    size = key.shape[-1]
+    return both[..., :size], both[..., size:]
+
+
+def _keep(ctx: Any, args: Sequence[Any], outputs: Outputs) -> Tensor:
+    query, key, value, ctx.shared, ctx.sight, ctx.scale = args
+    out, lse = outputs.take()
+    ctx.save_for_backward(query, key, value, out, lse)
+    return out
+
+
+def _kept(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, ...], Gradients]:
+    query, key, value, out, lse = ctx.saved_tensors
+    return (query, key, value), Gradients(grad, query, Result(out, lse), ctx.scale)
+
+
+def _given(query: Tensor, key: Tensor, of_query: Tensor, of_both: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients as autograd wants them: for all arguments, in their dtype."""
+    of_key, of_value = _halves(of_both.to(query.dtype), key)
+    return of_query.to(query.dtype), of_key, of_value, None, None, None
+
+
+class _ToHeads(torch.autograd.Function):
+    """This rank's tokens of all heads to all tokens of its share of the heads."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, shared: Shared) -> Tensor:
+        ctx.shared = shared
+        return _to_heads(tokens, shared)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_tokens(grad, ctx.shared), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The inverse of `_ToHeads`."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, shared: Shared) -> Tensor:
+        ctx.shared = shared
+        return _to_tokens(heads, shared)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_heads(grad, ctx.shared), None
+
+
+def _to_heads(tokens: Tensor, shared: Shared) -> Tensor:
+    assert shared.group is not None
+    shares = tokens.unflatten(1, (shared.chunks.ranks, -1)).movedim(1, 0)
+    return shared.chunks.in_order(swap(shares, shared.group), dim=2)
+
+
+def _to_tokens(heads: Tensor, shared: Shared) -> Tensor:
+    assert shared.group is not None
+    parts = swap(shared.chunks.by_rank(heads, dim=2), shared.group)
+    return parts.movedim(0, 1).flatten(1, 2)

@@ -1,0 +1,161 @@
+"""Models of `transformers` under context parallelism: an attention function in its registry, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from terrazzo.errors import BadInput, Misuse
+from terrazzo.parallel.context import Context
+
+__all__ = ["KNOWN_TYPES", "check_config", "is_of_transformers", "register"]
+
+NAME = "terrazzo_context"
+"""Of the attention function, as a value of a config's `attn_implementation`."""
+
+KNOWN_TYPES = frozenset({
+    *("cohere", "gemma", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2"),
+    *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+})  # fmt: skip
+"""Types of models in which tokens meet in attention alone, by the registry, with positions. Others may mix neighbours
+elsewhere, as convolutions and recurrences do: a test computes each of these in parts."""
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
+_KEPT = "_terrazzo_context"
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model's class is of `transformers`; it is not imported for this."""
+    module = sys.modules.get("transformers")
+    return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def check_config(values: Mapping[str, Any], mode: str, ranks: int) -> None:
+    """Refuse models whose attention cannot be shared by ranks.
+
+    Args:
+        values: the contents of a config.json.
+        mode: of the context.
+        ranks: how many share a sequence.
+
+    Raises:
+        BadInput: there.
+    """
+    kind = values.get("model_type")
+    if kind not in KNOWN_TYPES:
+        raise BadInput(
+            f"Context parallelism (cp {ranks}) needs a model whose tokens meet in attention alone, and of model_type"
+            f" {kind!r} this is not known; it is of {', '.join(sorted(KNOWN_TYPES))}. Use one of these, or cp 1."
+        )
+    window = values.get("sliding_window")
+    layers = values.get("layer_types")
+    slides = window is not None and values.get("use_sliding_window", True) is not False
+    if mode == "ring" and slides and (layers is None or "sliding_attention" in layers):
+        raise BadInput(
+            f"Context mode 'ring' computes causal and document masks, and this model of model_type {kind!r} attends"
+            f" within a sliding window of {window} tokens. Use mode 'gather' or 'ulysses'."
+        )
+    heads = values.get("num_attention_heads", values.get("n_head"))
+    if mode == "ulysses" and isinstance(heads, int) and heads % ranks:
+        raise BadInput(
+            f"Context mode 'ulysses' gives each of {ranks} ranks (cp) the same number of heads, and {heads} heads do"
+            f" not divide by {ranks}. Use mode 'gather', which needs no heads to divide, or a cp that divides {heads}."
+        )
+    if values.get("reorder_and_upcast_attn"):
+        raise BadInput(
+            "The model's config has reorder_and_upcast_attn, for which transformers has attention of its own. Set it"
+            " to false to share sequences over ranks (cp)."
+        )
+    for name in _DROPOUTS:
+        if values.get(name):
+            raise BadInput(
+                f"The model's config has {name} {values[name]}, and attention that ranks share (cp {ranks}) drops"
+                f" nothing. Set {name} to 0."
+            )
+
+
+def register(model: nn.Module, context: Context) -> None:
+    """Have a model of `transformers` share its sequences as `context` says.
+
+    Raises:
+        BadInput: a model whose attention cannot be shared, before it is changed.
+    """
+    import transformers
+    from transformers.masking_utils import AttentionMaskInterface
+
+    owner: Any = model
+    check_config(owner.config.to_dict(), context.mode, context.size)
+    transformers.AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    owner.set_attn_implementation(NAME)
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            setattr(module, _KEPT, context)
+    model.register_forward_pre_hook(_Checks(context), with_kwargs=True)
+
+
+class _Checks:
+    """Refuses what a model would do to a part of a sequence as if it were all of it."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("attention_mask") is not None or any(each is not None for each in args[1:2]):
+            raise Misuse(
+                f"The model shares sequences with other ranks ({self.context.mode}), and was given an attention_mask:"
+                " a custom mask is not computed. Leave it out: documents are kept apart by position_ids, and what"
+                " fills a sequence up at its end is not seen by what is before."
+            )
+        if not self.context.is_split:
+            return
+        if kwargs.get("labels") is not None:
+            raise Misuse(
+                "The model was given labels, which it would shift inside of this rank's part of the sequence. Shift"
+                " targets first, then split them with context.split(...), and compute the loss from the logits."
+            )
+        if kwargs.get("position_ids") is None:
+            self.context.sight(None, 0)
+
+
+def _attention(  # structure: signature fixed by transformers
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As `transformers` calls it: queries `[B, heads, tokens, head_dim]`, outputs `[B, tokens, heads, head_dim]`."""
+    context: Context | None = getattr(module, _KEPT, None)
+    positions = kwargs.get("position_ids")
+    if context is None or positions is None:
+        raise Misuse(
+            f"A {type(module).__name__} computes attention that ranks share, without"
+            f" {'tz.parallelize(model, mesh, context=...)' if context is None else 'position_ids'}."
+        )
+    is_causal = kwargs.get("is_causal")
+    unusual = {
+        "a custom mask": attention_mask is not None,
+        "dropout in attention": dropout > 0.0,
+        "attention sinks": kwargs.get("s_aux") is not None,
+        "a soft cap on scores": kwargs.get("softcap") is not None,
+        "a bias of positions": kwargs.get("position_bias") is not None,
+        "attention that is not causal": not (getattr(module, "is_causal", True) if is_causal is None else is_causal),
+    }
+    if found := [name for name, there in unusual.items() if there]:
+        raise Misuse(
+            f"A {type(module).__name__} asks for {' and '.join(found)}, which attention that ranks share"
+            f" ({context.mode}) does not compute. Use cp 1 for this model."
+        )
+    sight = context.sight(positions, query.shape[2], kwargs.get("sliding_window"))
+    return context.attend(query, key, value, sight, scaling).transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """What is seen follows from positions, in `Context.sight`."""

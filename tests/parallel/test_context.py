@@ -1,0 +1,253 @@
+"""Attention over sequences that ranks share, against one softmax over whole sequences in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.errors import BadInput, Misuse
+from terrazzo.parallel import Context, context_of, kernels, share_sequences, tiles
+from terrazzo.parallel.chunks import Chunks
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
+from tests.helpers.threads import exclusive, run_in_threads
+
+TOKENS = 48
+DOCUMENTS = {
+    "causal": [[TOKENS], [TOKENS]],
+    "documents": [[5, 30, 13], [TOKENS]],
+    "short documents": [[3] * 16, [7] * 6 + [6]],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int = 2
+    mode: str = "gather"
+    balance: str = "head_tail"
+    documents: str = "causal"
+    heads: int = 4
+    kv_heads: int = 2
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def positions_of(documents: list[list[int]]) -> Tensor:
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in documents])
+
+
+def mask_of(positions: Tensor, window: int | None) -> Tensor:
+    """What a token sees, place by place: its own document, itself and what is before it."""
+    document = (positions == 0).cumsum(dim=1)
+    mask = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
+    return mask if window is None else mask.triu(1 - window)
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    scores = (query @ key.mT) * query.shape[-1] ** -0.5
+    return scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(dim=-1) @ value
+
+
+def worst_difference(case: Case) -> float:
+    """Of outputs and gradients of all ranks, relative to the largest of their kind."""
+    torch.manual_seed(0)
+    positions = positions_of(DOCUMENTS[case.documents])
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    whole = [torch.randn(2, count, TOKENS, 8, dtype=case.dtype, requires_grad=True) for count in heads]
+    out = plain_attention(*whole, mask_of(positions, case.window))
+    grad = torch.randn_like(out)
+    expected = [out.detach(), *torch.autograd.grad(out, whole, grad)]
+
+    def on_rank(rank: int) -> float:
+        context = Context(dist.group.WORLD, case.mode, case.balance)
+        own = [context.chunks.split(each.detach(), rank, dim=2).requires_grad_() for each in whole]
+        (its_positions,) = context.split(positions)
+        found = context.attend(*own, context.sight(its_positions, its_positions.shape[1], case.window))
+        gradients = torch.autograd.grad(found, own, context.chunks.split(grad, rank, dim=2))
+        parts = [context.chunks.split(each, rank, dim=2) for each in expected]
+        pairs = zip((found.detach(), *gradients), parts, expected, strict=True)
+        return max(float((mine - its).abs().max() / each.abs().max()) for mine, its, each in pairs)
+
+    return max(run_in_threads(case.ranks, on_rank))
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("balance", ["head_tail", "none"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_are_the_whole(ranks: int, mode: str, balance: str, documents: str) -> None:
+    assert worst_difference(Case(ranks, mode, balance, documents)) < 2e-6
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_tiles_smaller_than_chunks_are_the_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At full size a block of rows is longer than these sequences."""
+    monkeypatch.setattr(tiles, "ROWS", 5)
+    assert worst_difference(Case(mode=mode, documents="documents")) < 2e-6
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_without_a_flash_kernel_parts_are_the_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_is_cpu_flash", lambda part: False)
+    monkeypatch.setattr(kernels, "ROWS", 5)
+    for documents in ("causal", "short documents"):
+        assert worst_difference(Case(mode=mode, documents=documents)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(4, "ulysses", heads=8, kv_heads=2),  # a kv head is repeated for two ranks
+        Case(4, "ulysses", heads=4, kv_heads=1),
+        Case(3, "ulysses", heads=6, kv_heads=2),  # and one is shared by unequal numbers of ranks
+        Case(3, "ring", heads=3, kv_heads=3, documents="documents"),
+        Case(2, "gather", window=7, documents="documents"),
+        Case(2, "ulysses", window=7),
+    ],
+    ids=str,
+)
+def test_heads_and_windows_that_are_shared(case: Case) -> None:
+    assert worst_difference(case) < 2e-6
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_other_precisions(mode: str) -> None:
+    case = Case(4, mode, documents="documents")
+    assert worst_difference(replace(case, dtype=torch.float64)) < 1e-14
+    assert worst_difference(replace(case, dtype=torch.bfloat16)) < 2e-2
+
+
+def test_all_backends_sum_gradients_in_rank_order() -> None:
+    """Three numbers whose sum is another in another order."""
+    from terrazzo.parallel.exchanges import summed
+
+    values = [2.0**24, 1.0, -(2.0**24)]
+
+    def on_rank(rank: int) -> float:
+        return float(summed(torch.full((3, 1), values[rank]), dist.group.WORLD, torch.float32))
+
+    assert run_in_threads(3, on_rank) == [0.0] * 3
+
+
+@pytest.mark.parametrize("balance", ["head_tail", "none"])
+def test_chunks_balance_and_come_back(balance: str) -> None:
+    chunks = Chunks(4, balance)  # type: ignore[arg-type]
+    whole = torch.arange(32).reshape(1, 32, 1)
+    parts = [chunks.split(whole, rank) for rank in range(4)]
+    assert all(part.flatten().tolist() == chunks.places(rank, 32).tolist() for rank, part in enumerate(parts))
+    assert torch.equal(chunks.in_order(torch.stack(parts), dim=1), whole)
+    assert torch.equal(chunks.by_rank(whole, dim=1), torch.stack(parts))
+    seen = [int((part + 1).sum()) for part in parts]
+    assert (len(set(seen)) == 1) == (balance == "head_tail")
+
+
+SIZES = DecoderConfig(61, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_sequence_length=TOKENS)
+
+
+def random_decoder() -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(SIZES)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_the_decoder_in_parts_has_the_logits_and_gradients_of_the_whole(mode: str) -> None:
+    tokens, positions = torch.randint(61, (2, TOKENS)), positions_of(DOCUMENTS["documents"])
+    model = random_decoder()
+    rows = [[(0, 5), (5, 35), (35, 48)], [(0, 48)]]  # each document as a sequence of its own
+    alone = [torch.cat([model(tokens[row : row + 1, slice(*each)]) for each in rows[row]], dim=1) for row in range(2)]
+    logits = torch.cat(alone)
+    grad = torch.randn_like(logits)
+    expected = torch.autograd.grad(logits, list(model.parameters()), grad)
+
+    def on_rank(rank: int) -> list[Tensor]:
+        with exclusive():
+            own = random_decoder()
+        share_sequences(own, context := Context(dist.group.WORLD, mode))
+        mine, its_positions, its_grad, part = context.split(tokens, positions, grad, logits.detach())
+        found = own(mine, its_positions)
+        assert (found - part).abs().max() < 2e-6 * logits.abs().max()
+        with torch.no_grad(), context.unsplit():
+            whole = own(tokens, positions)
+        assert (whole - logits).abs().max() < 2e-6 * logits.abs().max()
+        return list(torch.autograd.grad(found, list(own.parameters()), its_grad))
+
+    ranks = run_in_threads(2, on_rank)
+    for (name, _), one, other, each in zip(model.named_parameters(), *ranks, expected, strict=True):
+        assert (one + other - each).abs().max() < 5e-6 * each.abs().max(), name
+
+
+def refused(ranks: int, work: Callable[[Context], object], mode: str = "gather") -> list[str]:
+    """What each rank says."""
+
+    def on_rank(rank: int) -> str:
+        with pytest.raises((BadInput, Misuse)) as caught:
+            work(Context(dist.group.WORLD, mode))
+        return str(caught.value)
+
+    said = run_in_threads(ranks, on_rank)
+    assert len(set(said)) == 1
+    return said[0].split(". ")
+
+
+def test_bad_input_is_refused_on_every_rank() -> None:
+    tokens = torch.zeros(1, 50, dtype=torch.int64)
+    assert "Use sequences of 48 or 52 tokens." in refused(2, lambda context: context.split(tokens))
+    assert any("'gather'?" in part for part in refused(2, lambda context: Context(context.group, "gathr")))
+    assert any(
+        "Use one of: head_tail" in part for part in refused(2, lambda context: Context(context.group, "ring", "zigzag"))
+    )
+    assert any("5 heads do not divide" in part for part in refused(2, lambda c: c.check_heads(5), "ulysses"))
+    positions = torch.arange(24).unsqueeze(0)
+    assert any("sliding window of 7" in part for part in refused(2, lambda c: c.sight(positions, 24, 7), "ring"))
+
+
+def test_a_model_must_be_told_which_part_it_is_given() -> None:
+    def without_positions(context: Context) -> object:
+        with exclusive():
+            model = random_decoder()
+        share_sequences(model, context)
+        assert context_of(model) is context
+        return model(torch.zeros(1, 24, dtype=torch.int64))
+
+    assert any("without position_ids" in part for part in refused(2, without_positions))
+    ahead = torch.arange(24).unsqueeze(0) + 30
+    assert any("run ahead" in part for part in refused(2, lambda context: context.sight(ahead, 24)))
+    few = torch.arange(12).unsqueeze(0)
+    assert any("split both" in part for part in refused(2, lambda context: context.sight(few, 24)))
+
+
+def test_a_model_that_cannot_share_is_refused() -> None:
+    assert any("use_context(context)" in each for each in refused(2, lambda c: share_sequences(nn.Linear(2, 2), c)))
+
+    def twice(context: Context) -> None:
+        with exclusive():
+            model = random_decoder()
+        share_sequences(model, context)
+        share_sequences(model, context)
+
+    assert any("already" in part for part in refused(2, twice))
+
+
+def test_a_cache_of_keys_is_refused() -> None:
+    def with_cache(context: Context) -> object:
+        query, key = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 8, 8)
+        return context.attend(query, key, key, context.sight(torch.zeros(1, 4, dtype=torch.int64), 4))
+
+    assert any("use_cache=False" in part for part in refused(2, with_cache))
+
+
+def test_a_mesh_with_a_context_needs_one() -> None:
+    def without(context: Context) -> object:
+        return tz.parallelize(nn.Linear(2, 2), tz.mesh(cp=2), context=None)
+
+    assert any("context='gather'" in part for part in refused(2, without))
