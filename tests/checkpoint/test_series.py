@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -130,24 +132,64 @@ def test_what_an_interrupted_save_left_behind_a_url_makes_room() -> None:
         memory.rm("/terrazzo-test", recursive=True)
 
 
+def flip_a_byte(folder: str | Path, step: int) -> None:
+    """The last one of the last rank's tensors: the manifest and all sizes stay as they were."""
+    fs, _ = fsspec.url_to_fs(str(folder))
+    path = f"{checkpoint.step_path(folder, step)}/rank-00001.safetensors"
+    data = bytearray(fs.cat_file(path))
+    data[-1] ^= 1
+    fs.pipe_file(path, bytes(data))
+
+
 def test_a_damaged_newest_is_passed_over_with_its_reason(folder: str) -> None:
     save_steps(folder, 1, 2, 3)
     fs, _ = fsspec.url_to_fs(folder)
     fs.pipe_file(f"{folder}/step-00000003/manifest.json", b"{}")
-    data = bytearray(fs.cat_file(f"{folder}/step-00000002/rank-00001.safetensors"))
-    data[-1] ^= 1
-    fs.pipe_file(f"{folder}/step-00000002/rank-00001.safetensors", bytes(data))
+    flip_a_byte(folder, 2)
     weight, found = resumed(folder)
     assert weight == 1
     assert [path.rpartition("/")[2] for path in found.refused] == ["step-00000003", "step-00000002"]
     assert "manifest.json" in found.refused[f"{folder}/step-00000003"]
     assert "rank-00001.safetensors" in found.refused[f"{folder}/step-00000002"]
-    aside = checkpoint.set_aside(f"{folder}/step-00000003")
-    assert names(folder) == ["step-00000001", "step-00000002"]
-    assert "damaged" in aside
-    fs.pipe_file(f"{folder}/step-00000001/manifest.sha256", b"")
+    for path, why in found.refused.items():
+        assert (moved := re.search(rf" It is '({path.rpartition('/')[2]}\.damaged-[0-9a-f]+)' now\.$", why)), why
+        assert fs.exists(f"{folder}/{moved[1]}/rank-00001.safetensors")
+    assert names(folder) == ["step-00000001"]
+    save_steps(folder, 2)  # the run comes to that step again
+    for step in (1, 2):
+        fs.pipe_file(f"{folder}/step-0000000{step}/manifest.sha256", b"")
     with pytest.raises(Damaged, match=r"No checkpoint is whole.*step-00000002.*step-00000001"):
         resumed(folder)
+    assert names(folder) == ["step-00000001", "step-00000002"]
+    assert ".damaged-" in checkpoint.set_aside(f"{folder}/step-00000002")
+
+
+def test_retention_after_falling_back_does_not_count_what_was_refused(folder: str) -> None:
+    """Bytes of tensors are damaged, which nothing but reading them all shows."""
+    save_steps(folder, 10, 20, 30)
+    flip_a_byte(folder, 20)
+    flip_a_byte(folder, 30)
+    assert resumed(folder)[0] == 10
+    save_steps(folder, 15)
+    assert checkpoint.prune(folder, keep_last=2) == []
+    assert names(folder) == ["step-00000010", "step-00000015"]
+    save_steps(folder, 20)
+    assert checkpoint.prune(folder, keep_last=2) == ["step-00000010"]
+    assert resumed(folder)[0] == 20
+
+
+def test_what_is_refused_and_cannot_be_renamed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, 1, 2)
+    flip_a_byte(tmp_path, 2)
+
+    def read_only(self: LocalStore, name: str) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(LocalStore, "set_aside", read_only)
+    weight, found = resumed(tmp_path)
+    assert weight == 1
+    [why] = found.refused.values()
+    assert "left under its name ([Errno 30] Read-only file system): rename it" in why
 
 
 def test_retention_keeps_last_every_and_best_of_its_own_run(folder: str) -> None:
