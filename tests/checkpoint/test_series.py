@@ -21,7 +21,9 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.convert import convert
 from terrazzo.checkpoint.describe import lost
+from terrazzo.checkpoint.job import FAILED, record_name
 from terrazzo.checkpoint.local import LocalStore
+from terrazzo.checkpoint.remote import RemoteStore
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.programs import Program
@@ -200,6 +202,37 @@ def test_retention_keeps_last_every_and_best_of_its_own_run(folder: str) -> None
     assert names(folder) == ["step-00000003", "step-00000004", "step-00000006", "step-00000007"]
     checkpoint.clear(folder)
     assert names(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("keep_last", 0), ("keep_best", -1), ("keep_every", 0), ("keep_every", -2)]
+)
+def test_retention_refuses_numbers_that_are_too_small(tmp_path: Path, option: str, value: int) -> None:
+    with pytest.raises(BadInput, match=f"{option} is {value}: "):
+        checkpoint.prune(tmp_path, **{"keep_last": 1, option: value})
+
+
+def test_behind_a_url_an_attempt_does_not_hear_the_one_before_it() -> None:
+    """One that hung writes its notes after the next has begun: another rank's part, or that there was a failure."""
+    store = RemoteStore("memory://terrazzo-test/attempts")
+    old, new = store.draft("a", "0000aaaa"), store.draft("a", "0000bbbb")
+    old.begin()
+    new.begin()
+    try:
+        for file in (record_name(1), FAILED):
+            old.note(file, b"old")
+            assert not new.has_note(file)
+            with pytest.raises(FileNotFoundError):
+                new.noted(file)
+            new.note(file, b"new")
+            assert (new.has_note(file), new.noted(file), old.noted(file)) == (True, b"new", b"old")
+        assert not new.committed()
+        new.commit(b"{}", b"")
+        assert new.committed()
+        left = fsspec.filesystem("memory").ls("/terrazzo-test/attempts/a", detail=False)
+        assert sorted(path.rpartition("/")[2] for path in left) == ["manifest.json", "manifest.sha256"]
+    finally:
+        fsspec.filesystem("memory").rm("/terrazzo-test", recursive=True)
 
 
 def test_retention_touches_neither_damaged_ones_nor_what_is_no_checkpoint(tmp_path: Path) -> None:

@@ -75,9 +75,16 @@ def prune(
         keep_best: also so many with the lowest `extra["metric"]`.
         run: only this run's; default: every run's.
         dry_run: return the names and remove nothing.
+
+    Raises:
+        BadInput: a number that is too small; or the folder cannot be seen.
     """
     if keep_last < 1:
         raise BadInput(f"keep_last is {keep_last}: keep one at least, or use terrazzo.checkpoint.clear.")
+    if keep_every is not None and keep_every < 1:
+        raise BadInput(f"keep_every is {keep_every}: give a number of steps from 1 on, or None to keep none for it.")
+    if keep_best < 0:
+        raise BadInput(f"keep_best is {keep_best}: give 0, or how many of the best to keep.")
     store = open_store(folder)
     found = [checkpoint for name in _names(store) if (checkpoint := _opened(store, name)) is not None]
     own = [checkpoint for checkpoint in found if run is None or checkpoint.manifest.run == run]
