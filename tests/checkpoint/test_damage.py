@@ -261,6 +261,9 @@ def test_a_medium_that_has_failed_is_damage(root: Path, name: str) -> None:
                 resumed = checkpoint.load_newest(root, patient.model, patient.optimizer)
             assert resumed is not None and resumed.path == step_path(root, 1)
             assert path in resumed.refused[step_path(root, 2)]
+            if rank == 0:
+                next(root.glob("step-00000002.damaged-*")).rename(step_path(root, 2))
+            dist.barrier()
             put(patient.model, patient.optimizer, 5)
 
     run_in_threads(2, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -129,6 +130,29 @@ def test_before_the_first_step_there_is_only_weight(tmp_path: Path) -> None:
         assert train(model, optimizer, 0, 2) == expected
 
     run_in_threads(2, body)
+
+
+def test_optimizer_states_of_what_is_frozen_here_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    def loaded(frozen: bool, first: bool) -> Trained:
+        with exclusive():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 3))
+        model[0].requires_grad_(not frozen)
+        trainable = [value for value in model.parameters() if value.requires_grad]
+        trained = tz.shard(model, torch.optim.AdamW(trainable), plan="zero3", units=[nn.Linear])
+        if first:
+            train(*trained, 0, 1)
+            checkpoint.save(tmp_path / "a", *trained, {})
+        else:
+            checkpoint.load(tmp_path / "a", *trained)
+        return trained
+
+    run_in_threads(2, lambda rank: loaded(frozen=False, first=True))
+    run_in_threads(2, lambda rank: loaded(frozen=False, first=False))  # a warning would be an error
+    words = f"'{re.escape(str(tmp_path))}/a' has an optimizer's states of 0.weight, 0.bias, which no"
+    with pytest.warns(UserWarning, match=words) as caught:
+        run_in_threads(2, lambda rank: loaded(frozen=True, first=False))
+    assert len(caught) == 1  # of rank 0
 
 
 def test_weights_alone_can_be_taken_from_a_checkpoint_or_a_mapping(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -19,7 +21,9 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.convert import convert
 from terrazzo.checkpoint.describe import lost
+from terrazzo.checkpoint.job import FAILED, record_name
 from terrazzo.checkpoint.local import LocalStore
+from terrazzo.checkpoint.remote import RemoteStore
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.programs import Program
@@ -130,24 +134,64 @@ def test_what_an_interrupted_save_left_behind_a_url_makes_room() -> None:
         memory.rm("/terrazzo-test", recursive=True)
 
 
+def flip_a_byte(folder: str | Path, step: int) -> None:
+    """The last one of the last rank's tensors: the manifest and all sizes stay as they were."""
+    fs, _ = fsspec.url_to_fs(str(folder))
+    path = f"{checkpoint.step_path(folder, step)}/rank-00001.safetensors"
+    data = bytearray(fs.cat_file(path))
+    data[-1] ^= 1
+    fs.pipe_file(path, bytes(data))
+
+
 def test_a_damaged_newest_is_passed_over_with_its_reason(folder: str) -> None:
     save_steps(folder, 1, 2, 3)
     fs, _ = fsspec.url_to_fs(folder)
     fs.pipe_file(f"{folder}/step-00000003/manifest.json", b"{}")
-    data = bytearray(fs.cat_file(f"{folder}/step-00000002/rank-00001.safetensors"))
-    data[-1] ^= 1
-    fs.pipe_file(f"{folder}/step-00000002/rank-00001.safetensors", bytes(data))
+    flip_a_byte(folder, 2)
     weight, found = resumed(folder)
     assert weight == 1
     assert [path.rpartition("/")[2] for path in found.refused] == ["step-00000003", "step-00000002"]
     assert "manifest.json" in found.refused[f"{folder}/step-00000003"]
     assert "rank-00001.safetensors" in found.refused[f"{folder}/step-00000002"]
-    aside = checkpoint.set_aside(f"{folder}/step-00000003")
-    assert names(folder) == ["step-00000001", "step-00000002"]
-    assert "damaged" in aside
-    fs.pipe_file(f"{folder}/step-00000001/manifest.sha256", b"")
+    for path, why in found.refused.items():
+        assert (moved := re.search(rf" It is '({path.rpartition('/')[2]}\.damaged-[0-9a-f]+)' now\.$", why)), why
+        assert fs.exists(f"{folder}/{moved[1]}/rank-00001.safetensors")
+    assert names(folder) == ["step-00000001"]
+    save_steps(folder, 2)  # the run comes to that step again
+    for step in (1, 2):
+        fs.pipe_file(f"{folder}/step-0000000{step}/manifest.sha256", b"")
     with pytest.raises(Damaged, match=r"No checkpoint is whole.*step-00000002.*step-00000001"):
         resumed(folder)
+    assert names(folder) == ["step-00000001", "step-00000002"]
+    assert ".damaged-" in checkpoint.set_aside(f"{folder}/step-00000002")
+
+
+def test_retention_after_falling_back_does_not_count_what_was_refused(folder: str) -> None:
+    """Bytes of tensors are damaged, which nothing but reading them all shows."""
+    save_steps(folder, 10, 20, 30)
+    flip_a_byte(folder, 20)
+    flip_a_byte(folder, 30)
+    assert resumed(folder)[0] == 10
+    save_steps(folder, 15)
+    assert checkpoint.prune(folder, keep_last=2) == []
+    assert names(folder) == ["step-00000010", "step-00000015"]
+    save_steps(folder, 20)
+    assert checkpoint.prune(folder, keep_last=2) == ["step-00000010"]
+    assert resumed(folder)[0] == 20
+
+
+def test_what_is_refused_and_cannot_be_renamed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, 1, 2)
+    flip_a_byte(tmp_path, 2)
+
+    def read_only(self: LocalStore, name: str) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(LocalStore, "set_aside", read_only)
+    weight, found = resumed(tmp_path)
+    assert weight == 1
+    [why] = found.refused.values()
+    assert "left under its name ([Errno 30] Read-only file system): rename it" in why
 
 
 def test_retention_keeps_last_every_and_best_of_its_own_run(folder: str) -> None:
@@ -158,6 +202,37 @@ def test_retention_keeps_last_every_and_best_of_its_own_run(folder: str) -> None
     assert names(folder) == ["step-00000003", "step-00000004", "step-00000006", "step-00000007"]
     checkpoint.clear(folder)
     assert names(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("keep_last", 0), ("keep_best", -1), ("keep_every", 0), ("keep_every", -2)]
+)
+def test_retention_refuses_numbers_that_are_too_small(tmp_path: Path, option: str, value: int) -> None:
+    with pytest.raises(BadInput, match=f"{option} is {value}: "):
+        checkpoint.prune(tmp_path, **{"keep_last": 1, option: value})
+
+
+def test_behind_a_url_an_attempt_does_not_hear_the_one_before_it() -> None:
+    """One that hung writes its notes after the next has begun: another rank's part, or that there was a failure."""
+    store = RemoteStore("memory://terrazzo-test/attempts")
+    old, new = store.draft("a", "0000aaaa"), store.draft("a", "0000bbbb")
+    old.begin()
+    new.begin()
+    try:
+        for file in (record_name(1), FAILED):
+            old.note(file, b"old")
+            assert not new.has_note(file)
+            with pytest.raises(FileNotFoundError):
+                new.noted(file)
+            new.note(file, b"new")
+            assert (new.has_note(file), new.noted(file), old.noted(file)) == (True, b"new", b"old")
+        assert not new.committed()
+        new.commit(b"{}", b"")
+        assert new.committed()
+        left = fsspec.filesystem("memory").ls("/terrazzo-test/attempts/a", detail=False)
+        assert sorted(path.rpartition("/")[2] for path in left) == ["manifest.json", "manifest.sha256"]
+    finally:
+        fsspec.filesystem("memory").rm("/terrazzo-test", recursive=True)
 
 
 def test_retention_touches_neither_damaged_ones_nor_what_is_no_checkpoint(tmp_path: Path) -> None:

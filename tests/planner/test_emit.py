@@ -142,6 +142,18 @@ def test_a_folder_is_trained_where_it_is_with_its_tokenizer(tmp_path: Path) -> N
         assert config.data.tokenizer == str(tmp_path)
 
 
+def test_a_config_of_another_name_is_trained_and_not_the_config_json_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(TINY))
+    big = tmp_path / "m" / "big.json"
+    big.write_text(json.dumps({**TINY, "num_hidden_layers": 8}))
+    for model in (big, str(big)):
+        config, _ = emitted(tmp_path, model)
+        layers = [name for name, _ in prepare_model(config).named_modules() if name.endswith("self_attn")]
+        assert len(layers) == 8
+    assert json.loads((tmp_path / "m" / "config.json").read_text()) == TINY
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_built_in_decoder_is_recognised_by_its_tensors(tied: bool, tmp_path: Path) -> None:
     with torch.device("meta"):

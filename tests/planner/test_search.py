@@ -425,6 +425,51 @@ def test_plan_estimates_one_strategy_and_compares_all() -> None:
     assert isinstance(plan("llama3-8b", "8..16", strategy="zero3", gpu="h100"), Frontier)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "zero3", "parallel": True}, r"^parallel=True: that is for a search, .* leave the strategy open"),
+        ({"strategy": "zero3", "rank": "cost", "parallel": True}, r"^parallel=True and rank='cost': "),
+        ({"strategy": "zero3", "offload": True}, r"^offload=True .* strategy zero3 was named: .* such as zero3@cpu"),
+        ({"strategy": "zero3", "offload": True, "gpus": "8..16"}, r"^offload=True .* strategy zero3 was named"),
+        (
+            {"model": 8e9, "micro_batch": 4, "checkpointing": "full"},
+            r"^micro_batch=4 and checkpointing='full': of a bare",
+        ),
+        ({"model": 8e9, "strategy": "zero3", "sequence": 64}, r"^sequence=64: of a bare .* name a model"),
+    ],
+)
+def test_options_that_nothing_would_look_at_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        plan(**{"model": "llama3-8b", "gpus": 8, "gpu": "h100", **options})
+
+
+def test_of_a_bare_number_it_is_never_said_that_it_surely_fits() -> None:
+    one = plan(8e9, 8, strategy="zero3", gpu="h100")
+    assert isinstance(one, Estimate)
+    assert (one.memory.fits, one.memory.fits_surely) == (True, None)
+    assert str(one).startswith("states fit, activations come on top: ")
+    assert any("activations, buffers and libraries come on top" in note for note in one.notes)
+    many = plan(8e9, 8, gpu="h100")
+    assert isinstance(many, Frontier)
+    assert {found.memory.fits_surely for found in many.ranked} == {None}
+    tight = plan(8e9, 1, strategy="zero0", gpu="h100")
+    assert isinstance(tight, Estimate)
+    assert (tight.memory.fits, tight.memory.fits_surely) == (False, False)
+
+
+def test_every_choice_that_was_left_open_is_named() -> None:
+    left = estimate_request(request()).notes
+    assert (
+        "Assumed where nothing was said: zero3 (--strategy), bf16 (--precision), adamw (--optimizer), micro-batch 1"
+        " (--micro-batch), checkpointing none (--ac)."
+    ) in left
+    given = {"strategy": "zero3", "precision": "bf16", "optimizer": "adamw", "checkpointing": "none"}
+    assert "Assumed where nothing was said: micro-batch 1 (--micro-batch)." in estimate_request(request(**given)).notes
+    said = estimate_request(request(**given, micro_batch=1)).notes
+    assert not any("nothing was said" in note for note in said)
+
+
 def test_what_was_assumed_is_said() -> None:
     answer = plan("llama3-8b", 16, strategy="zero1", pp=2)
     assert isinstance(answer, Estimate)

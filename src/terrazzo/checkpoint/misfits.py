@@ -12,7 +12,9 @@ from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo
 from terrazzo.engine import ModelState, engine_of, persistent_buffers
 
-__all__ = ["fitted_groups", "misfits"]
+__all__ = ["fitted_groups", "misfits", "unstepped"]
+
+_OF_NO_OPTIMIZER = {WEIGHT, BUFFER, AVERAGE}
 
 
 def misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
@@ -43,6 +45,12 @@ def misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: 
     yield from _state_misfits(source, model, with_optimizer, cast)
     if with_optimizer:
         yield from _optimizer_misfits(source, model)
+
+
+def unstepped(source: Source, model: torch.nn.Module) -> list[str]:
+    """Parameters of which `source` has an optimizer's states, and which nothing steps here, by their names there."""
+    found = [source.resolve(kept.names) for kept in ModelState(model).parameters() if kept.states is None]
+    return [name for name in found if name is not None and source.tensors[name].states.keys() - _OF_NO_OPTIMIZER]
 
 
 def fitted_groups(source: Source, model: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -79,7 +87,7 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
             continue
         info = source.tensors[name]
         wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (kept.numel, kept.dtype)}
-        there = info.states.keys() - {WEIGHT, BUFFER, AVERAGE}
+        there = info.states.keys() - _OF_NO_OPTIMIZER
         if kept.name in averaged:
             wanted[AVERAGE] = (kept.numel, kept.dtype)
             if AVERAGE not in info.states:

@@ -32,7 +32,7 @@ from terrazzo.checkpoint.manifest import (
 from terrazzo.engine.rectangles import Rectangle, tiling_problem
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["named_tiles", "parse_manifest", "rectangle_of"]
+__all__ = ["is_crowded", "named_tiles", "parse_manifest", "rectangle_of"]
 
 # A manifest is mostly names and digests: what holds more values or containers than this beside them is none, and would
 # take fifty times its size in memory.
@@ -84,11 +84,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         Damaged: it is not strict JSON of this form, or its ranges overlap, leave gaps, or leave their files.
         BadInput: it is of a version that this release does not read.
     """
-    containers = data.count(b"[") + data.count(b"{")
-    if (
-        containers > _SPARE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
-        or containers + data.count(b",") > _SPARE_VALUES + len(data) // _BYTES_PER_VALUE
-    ):
+    if is_crowded(data):
         raise Damaged(f"The checkpoint manifest '{where}' holds more small values than any does: it is damaged.")
     try:
         plain = json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
@@ -109,6 +105,15 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     if problem := next(_problems(manifest), None):
         raise Damaged(f"The checkpoint manifest '{where}' contradicts itself: {problem}.")
     return manifest
+
+
+def is_crowded(data: bytes) -> bool:
+    """Whether JSON holds more values or containers for its size than a manifest may."""
+    containers = data.count(b"[") + data.count(b"{")
+    return (
+        containers > _SPARE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+        or containers + data.count(b",") > _SPARE_VALUES + len(data) // _BYTES_PER_VALUE
+    )
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

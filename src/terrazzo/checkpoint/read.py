@@ -14,7 +14,7 @@ from torch import Tensor
 
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.misfits import fitted_groups, misfits
+from terrazzo.checkpoint.misfits import fitted_groups, misfits, unstepped
 from terrazzo.checkpoint.native import Checkpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
@@ -24,7 +24,7 @@ from terrazzo.checkpoint.store import Folder
 from terrazzo.checkpoint.stores import store_and_name
 from terrazzo.engine import ModelState, Owned, Read, parameter_names, persistent_buffers
 from terrazzo.engine.layout import Range
-from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable
+from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
 from terrazzo.exchange import gather_json, together
 
 __all__ = ["SourceWeights", "load", "load_weights", "open_source", "own_folder", "restore"]
@@ -81,7 +81,8 @@ def load(
 
     World size, plan and format may be any. The random generators are restored when the world size is the one that
     saved. Everything is checked before anything is changed: that it fits, and every byte against its digest.
-    Memory: one range at a time beside the state itself.
+    Memory: one range at a time beside the state itself. Of parameters that are frozen here states of an optimizer are
+    left out, with a warning.
 
     Args:
         optimizer: None takes the weights and leaves the rest; a list where the model has several.
@@ -109,6 +110,12 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
     all_or_none = functools.partial(together, failed=Misuse)
     ModelState(model).restore(_reads(source, model), optimizer is not None, all_or_none)
     together(lambda: _restore_rest(source, model, optimizer is not None), Misuse)
+    if optimizer is not None and dist.get_rank() == 0 and (names := unstepped(source, model)):
+        warn(
+            f"The checkpoint '{source.where}' has an optimizer's states of {printable(listed(names))}, which no"
+            " optimizer steps here: they are not loaded, and the next save is without them. Parameters that are to be"
+            " trained need requires_grad and a place in an optimizer before tz.shard; then load again."
+        )
 
 
 def load_weights(model: torch.nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
@@ -227,7 +234,7 @@ def _restore_groups(source: Source, model: torch.nn.Module) -> None:
             current = group.get(key)
             if isinstance(current, Tensor):
                 current.fill_(value)
-            elif key != "params":  # JSON has no tuples
+            else:  # JSON has no tuples
                 group[key] = tuple(value) if isinstance(current, tuple) else value
     if saved.scaler and (holder := scaler_of(model)) is not None:
         holder.load_scaler_state(saved.scaler)

@@ -43,7 +43,7 @@ class RemoteStore(Store):
         return RemoteFolder(self._fs, f"{self._root}/{name}", f"{self.where}/{name}")
 
     def draft(self, name: str, nonce: str) -> RemoteDraft:
-        return RemoteDraft(self._fs, self.folder(name))
+        return RemoteDraft(self._fs, self.folder(name), nonce)
 
     def remove(self, name: str) -> None:
         self._fs.rm_file(f"{self._root}/{name}/{MANIFEST}")
@@ -86,10 +86,13 @@ class RemoteFolder(Folder):
 
 
 class RemoteDraft(Draft):
-    """Objects under the final name, which no reader takes for a checkpoint before the manifest is there."""
+    """Objects under the final name, which no reader takes for a checkpoint before the manifest is there.
 
-    def __init__(self, fs: Any, folder: RemoteFolder) -> None:
-        self._fs, self._folder = fs, folder
+    Attempts at one name share its objects: the notes have the `nonce` too, since one that hung may yet write its own.
+    """
+
+    def __init__(self, fs: Any, folder: RemoteFolder, nonce: str) -> None:
+        self._fs, self._folder, self._nonce = fs, folder, nonce
 
     def begin(self) -> None:
         if (stranger := self._stranger()) is not None:
@@ -108,17 +111,17 @@ class RemoteDraft(Draft):
         return None
 
     def note(self, file: str, data: bytes) -> None:
-        self._fs.pipe_file(f"{self._folder.path}/{file}", data)
+        self._fs.pipe_file(self._note(file), data)
 
     def noted(self, file: str) -> bytes:
-        data: bytes = self._fs.cat_file(f"{self._folder.path}/{file}")
+        data: bytes = self._fs.cat_file(self._note(file))
         return data
 
     def has_note(self, file: str) -> bool:  # a store that does not answer is asked again
-        return bool(self._fs.exists(f"{self._folder.path}/{file}"))
+        return bool(self._fs.exists(self._note(file)))
 
     def committed(self) -> bool:
-        return self.has_note(MANIFEST)
+        return bool(self._fs.exists(f"{self._folder.path}/{MANIFEST}"))
 
     def alive(self) -> bool:
         return True  # nobody can tell
@@ -136,6 +139,9 @@ class RemoteDraft(Draft):
 
     def close(self) -> None:
         pass
+
+    def _note(self, file: str) -> str:
+        return f"{self._folder.path}/{self._nonce}-{file}"
 
     def _stranger(self) -> str | None:
         """Something under the name that no unfinished save writes: a manifest, a folder, a file of anyone else's."""

@@ -31,13 +31,14 @@ def save(
 
     Args:
         path: the checkpoint's folder, or a URL that fsspec knows; it must not exist yet.
-        extra: plain JSON values that `load` gives back, such as the step and the data cursor; by default none. Its
-            `step` is noted in the manifest. The random generators of every rank are saved without being asked for.
+        extra: plain JSON values that `load` gives back, such as the step and the data cursor; by default none. Keys
+            are text, and lists are no tuples. Its `step` is noted in the manifest. The random generators of every rank
+            are saved without being asked for.
         run: what tells this run from others that save in the same place; retention goes by it.
 
     Raises:
-        BadInput: `path` exists, `extra` holds what JSON cannot, a module's `get_extra_state` gives something other
-            than None, or `optimizer` is not what steps the model.
+        BadInput: `path` exists, `extra` holds what JSON does not give back as it is, a module's `get_extra_state`
+            gives something other than None, or `optimizer` is not what steps the model.
         SaveFailed: a rank could not write its part; nothing is visible under the name `path`.
     """
     snapshot = take(path, model, optimizer, extra or {}, run)

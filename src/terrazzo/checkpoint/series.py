@@ -23,7 +23,7 @@ from terrazzo.checkpoint.read import restore
 from terrazzo.checkpoint.store import Store, step_name, step_of
 from terrazzo.checkpoint.stores import open_store, store_and_name
 from terrazzo.errors import BadInput, Damaged, Misuse
-from terrazzo.exchange import gather_json, on_first, together
+from terrazzo.exchange import gather_json, on_first, patiently, together
 
 __all__ = [
     "Resumed",
@@ -66,7 +66,8 @@ def prune(
 ) -> list[str]:
     """Remove all complete checkpoints but those to keep; returns the names of the removed, oldest step first.
 
-    Damaged ones, those of other formats and other runs are left out. Of those that are kept at least one opens.
+    Those of other formats and other runs are left out, and damaged ones as far as that shows without reading tensors:
+    their bytes `load_newest` checks, and renames what it refuses. Of those that are kept at least one opens.
 
     Args:
         keep_last: how many of the highest steps are kept.
@@ -74,9 +75,16 @@ def prune(
         keep_best: also so many with the lowest `extra["metric"]`.
         run: only this run's; default: every run's.
         dry_run: return the names and remove nothing.
+
+    Raises:
+        BadInput: a number that is too small; or the folder cannot be seen.
     """
     if keep_last < 1:
         raise BadInput(f"keep_last is {keep_last}: keep one at least, or use terrazzo.checkpoint.clear.")
+    if keep_every is not None and keep_every < 1:
+        raise BadInput(f"keep_every is {keep_every}: give a number of steps from 1 on, or None to keep none for it.")
+    if keep_best < 0:
+        raise BadInput(f"keep_best is {keep_best}: give 0, or how many of the best to keep.")
     store = open_store(folder)
     found = [checkpoint for name in _names(store) if (checkpoint := _opened(store, name)) is not None]
     own = [checkpoint for checkpoint in found if run is None or checkpoint.manifest.run == run]
@@ -132,7 +140,7 @@ class Resumed:
     """What a run continues from: `extra` as it was given to `save`, and the run and world size that saved.
 
     `generators` says whether the random generators continue as well: where ranks are as many as they were. `refused`
-    says of each newer checkpoint, by path, why it was not used.
+    says of each newer checkpoint, by the path that it had, why it was not used and what its name is now.
     """
 
     path: str
@@ -155,6 +163,10 @@ def load_newest(
     What it returns has `extra` in it, which is all that `load` returns: there the caller has named the checkpoint, here
     it has to be said which one it was.
 
+    Rank 0 renames the damaged ones as `set_aside` does, unless none is whole: `prune` must not count them, and the run
+    may come to their steps again. What is only to be looked at is read by `load(latest(folder), ...)`, which writes
+    nothing.
+
     Raises:
         Damaged: there are checkpoints, and none is whole; the message has the reason for each.
         BadInput: the newest whole one does not fit, or one cannot be read, which proves no damage.
@@ -171,7 +183,8 @@ def load_newest(
         else:
             manifest = opened.manifest
             generators = len(opened.ranks) == dist.get_world_size()
-            return Resumed(path, opened.extra, manifest.run, manifest.topology.world_size, generators, refused)
+            said = _set_refused_aside(refused)
+            return Resumed(path, opened.extra, manifest.run, manifest.topology.world_size, generators, said)
     if refused:
         raise Damaged("No checkpoint is whole. " + " ".join(f"{path}: {why}" for path, why in refused.items()))
     return None
@@ -194,6 +207,24 @@ def _open_together(path: str) -> Checkpoint:
         return Checkpoint(store.folder(name))
 
     return together(work, Misuse)
+
+
+def _set_refused_aside(refused: dict[str, str]) -> dict[str, str]:
+    """Have the first rank do it, and say where they are now behind the reasons. Collective where there are any."""
+    is_first = dist.get_rank() == 0
+
+    def work() -> dict[str, str]:
+        return {path: f"{why} {_moved(path)}" for path, why in refused.items()} if is_first else {}
+
+    told: dict[str, str] = gather_json(patiently(work, Misuse))[0] if refused else {}  # some stores copy to rename
+    return told
+
+
+def _moved(path: str) -> str:
+    try:
+        return f"It is '{set_aside(path)}' now."
+    except Exception as error:  # of whatever kind the store has: a run that only reads may go on
+        return f"It was left under its name ({error}): rename it before anything is saved or removed here."
 
 
 def _opened(store: Store, name: str) -> Checkpoint | None:

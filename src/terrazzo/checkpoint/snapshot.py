@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.checkpoint.extra import check_extra, text_problem
 from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import DTYPES, head, index_space
+from terrazzo.checkpoint.manifest import DTYPES, Manifest, head, index_space
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.seal import seal_of
@@ -58,10 +59,10 @@ def take(
     """Describe the state of now. Collective.
 
     Raises:
-        BadInput: `path` exists, `extra` holds what JSON cannot, a module has a state of its own beside parameters and
-            buffers, or `optimizer` is not what steps the model.
+        BadInput: `path` exists, `extra` holds what JSON does not give back, a module has a state of its own beside
+            parameters and buffers, or `optimizer` is not what steps the model.
     """
-    together(lambda: _check(path, extra), BadInput)
+    together(lambda: _check(path, extra, run), BadInput)
     together(lambda: check_no_extra_state(model), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
     held = _held(model, with_optimizer=optimizer is not None)
@@ -86,18 +87,12 @@ def take(
     return Snapshot(job, {entry.key: read for entry, read in held})
 
 
-def _check(path: str | os.PathLike[str], extra: dict[str, Any]) -> None:
+def _check(path: str | os.PathLike[str], extra: dict[str, Any], run: str) -> None:
     check_new(path)
-    problem = None
     seal_of(b"")  # a key that cannot be read is found before anything is written
-    try:
-        json.dumps(extra, allow_nan=False)
-        if not isinstance(extra.get("step", 0), int) or extra.get("step", 0) < 0:
-            problem = f"extra['step'] is {extra['step']!r}: give a whole number of finished steps."
-    except (TypeError, ValueError) as error:
-        problem = f"extra holds a value that JSON cannot: {error}. Use numbers, text, lists and dicts."
-    if problem is not None:
-        raise BadInput(problem)
+    check_extra(extra)
+    if (problem := text_problem(run)) is not None:
+        raise BadInput(f"run {problem}.")
 
 
 def _check_dtypes(entries: list[Entry]) -> None:
@@ -151,6 +146,7 @@ def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any],
     }
     try:
         json.dumps(common, allow_nan=False)
+        Manifest(**{**common, "files": [], "tensors": {}, "ranks": []}).model_dump_json()  # as it will be written
     except (TypeError, ValueError) as error:
         raise BadInput(f"The optimizer has a hyper-parameter that JSON cannot hold: {error}.") from None
     return common

@@ -155,9 +155,11 @@ class Watched(Source):
     """Another source, in all that it says, of which `advance` hears how many more bytes were read."""
 
     def __init__(self, source: Source, advance: Callable[[int], None]) -> None:
-        vars(self).update(vars(source))
-        self.format, self.names_ties = source.format, source.names_ties
+        self.names_ties = source.names_ties  # which the class has too
         self._source, self._advance = source, advance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         values = self._source.read(name, kind, start, stop)

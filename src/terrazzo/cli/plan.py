@@ -75,10 +75,9 @@ def plan(  # structure: signature fixed by the command line
         "--ac MODE", "activation checkpointing: none, selective, full or every_N; default: none, or searched"
     ),
     precision: str | None = _training("--precision NAME", "bf16 (default), bf16-pure, fp16, fp32, fp8, fsdp2, zero"),
-    optimizer: str = _training(
+    optimizer: str | None = _training(
         "--optimizer NAME",
         "adamw (default), adam, sgd, momentum, lion, adagrad, rmsprop, adamw-8bit, adamw-4bit and others",
-        "adamw",
     ),
     compile: bool = _training("--compile", "blocks go through torch.compile", False),
     attention: str = _training("--attention KIND", "flash (default), or math, which keeps all scores", "flash"),

@@ -22,14 +22,13 @@ from terrazzo.planner import (
     Frontier,
     Request,
     Sizing,
-    build_setup,
     findings,
     min_gpus,
     runnable,
     search,
 )
-from terrazzo.planner.api import assumed, calibration_of, estimate_here
-from terrazzo.planner.choice.frontier import nearest
+from terrazzo.planner.api import calibration_of, estimate_asked, estimate_here
+from terrazzo.planner.choice.frontier import nearest, noted
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.explain import explain, explained
@@ -117,14 +116,13 @@ def _of_model(asked: Asked, framework: Framework) -> Answer:
             )
         return _of_search(request, sizing.answer or sizing.steps[-1], sizing)
     if request.strategy is not None and not isinstance(request.gpus, str):
-        return Answer(assumed(request, estimate_here(build_setup(request))), estimate_here)
+        return Answer(estimate_asked(request), estimate_here)
     return _of_search(request, search(request, calibration_of(request), framework))
 
 
 def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
     best = found.best or nearest(found, estimate_here)
-    known = replace(request, gpus=best.setup.cluster.count)  # found, and not assumed
-    return Answer(assumed(known, best), estimate_here, found, sizing)
+    return Answer(noted(request, best), estimate_here, found, sizing)
 
 
 def _in_framework(answer: Answer, framework: Framework) -> Answer:
@@ -151,7 +149,6 @@ def _request(asked: Asked) -> Request:
             check_number(f"--{name.replace('_', '-')}", asked[name])
             fields[field] = asked[name] * unit
     fields["strategy"], fields["offload"] = _strategy(asked["strategy"], asked["offload"])
-    fields["precision"] = "bf16" if asked["precision"] is None else asked["precision"]
     return Request(**fields, sequence_parallel=not asked["no_sequence_parallel"])
 
 

@@ -32,7 +32,7 @@ def check_files(emitted: Path | None, picture: Path | None) -> None:
 
 
 def emit(estimate: Estimate, model: str, path: Path) -> None:
-    """Write the configuration of a plan, and beside it the model's own where a preset was named.
+    """Write the configuration of a plan, and beside it the model's own where no config.json holds that.
 
     Args:
         model: what `--model` was.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,7 +15,21 @@ from terrazzo.planner.setup.request import Model, Request, assumptions, build_se
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration, find_calibration
 
-__all__ = ["assumed", "calibration_of", "estimate", "estimate_here", "estimate_request", "plan"]
+__all__ = [
+    "assumed",
+    "calibration_of",
+    "estimate",
+    "estimate_asked",
+    "estimate_here",
+    "estimate_request",
+    "plan",
+]
+
+
+DEFAULTS = {field.name: field.default for field in fields(Request)}
+OF_SEARCHES = ("parallel", "rank")
+OF_ACTIVATIONS = ("sequence", "micro_batch", "checkpointing", "loss", "attention", "compile")
+"""Options that mean something to a search alone, and beside a model whose blocks are known."""
 
 
 def estimate_here(setup: Setup) -> Estimate:
@@ -36,7 +51,18 @@ def calibration_of(request: Request) -> Calibration | None:
 
 def estimate_request(request: Request, calibration: Calibration | None = None) -> Estimate:
     """`estimate` of what a request means; its warnings begin with what was assumed."""
+    _check_one(request)
     return assumed(request, estimate(build_setup(request), calibration))
+
+
+def estimate_asked(request: Request) -> Estimate:
+    """As `estimate_request`, with what was measured on such devices before.
+
+    Raises:
+        BadInput: impossible input, or options that mean something to a search alone.
+    """
+    _check_one(request)
+    return assumed(request, estimate_here(build_setup(request)))
 
 
 def assumed(request: Request, found: Estimate) -> Estimate:
@@ -59,13 +85,47 @@ def plan(
     What `terrazzo plan --calibrate` measured on such devices before counts.
 
     Raises:
-        BadInput: unknown options and impossible input.
+        BadInput: unknown options, impossible input, and options that say nothing of what is asked.
     """
     known = [field.name for field in fields(Request)]
     for name in options:
         if name not in known:
             raise BadInput(f"tz.plan has no option {name!r}.{did_you_mean(name, known)} Options: {', '.join(known)}.")
     request = Request(model, gpus, strategy=strategy, **options)
-    if strategy is None or isinstance(request.gpus, str):
-        return search(request, calibration_of(request))
-    return assumed(request, estimate_here(build_setup(request)))
+    _check_count(request)
+    if strategy is not None and not isinstance(request.gpus, str):
+        return estimate_asked(request)
+    _check_tier(request)
+    return search(request, calibration_of(request))
+
+
+def _given(request: Request, names: Iterable[str]) -> list[str]:
+    return [f"{name}={value!r}" for name in names if (value := getattr(request, name)) != DEFAULTS[name]]
+
+
+def _check_one(request: Request) -> None:
+    """Raises `BadInput` for what a search would look at, and one plan does not."""
+    _check_tier(request)
+    if ignored := _given(request, OF_SEARCHES):
+        raise BadInput(
+            f"{' and '.join(ignored)}: that is for a search, and one strategy on one number of GPUs is a single plan. "
+            "Leave it out, leave the strategy open, or give a range of GPUs such as 8..64."
+        )
+
+
+def _check_tier(request: Request) -> None:
+    if request.offload and request.plan is not None:
+        name = request.plan.name
+        raise BadInput(
+            f"offload=True leaves the tier to a search, and the strategy {name} was named: name it with its tier, such "
+            f"as {name.partition('@')[0]}@cpu, or leave one of the two out."
+        )
+
+
+def _check_count(request: Request) -> None:
+    """Raises `BadInput` for what says nothing about a bare number of parameters."""
+    if isinstance(request.model, int | float) and (ignored := _given(request, OF_ACTIVATIONS)):
+        raise BadInput(
+            f"{' and '.join(ignored)}: of a bare number of parameters model states alone are counted. Leave it out, or "
+            "name a model, such as llama3-8b or a config.json."
+        )

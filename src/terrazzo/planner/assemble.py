@@ -19,6 +19,10 @@ from terrazzo.planner.traffic.volumes import traffic_of
 
 __all__ = ["Estimate", "assemble", "estimate", "memory_under"]
 
+BARE = (
+    "Of a number of parameters model states alone are counted: activations, buffers and libraries come on top, and it "
+    "may not fit where these do. Name a model, such as llama3-8b or a config.json, for all of it."
+)
 SEVERITIES = {"refuse": "known not to work", "planned": "not runnable yet", "warn": "works badly"}
 
 
@@ -96,7 +100,9 @@ def assemble(setup: Setup, memory: Memory, calibration: Calibration | None, know
 
 def _uncounted(setup: Setup) -> tuple[str, ...]:
     """Of a model whose blocks are not known, what its memory leaves out."""
-    if setup.model.bare or (all(unit.block for unit in setup.model.blocks) and setup.model.blocks):
+    if setup.model.computes:
         return ()
+    if setup.model.bare:
+        return (BARE,)
     unknown = f"What the blocks of {setup.model.name} compute is not known"
     return (f"{unknown}: activations and logits are not counted, and it may not fit where this says it does.",)

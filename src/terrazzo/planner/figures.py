@@ -40,6 +40,7 @@ class Memory:
         ranks_per_host: that share a host, whose memory and disks are `host_capacity_bytes` and `disk_capacity_bytes`.
             Of all three capacities None means not known.
         on_host: the device is the host's own CPUs, so that `terms` and `host` take of one memory.
+        uncounted: what blocks compute is not known: activations come on top, so that no bound is one.
     """
 
     terms: tuple[Term, ...]
@@ -56,6 +57,7 @@ class Memory:
     host_capacity_bytes: int | None = None
     disk_capacity_bytes: int | None = None
     on_host: bool = False
+    uncounted: bool = False
 
     @property
     def allocated_bytes(self) -> float:
@@ -106,8 +108,9 @@ class Memory:
 
     @property
     def fits_surely(self) -> bool | None:
-        """Whether the upper bounds fit too."""
-        return self._holds([(room.upper, room.capacity) for room in self.rooms])
+        """Whether the upper bounds fit too; None where activations are not counted, if these bounds do."""
+        held = self._holds([(room.upper, room.capacity) for room in self.rooms])
+        return None if self.uncounted and held else held
 
     def _holds(self, needs: list[tuple[float, int | None]]) -> bool | None:
         if any(capacity is not None and needed > capacity for needed, capacity in needs):

@@ -26,7 +26,7 @@ SWAP_FOLDER = Path("runs/default/swap")
 
 @dataclass(frozen=True)
 class TrainFiles:
-    """A train configuration as nested dicts and, where a preset was named, the config.json for its `model.path`."""
+    """A train configuration as nested dicts and, of a model that no config.json holds, one for its `model.path`."""
 
     config: dict[str, Any]
     model_config: dict[str, Any] | None = None
@@ -80,7 +80,7 @@ def _check_runnable(setup: Setup) -> None:
 
 def _model(shape: ModelShape, model: Model, folder: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The `model` section, and the config.json to write for it."""
-    from terrazzo.planner.model.loading import preset_name
+    from terrazzo.planner.model.loading import CONFIG_FILE, preset_name, read_config
     from terrazzo.planner.model.presets import PRESETS
 
     if isinstance(model, Mapping):
@@ -89,7 +89,9 @@ def _model(shape: ModelShape, model: Model, folder: str) -> tuple[dict[str, Any]
         return {"kind": "huggingface", "path": folder}, dict(PRESETS[name])
     if isinstance(model, str | Path):
         path = Path(model)
-        return {"kind": "huggingface", "path": str(path if path.is_dir() else path.parent)}, None
+        if path.is_dir() or path.name == CONFIG_FILE:
+            return {"kind": "huggingface", "path": str(path if path.is_dir() else path.parent)}, None
+        return {"kind": "huggingface", "path": folder}, read_config(path)  # a run reads config.json, which is another
     if isinstance(model, ModelShape | nn.Module) and (section := _decoder(shape)) is not None:
         return section, None
     raise BadInput(

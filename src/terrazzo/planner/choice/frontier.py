@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.setup.request import Request
+from terrazzo.planner.setup.request import Request, assumptions
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import Block, Column, Line, Table, plain
 from terrazzo.planner.text.words import checkpointing_text, mesh_text
 
-__all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest"]
+__all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest", "noted"]
 
 NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
 ROWS = 12
@@ -91,7 +91,7 @@ class Frontier:
             best = self.best or nearest(self, estimate)
         except BadInput as error:
             return plain([Line(str(error)), *_refusals(self)]).rstrip()
-        return plain(self.blocks(best)).rstrip()
+        return plain(self.blocks(noted(self.request, best))).rstrip()
 
     def blocks(self, best: Estimate, head: Sequence[Block] = ()) -> list[Block]:
         """All plans in short and `best` in detail.
@@ -103,6 +103,19 @@ class Frontier:
         where = Line(f"  {best.setup.plan.name} on {best.setup.cluster.count:,} × {best.setup.cluster.device.name}")
         title = "the best plan in detail" if self.ranked else "what comes nearest"
         return [*(head or (verdict, where)), *_ranking(self), Line(f"\n{title}", "bold"), *rest]
+
+
+def noted(request: Request, best: Estimate) -> Estimate:
+    """With a note of everything that the request left open and a search does not choose."""
+    setup = best.setup
+    known = replace(
+        request,
+        gpus=setup.cluster.count,
+        strategy=setup.plan,
+        micro_batch=setup.micro_batch,
+        checkpointing=setup.checkpointing,
+    )
+    return replace(best, notes=assumptions(known, setup) + best.notes)
 
 
 def nearest(frontier: Frontier, estimate: Callable[[Setup], Estimate]) -> Estimate:

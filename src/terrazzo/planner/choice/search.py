@@ -39,7 +39,7 @@ def search(request: Request, calibration: Calibration | None = None, framework: 
     Raises:
         BadInput: the request itself is impossible; a choice that is impossible is refused instead.
     """
-    request = replace(request, model=shape_of(request.model), gpu=build_cluster(request, 1).device)
+    asked, request = request, replace(request, model=shape_of(request.model), gpu=build_cluster(request, 1).device)
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
@@ -49,7 +49,7 @@ def search(request: Request, calibration: Calibration | None = None, framework: 
     if not found.considered:
         check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
     ranked = tuple(sorted(found.fitting, key=_rank(request)))
-    return Frontier(request, ranked, _pareto(ranked), found.refused(), found.considered)
+    return Frontier(asked, ranked, _pareto(ranked), found.refused(), found.considered)
 
 
 def spread(counts: Sequence[int]) -> tuple[int, ...]:

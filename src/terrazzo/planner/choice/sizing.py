@@ -104,7 +104,8 @@ def min_gpus(request: Request, calibration: Calibration | None = None, framework
         except BadInput as error:  # of this number alone, where another is possible
             impossible.append(error)
             tried[count] = _none(replace(leanest, gpus=count), str(error))
-        return any(found.memory.fits_surely for found in tried[count].ranked)
+        memories = [found.memory for found in tried[count].ranked]
+        return any(memory.fits if memory.uncounted else memory.fits_surely for memory in memories)
 
     gpus = _first(counts, runs)
     if tried and len(impossible) == len(tried):

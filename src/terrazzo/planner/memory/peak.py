@@ -71,6 +71,7 @@ def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_r
         host_capacity_bytes=setup.cluster.host_memory_bytes,
         disk_capacity_bytes=setup.cluster.disk_bytes,
         on_host=setup.cluster.device.kind == "cpu",
+        uncounted=not setup.model.computes,
     )
 
 

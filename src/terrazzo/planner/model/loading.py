@@ -16,7 +16,7 @@ from terrazzo.planner.model.closed_form import closed_form, shape_of_config
 from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 
-__all__ = ["model_shape", "preset_name"]
+__all__ = ["CONFIG_FILE", "model_shape", "preset_name", "read_config"]
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -26,10 +26,9 @@ MAX_PARAMETERS = 10**15
 
 ModelSpec = str | Path | nn.Module | int | float | Mapping[str, Any]
 
-_ACCEPTED = (
-    "Give a preset, the path of a config.json or of a folder that holds one, a config as a mapping, a torch module, or "
-    "a number of parameters such as 70e9"
-)
+_NAMED = "Give a preset, or the path of a config.json or of a folder that holds one"
+_ACCEPTED = f"{_NAMED}, a config as a mapping, a torch module, or a number of parameters such as 70e9"
+"""Of text, which a command line has alone, and of anything."""
 
 
 def model_shape(spec: ModelSpec) -> ModelShape:
@@ -84,8 +83,8 @@ def _named(text: str) -> ModelShape:
     if text == ALL:
         raise BadInput(f"Presets are {', '.join(PRESETS)}.")
     raise BadInput(
-        f"model {_short(text)} is neither a preset nor a file here.{_hint(text)} {_ACCEPTED}; {ALL!r} lists all "
-        f"{len(PRESETS)} presets."
+        f"model {_short(text)} is neither a preset nor a file here.{_hint(text)} {_NAMED}; {ALL!r} lists all "
+        f"{len(PRESETS)} presets.{_of_a_number(text)}"
     )
 
 
@@ -103,6 +102,13 @@ def _short(text: str) -> str:
 def _hint(text: str) -> str:
     """The nearest preset; of a name such as `mistralai/Mistral-7B`, by its last part."""
     return did_you_mean(text.rpartition("/")[2].lower()[:100], PRESETS)
+
+
+def _of_a_number(text: str) -> str:
+    """How a number of parameters is given, for text that is one."""
+    if re.fullmatch(r"[0-9][0-9_.,]*(e[0-9]+)?[kmbt]?", text.strip()[:100], re.IGNORECASE):
+        return f" A number of parameters is a number in Python, and --params {text.strip()} on the command line."
+    return ""
 
 
 def preset_name(text: str) -> str | None:
@@ -135,15 +141,15 @@ def _shape_of(values: Mapping[str, Any], name: str) -> ModelShape:
 def _from_file(path: Path) -> ModelShape:
     file = path / CONFIG_FILE if _exists(str(path)) and path.is_dir() else path
     name = file.parent.name if file.name == CONFIG_FILE else file.stem
-    return _shape_of(_read(file), name or CONFIG_FILE)
+    return _shape_of(read_config(file), name or CONFIG_FILE)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, and nothing that is not one."""
+def read_config(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises: `BadInput` for what is not one."""
     if not _is_file(file):
         given = file.parent if file.name == CONFIG_FILE else file
         raise BadInput(
-            f"There is no model config at {_short(str(file))}.{_hint(str(given))} {_ACCEPTED}; models are never "
+            f"There is no model config at {_short(str(file))}.{_hint(str(given))} {_NAMED}; models are never "
             "downloaded."
         )
     try:

@@ -145,6 +145,11 @@ class ModelShape:
         return self.units[1:]
 
     @property
+    def computes(self) -> bool:
+        """Whether it is known what every block computes, and so what a step takes beside states."""
+        return bool(self.blocks) and all(unit.block for unit in self.blocks)
+
+    @property
     def layers(self) -> int:
         return sum(unit.count for unit in self.blocks)
 

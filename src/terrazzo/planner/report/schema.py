@@ -241,7 +241,9 @@ class Report(_Model):
         description="whether what is expected fits the device, and the host and its disks as far as known; null: the "
         "device's memory is not known"
     )
-    fits_surely: bool | None = Field(description="whether the upper bounds fit")
+    fits_surely: bool | None = Field(
+        description="whether the upper bounds fit; null too where activations are not counted"
+    )
     limiting_rank: str = Field(description="which rank is fullest, when, and why")
     time: TimeReport | None = Field(description="null where nothing can be said")
     no_time: str = Field(description="why not")

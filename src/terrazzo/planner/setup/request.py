@@ -27,7 +27,7 @@ __all__ = ["Request", "assumptions", "build_cluster", "build_setup", "counts_of"
 Model = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
 
 GPU = "h100-sxm"
-STRATEGY = "zero3"
+STRATEGY, PRECISION, OPTIMIZER = "zero3", "bf16", "adamw"
 SEQUENCE = 4096
 MICRO_BATCHES_PER_STAGE = 8
 """Defaults. With 8 micro-batches per pipeline stage the bubble is below 1/8 of the step."""
@@ -76,8 +76,8 @@ class Request:
     global_batch: int | None = None
     micro_batches: int | None = None
     checkpointing: str | None = None
-    precision: str = "bf16"
-    optimizer: str = "adamw"
+    precision: str | None = None
+    optimizer: str | None = None
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
@@ -129,10 +129,10 @@ def build_setup(request: Request) -> Setup:
     model, cluster = shape_of(request.model), build_cluster(request)
     plan = request.plan or recipes.strategy(STRATEGY)
     mesh = _mesh(request, cluster, plan)
-    precision, matmul = recipes.precision(request.precision)
+    precision, matmul = recipes.precision(request.precision or PRECISION)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
     micro_batch, model_parallel = request.micro_batch or 1, mesh.tp * mesh.pp > 1
-    recipe = optimizer(request.optimizer)
+    recipe = optimizer(request.optimizer or OPTIMIZER)
     return Setup(
         model=model,
         cluster=cluster,
@@ -168,6 +168,8 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
         notes.append(f"No number of GPUs was given: {setup.cluster.count} is assumed (--gpus).")
     if request.sequence is None and setup.model.layers:
         notes.append(f"No sequence length was given: {setup.sequence} tokens are assumed (--seq).")
+    if chosen := _defaults(request, setup):
+        notes.append(f"Assumed where nothing was said: {', '.join(chosen)}.")
     if request.micro_batches is None and request.global_batch is None and setup.mesh.pp > 1:
         notes.append(
             f"No batch was given: {setup.micro_batches} micro-batches per step, {MICRO_BATCHES_PER_STAGE} for each of "
@@ -180,6 +182,21 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
             f"gradients that stay allocated, a fused optimizer update{fused}."
         )
     return tuple(notes)
+
+
+def _defaults(request: Request, setup: Setup) -> list[str]:
+    """Of the choices that have a name, those that were left open, each with the option that makes it."""
+    choices: list[tuple[object, str]] = [
+        (request.strategy, f"{setup.plan.name} (--strategy)"),
+        (request.precision, f"{PRECISION} (--precision)"),
+        (request.optimizer, f"{OPTIMIZER} (--optimizer)"),
+    ]
+    if setup.model.layers:
+        choices += [
+            (request.micro_batch, f"micro-batch {setup.micro_batch} (--micro-batch)"),
+            (request.checkpointing, f"checkpointing {setup.checkpointing} (--ac)"),
+        ]
+    return [said for given, said in choices if given is None]
 
 
 def shape_of(model: Model) -> ModelShape:

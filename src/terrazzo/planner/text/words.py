@@ -130,6 +130,8 @@ def verdict(memory: Memory) -> str:
     numbers = f"{bytes_text(device.expected)} of {bytes_text(device.capacity)} expected ({upper})"
     if full:
         return f"does not fit: {numbers}, {_too_much(full)}"
+    if memory.uncounted:
+        return f"states fit, activations come on top: {numbers}"
     return f"fits: {numbers}" if memory.fits_surely else f"fits, but not surely: {numbers}"
 
 

@@ -45,7 +45,6 @@ class Keeper:
         self._patience_s = config.launch.timeout_s
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
-        self._refused: set[str] = set()
         self._saving_step = self.saved_step = 0
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self._is_first else None, Misuse)
@@ -54,17 +53,13 @@ class Keeper:
         """Restore the newest whole checkpoint. Collective."""
         resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast)
         if resumed is not None:
-            self.run, self._refused = resumed.run, set(resumed.refused)
-            self.saved_step = resumed.extra.get("step", 0)
+            self.run, self.saved_step = resumed.run, resumed.extra.get("step", 0)
         return resumed
 
     def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
         """Save, in the background where that is asked for, and remove what is not to be kept. Collective."""
         refuse_lost(self.lost())
         step, path = extra["step"], checkpoint.step_path(self.folder, extra["step"])
-        if path in self._refused:  # damaged: its step comes again
-            self._refused.remove(path)
-            on_first(lambda: checkpoint.set_aside(path))
         if self._settings.background:
             if self._saver is None:
                 limit = None if self._settings.staging_gib is None else int(self._settings.staging_gib * GIB)

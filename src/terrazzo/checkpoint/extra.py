@@ -1,0 +1,84 @@
+"""What `extra` of a save may hold: plain JSON values, which come back as they were given."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from terrazzo.checkpoint.parse import is_crowded
+from terrazzo.errors import BadInput
+
+__all__ = ["check_extra", "text_problem"]
+
+_DEPTH = 100
+"""Levels of lists and dicts. What writes manifests stops at some 250, when every rank has written its file."""
+
+_INSTEAD = {"tuple": "a list", "set": "a list", "Tensor": "its item() or tolist()"}
+
+
+def check_extra(extra: object) -> None:
+    """Raises `BadInput` for what a load would refuse or give back as something else, naming it and the edit."""
+    if not isinstance(extra, dict):
+        raise BadInput(f"extra is a {type(extra).__name__}: give a dict, such as {{'step': 100}}.")
+    if (problem := _problem(extra, 0)) is not None:
+        raise BadInput(f"extra holds a value that would not come back as it is: extra{problem.at} {problem.what}.")
+    try:
+        text = json.dumps(extra, separators=(",", ":"))
+    except ValueError as error:  # a whole number of thousands of digits
+        raise BadInput(f"extra holds a value that JSON cannot: {error}. Give it as text.") from None
+    if is_crowded(text.encode()):
+        raise BadInput(
+            "extra holds more small values than the manifest of a checkpoint may: save them in a file of their own, and"
+            " its name in extra."
+        )
+    step = extra.get("step", 0)
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise BadInput(f"extra['step'] is {step!r}: give a whole number of finished steps.")
+
+
+def text_problem(value: object) -> str | None:
+    """Why `value` is no text that a manifest can hold, as a predicate."""
+    if not isinstance(value, str):
+        return f"is {value!r}; give text"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return f"is {value!a}, and half a character is no text; take it out"
+    return None
+
+
+class _Problem(NamedTuple):
+    at: str
+    what: str
+
+
+def _problem(value: Any, depth: int) -> _Problem | None:
+    """The first thing in `value` that JSON does not give back equal, and where in it that is."""
+    if value is None or isinstance(value, bool | int):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else _Problem("", f"is {value}; leave it out, or give None or text")
+    if isinstance(value, str):
+        return None if (what := text_problem(value)) is None else _Problem("", what)
+    if isinstance(value, dict | list):
+        return _inner_problem(value, depth)
+    kind = type(value).__name__
+    return _Problem("", f"is a {kind}; give {_INSTEAD.get(kind, 'numbers, text, lists and dicts')}")
+
+
+def _inner_problem(value: dict[Any, Any] | list[Any], depth: int) -> _Problem | None:
+    if depth == _DEPTH:
+        return _Problem("", f"is nested deeper than {_DEPTH} levels, or holds itself; make it flat")
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and (what := _key_problem(key)) is not None:
+            return _Problem("", what)
+        if (problem := _problem(inner, depth + 1)) is not None:
+            return _Problem(f"[{key!r}]{problem.at}", problem.what)
+    return None
+
+
+def _key_problem(key: object) -> str | None:
+    if not isinstance(key, str):
+        return f"has the key {key!r}; JSON has text as keys alone: give {str(key)!r}"
+    return None if (what := text_problem(key)) is None else f"has a key that {what}"
