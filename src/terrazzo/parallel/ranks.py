@@ -38,6 +38,8 @@ class TensorRanks:
         self.traffic: Traffic = tally.traffic
         self._collectives = self.axes.along("tp")
         self.size, self.rank = self._collectives.size, self._collectives.rank
+        # No part of compiled graphs, whose compiler would run it to see what it does; to import that takes a second.
+        self._exchange: Callable[[Tensor, Exchange, Exchange], Tensor] = torch.compiler.disable(_apply)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         return self
@@ -46,36 +48,36 @@ class TensorRanks:
 
     def copy(self, whole: Tensor) -> Tensor:
         """What every rank has whole, for a use of its own; on the way back gradients are summed."""
-        return _exchange(whole, lambda x: x.view_as(x), self._sum)
+        return self._exchange(whole, lambda x: x.view_as(x), self._sum)
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' `part`; on the way back each rank has the whole gradient."""
-        return _exchange(part, self._sum, lambda grad: grad)
+        return self._exchange(part, self._sum, lambda grad: grad)
 
     def gather_sequence(self, own: Tensor) -> Tensor:
         """The whole sequence, for a use of each rank's own; on the way back gradients are summed and split again."""
-        return _exchange(own, lambda x: self._gather(x, SEQUENCE), self._scatter_sum)
+        return self._exchange(own, lambda x: self._gather(x, SEQUENCE), self._scatter_sum)
 
     def scatter_sum(self, part: Tensor) -> Tensor:
         """This rank's part of the sequence of the sum of all ranks' `part`; on the way back gradients are gathered."""
-        return _exchange(part, self._scatter_sum, lambda grad: self._gather(grad, SEQUENCE))
+        return self._exchange(part, self._scatter_sum, lambda grad: self._gather(grad, SEQUENCE))
 
     def split_sequence(self, whole: Tensor) -> Tensor:
         """This rank's part of a sequence that all have whole; on the way back gradients are gathered."""
-        return _exchange(whole, lambda x: self._own(x, SEQUENCE), lambda grad: self._gather(grad, SEQUENCE))
+        return self._exchange(whole, lambda x: self._own(x, SEQUENCE), lambda grad: self._gather(grad, SEQUENCE))
 
     def join_sequence(self, own: Tensor) -> Tensor:
         """The whole sequence, used alike on every rank; on the way back each keeps its part of the gradient."""
-        return _exchange(own, lambda x: self._gather(x, SEQUENCE), lambda grad: self._own(grad, SEQUENCE))
+        return self._exchange(own, lambda x: self._gather(x, SEQUENCE), lambda grad: self._own(grad, SEQUENCE))
 
     def join_channels(self, own: Tensor, numel: int) -> Tensor:
         """All `numel` channels, used alike on every rank; on the way back each keeps its part of the gradient."""
-        return _exchange(own, lambda x: self._gather(x, -1, numel), lambda grad: self._own(grad, -1))
+        return self._exchange(own, lambda x: self._gather(x, -1, numel), lambda grad: self._own(grad, -1))
 
     def split_channels(self, whole: Tensor) -> Tensor:
         """This rank's channels of what all have whole; on the way back gradients are gathered."""
         numel = whole.shape[-1]
-        return _exchange(whole, lambda x: self._own(x, -1), lambda grad: self._gather(grad, -1, numel))
+        return self._exchange(whole, lambda x: self._own(x, -1), lambda grad: self._gather(grad, -1, numel))
 
     # -- one way -----------------------------------------------------------------------------------------------
 
@@ -146,7 +148,3 @@ class _Exchange(torch.autograd.Function):
 def _apply(values: Tensor, there: Exchange, back: Exchange) -> Tensor:
     exchanged: Tensor = _Exchange.apply(values, there, back)  # type: ignore[no-untyped-call]
     return exchanged
-
-
-_exchange: Callable[[Tensor, Exchange, Exchange], Tensor] = torch.compiler.disable(_apply)
-"""Not a part of compiled graphs, whose compiler would run it to see what it does."""

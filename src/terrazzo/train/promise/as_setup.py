@@ -8,7 +8,6 @@ import torch
 
 from terrazzo.config import Config
 from terrazzo.engine import Precision
-from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
@@ -115,16 +114,12 @@ def optimizer_recipe(config: Config) -> OptimizerRecipe:
     From a table: a class's first step, which would tell as well, imports torch's compiler, and that takes a second.
     `amsgrad`, `momentum` and `centered` each keep one tensor more.
 
-    Raises: `BadInput` for a class that torch.optim does not have, or that is not in the table.
+    Raises:
+        BadInput: a class that torch.optim does not have, or that cannot be sharded; the others are in the table.
     """
     optimizer, options = config.optimizer, config.optimizer.options
     optimizer_class(optimizer)
     known = {recipe.torch_class: recipe for recipe in OPTIMIZERS.values() if recipe.elementwise and not recipe.options}
-    if optimizer.name not in known:
-        raise BadInput(
-            f"optimizer.name is {optimizer.name!r}, of whose states the planner does not know. It knows "
-            f"{', '.join(name for name in known if name)}."
-        )
     recipe = known[optimizer.name]
     more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
     return replace(recipe, moments=recipe.moments + more)
