@@ -47,11 +47,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         BadInput: the file is missing or malformed, or any value in it is unknown, of the wrong type or out of
-            range.
+            range. Passwords in URLs are not repeated.
     """
-    raw = _read(Path(path))
-    for override in overrides:
-        _apply(raw, override)
+    try:
+        raw = _read(Path(path))
+        for override in overrides:
+            _apply(raw, override)
+    except BadInput as error:
+        raise BadInput(without_passwords(str(error))) from None
     return config_from_dict(raw, origin=" ".join([str(path), *(["with", *overrides] if overrides else [])]))
 
 
@@ -61,10 +64,9 @@ def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         lines = [_sentence(dict(detail)) for detail in error.errors()]
-    if len(lines) == 1:
-        raise BadInput(f"{origin}: {lines[0]}")
     listed = "\n".join(f"  - {line}" for line in lines)
-    raise BadInput(f"{origin} has {len(lines)} problems:\n{listed}")
+    text = f"{origin}: {lines[0]}" if len(lines) == 1 else f"{origin} has {len(lines)} problems:\n{listed}"
+    raise BadInput(without_passwords(text))
 
 
 def flatten(config: BaseModel | dict[str, Any]) -> dict[str, str]:
@@ -132,7 +134,20 @@ def _sentence(error: dict[str, Any]) -> str:
         choices = re.findall(r"'([^']*)'", context["expected"])
         near = did_you_mean(str(found), choices)
         return f"{where} is {found!r}, expected one of {', '.join(choices)}.{near}"
-    return f"{where} is {_shown(found)}, expected {_expected(kind, context)}{_or_null(where)}.{_keys_of(where, found)}"
+    expected = f"{_expected(kind, context)}{_or_null(where)}"
+    return f"{where} is {_shown(found)}, expected {expected}.{_keys_of(where, found)}{_unquoted(kind, found)}"
+
+
+def _unquoted(kind: str, found: Any) -> str:
+    """The edit for a number or a switch that is text: `'12'`, `'off'`."""
+    if not isinstance(found, str) or kind not in ("int_type", "float_type", "bool_type"):
+        return ""
+    try:
+        meant = parse_value(found, "yaml", "it")
+    except BadInput:
+        return ""
+    right = isinstance(meant, bool) if kind == "bool_type" else type(meant) in (int, float)
+    return f" Write {json.dumps(meant)}, without quotes." if right else ""
 
 
 def _keys_of(where: str, found: Any) -> str:
