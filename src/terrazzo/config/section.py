@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-__all__ = ["Named", "Section"]
+__all__ = ["KEYS_ALONE", "Named", "Section"]
+
+KEYS_ALONE = {"agree": False}
+"""The context of a validation that looks at each key by itself."""
 
 
 class Section(BaseModel):
@@ -30,6 +33,15 @@ class Section(BaseModel):
         if kinds & {int, float} and isinstance(value, bool | str):
             raise PydanticKnownError("int_type" if int in kinds else "float_type")
         return value
+
+    @model_validator(mode="after")
+    def _together(self, info: ValidationInfo) -> Self:
+        if info.context is not KEYS_ALONE:
+            self._agrees()
+        return self
+
+    def _agrees(self) -> None:
+        """What is to be said of several keys of the section together. Raises: `ValueError`."""
 
 
 class Named(Section):
