@@ -100,6 +100,48 @@ def test_wrong_values_are_refused_with_key_and_expectation(raw: dict[str, Any], 
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"train": {"steps": True}}, "train.steps is True, expected a whole number."),
+        ({"train": {"clip": True}}, "train.clip is True, expected a number, or null"),
+        ({"optimizer": {"lr": True}}, "optimizer.lr is True, expected a number."),
+        ({"checkpoint": {"keep_last": True}}, "checkpoint.keep_last is True, expected a whole number"),
+        ({"train": {"compile": 1}}, "train.compile is 1, expected true or false."),
+        ({"train": {"compile": "off"}}, "expected true or false. Write false, without quotes."),
+        ({"train": {"compile": "offf"}}, "train.compile is 'offf', expected true or false."),
+        ({"train": {"steps": "1_000"}}, "expected a whole number. Write 1000, without quotes."),
+        ({"optimizer": {"lr": "1e-3"}}, "expected a number. Write 0.001, without quotes."),
+        ({"train": {"steps": 1.5}}, "train.steps is 1.5, expected a whole number."),
+    ],
+)
+def test_switches_are_no_numbers_and_text_is_neither(raw: dict[str, Any], words: str) -> None:
+    assert words in refusal(raw)
+
+
+def test_a_whole_number_may_be_written_as_a_power_of_ten() -> None:
+    assert config_from_dict({"train": {"steps": 5e3}}).train.steps == 5000
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["checkpoint.folder=s3://key:SECRET@host/p", "train.stpes=3"],
+        ["checkpoint.folder='s3://key:SECRET@host/p"],
+        ["checkpoint.folder.s3://key:SECRET@host/p"],
+        ["train=s3://key:SECRET@host/p", "train.steps=3"],
+        ["train.seed=s3://key:SECRET@host/p", "train.stpes=3"],
+        ["train.activation_checkpointing=s3://key:SECRET@host/p"],
+    ],
+)
+def test_no_refusal_repeats_a_password(tmp_path: Path, overrides: list[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train: {steps: 7}\n")
+    with pytest.raises(BadInput, match=r"s3://\*\*\*@host/p") as caught:
+        load_config(path, overrides)
+    assert "SECRET" not in str(caught.value)
+
+
 def test_all_problems_are_listed_at_once() -> None:
     message = refusal({"train": {"stpes": 1, "clip": -1}, "model": {"dim": "wide"}})
     assert "3 problems" in message
@@ -173,6 +215,9 @@ def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
         ("a.yaml", "train: {? [steps] : 1}", "line 1: a key is no text"),
         ("a.yaml", "train: {steps: !!timestamp x}", "the tag 'tag:yaml.org,2002:timestamp'"),
         ("a.yaml", "train: {steps: !!bool maybe}", "not valid YAML: KeyError: 'maybe'"),
+        ("a.yaml", "train:\n  seed: 010", "line 2 has the number 010, which YAML 1.1 reads in base 8: write it in"),
+        ("a.yaml", "train: {seed: -1:30}", "the number -1:30, which YAML 1.1 reads in base 60"),
+        ("a.yaml", "train: {clip: 1:30.5}", "the number 1:30.5, which YAML 1.1 reads in base 60"),
         *(
             pytest.param(f"a.{kind.lower()}", text.replace("N", digits), words, id=f"{kind} {digits[:3]}")
             for kind, text in (("YAML", "train: {steps: N}"), ("TOML", "train.steps = N"), ("JSON", '{"train": N}'))

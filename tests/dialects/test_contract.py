@@ -17,22 +17,23 @@ from terrazzo.dialects.description import settings as settings_of
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Reading
 from terrazzo.dialects.emit import plain
 from terrazzo.dialects.explain import plan_words
-from terrazzo.dialects.keys import MISSING
+from terrazzo.dialects.keys import MISSING, row_of
 from terrazzo.dialects.reader import flatten
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.understand import read_document
 from terrazzo.dialects.verdict import KINDS
+from tests.dialects.samples import SAMPLES
 
 CONTEXTS = [NO_CONTEXT, Context(world=8, hidden_size=64, load_dtype="bf16", heads=4, layers=2, parameters=10**6)]
 TRAP = "trap_of_dialects:spring"
 
 WORDS = ["auto", "none", "", "true", "cpu", "nvme", "bf16", "fp16", "FULL_SHARD", "AdamW", "WarmupLR", "3", TRAP,
-         "1e-3", "__import__('trap_of_dialects')", "\x1b[31m", "é" * 300]  # fmt: skip
+         "1e-3", "²", "0,1", "__import__('trap_of_dialects')", "\x1b[31m", "é" * 300]  # fmt: skip
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-5, 70),
-    st.sampled_from([2**62, -(2**62), 0.0, -1.5, 1e300, 5e-324]),
+    st.sampled_from([2**62, -(2**62), 0.0, -1.5, 1e300, 1e308, 5e-324]),
     st.sampled_from(WORDS),
 )
 VALUES = st.one_of(
@@ -122,11 +123,61 @@ def test_every_key_alone_and_with_its_section_with_every_kind_of_value(name: str
     sections: dict[str, list[str]] = {}
     for key in keys_of(name):
         sections.setdefault(key.rpartition(".")[0], []).append(key)
-        for value in (None, True, TRAP, {"a": {"b": [1]}}):
+        for value in (None, True, TRAP, "²", {"a": {"b": [1]}}):
             assert_promises(dialect(name), nested([(key, value)]), CONTEXTS[1])
+        reading = assert_promises(dialect(name), nested([(key, 1e308)]), CONTEXTS[1])
+        convert_reading(dialect(name), reading, dialect("terrazzo"), CONTEXTS[1])
     for keys in sections.values():
         for value in (-1, 2**62, 0.5, "auto", [], [None], {}):
             assert_promises(dialect(name), nested([(key, value) for key in keys]), CONTEXTS[1])
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "trainer", "lightning", "torchtitan"])
+def test_a_number_as_text_means_the_number(name: str) -> None:
+    """YAML 1.1 takes `1e-3` for text. Who computes with it must take it as what it means."""
+    numbers = 0
+    for document in (*SAMPLES[name].values(), *PEAKS.get(name, ())):
+        said = as_text(dialect(name), document)
+        numbers += said != document
+        one, other = (read_document(dialect(name), each, CONTEXTS[1]).description for each in (document, said))
+        for path, setting in settings_of(one):
+            assert other[path].value == setting.value, path
+    assert numbers
+
+
+PEAKS: dict[str, list[dict[str, Any]]] = {
+    "trainer": [
+        {"learning_rate": 1e-3, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}},
+        {"learning_rate": 1e-3, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-4, "power": 1}},
+        {"max_steps": -1, "num_train_epochs": 3},
+    ],
+    "deepspeed": [
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 100}},
+        }
+    ],
+    "lightning": [{"devices": 4, "num_nodes": 2, "strategy": "fsdp"}],
+}
+"""Documents whose numbers are computed with."""
+_INNER = ("lr_scheduler_kwargs", "optimizer.param_groups")
+
+
+def as_text(found: Dialect, document: dict[str, Any]) -> dict[str, Any]:
+    """The document with text for each number, where the key's type takes text for one."""
+
+    def said(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: said(f"{key}.{name}" if key else name, inner) for name, inner in value.items()}
+        if key in _INNER and isinstance(value, list):
+            return [said(key, each) for each in value]
+        row = row_of(found.keys, key)
+        inner = key.startswith(_INNER) and isinstance(value, float)
+        takes = row is not None and row.type.parse(str(value)) == row.type.parse(value) != MISSING
+        return str(value) if type(value) in (int, float) and (takes or inner) else value
+
+    return {key: said(key, value) for key, value in document.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 
-from terrazzo.config import KEYS, config_from_dict
+from terrazzo.config import KEYS, Config, config_from_dict
 from terrazzo.config.files import load
 from terrazzo.dialects.description import Description, Setting, build, settings
 from terrazzo.dialects.dialect import Context
@@ -293,6 +294,60 @@ def test_what_the_trainer_refuses_is_refused(key: str) -> None:
         refused = [verdict for verdict in verdicts if verdict.kind == "refused"]
         assert [verdict.key for verdict in refused] == [key], value
         assert refused[0].why, value
+
+
+WRONG: tuple[Any, ...] = (
+    True,
+    1,
+    -1,
+    0.5,
+    1e308,
+    "on",
+    "12",
+    "1_000",
+    "BF16",
+    "a,b",
+    "²",
+    [],
+    ["a"],
+    [1],
+    {},
+    {"a": 1},
+)
+"""Of each, some key takes it and another does not."""
+
+
+@pytest.mark.parametrize("section", Config.model_fields)
+def test_the_trainer_and_the_reader_agree_about_every_key(section: str) -> None:
+    """What the trainer refuses of a key by itself, the reader refuses; and nothing that the trainer takes."""
+    for key in [key for key in (section, *KEYS) if key.partition(".")[0] == section]:
+        beside = {other: value for other, value in WITH.get(key, {}).items() if other != key}
+        for value in WRONG:
+            document = nested({**beside, key: value})
+            refused = [verdict.why for verdict in HUB.read(document).verdicts if verdict.kind == "refused"]
+            faults = wrong_keys(document)
+            if faults:
+                assert refused, (key, value, faults)
+            elif is_taken(document):
+                assert not refused, (key, value, refused)
+
+
+def wrong_keys(document: dict[str, Any]) -> list[str]:
+    """What pydantic finds, without what keys do not agree about."""
+    try:
+        Config.model_validate(document)
+    except ValidationError as error:
+        places = [(".".join(map(str, each["loc"])), each["type"]) for each in error.errors()]
+        return [place for place, kind in places if kind != "value_error" or place in KEYS]
+    return []
+
+
+def is_taken(document: dict[str, Any]) -> bool:
+    try:
+        build_plan(config_from_dict(document))
+    except BadInput:
+        return False
+    return True
 
 
 def test_misspelt_keys_find_their_neighbours() -> None:

@@ -331,3 +331,18 @@ def as_lightning(arguments: dict[str, Any]) -> dict[str, Any]:
     if mesh := found.pop("device_mesh", None):
         found["device_mesh"] = tuple(mesh)
     return found
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"),
+    [(4, 4), ("4", 4), ("0,1", 2), ("0,", 1), ([2, 3, 5], 3), ("auto", None), (-1, None), ("-1", None), (None, None)],
+)
+def test_devices_are_counted_as_lightning_does(devices: Any, count: int | None) -> None:
+    document = {"strategy": "ddp", "devices": devices, "num_nodes": 2}
+    assert described("lightning", document).value("mesh.world") == (count and 2 * count)
+    assert verdicts("lightning", document)["devices"].kind == "applied"
+
+
+@pytest.mark.parametrize("devices", ["²", "0,x", "", 0, True, [], ["a"], 1.5, 1e308, "two"])
+def test_devices_that_are_none_are_refused(devices: Any) -> None:
+    assert verdicts("lightning", {"strategy": "ddp", "devices": devices})["devices"].kind == "refused"

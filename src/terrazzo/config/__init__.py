@@ -6,7 +6,7 @@ Open to other packages:
 """
 
 from terrazzo.config.keys import KEYS, keys_meant
-from terrazzo.config.reading import config_from_dict, flatten, load_config
+from terrazzo.config.reading import CheckedKeys, check_keys, config_from_dict, flatten, load_config
 from terrazzo.config.schema import (
     BatchConfig,
     Config,
@@ -25,6 +25,7 @@ from terrazzo.config.task import DataConfig, LoraConfig, ObjectiveConfig, Object
 __all__ = [
     "KEYS",
     "BatchConfig",
+    "CheckedKeys",
     "Config",
     "DataConfig",
     "LaunchConfig",
@@ -37,6 +38,7 @@ __all__ = [
     "PlanConfig",
     "ScheduleConfig",
     "Section",
+    "check_keys",
     "config_from_dict",
     "flatten",
     "keys_meant",

@@ -1,8 +1,9 @@
 """Loading a stranger's file: plain data or `BadInput`, quickly, and nothing that a string names is run.
 
 JSON, YAML and TOML. What is refused: more than 1 MiB, nesting deeper than 32, more than 20,000 values once aliases are
-expanded, cycles, keys given twice, NaN and infinities, numbers beyond 64 bits, other encodings than UTF-8, control
-characters, YAML tags for anything but plain values, several documents in one file, and what is no regular file.
+expanded, cycles, keys given twice, NaN and infinities, numbers beyond 64 bits, YAML's numbers in base 8 (`010`) and 60
+(`1:30`), other encodings than UTF-8, control characters, YAML tags for anything but plain values, several documents in
+one file, and what is no regular file.
 """
 
 from __future__ import annotations
@@ -192,6 +193,9 @@ class _Loader(_Parser):  # type: ignore[misc]
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+_NUMBERS = (":int", ":float")
+_OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9_.]+)+)")
+"""`010` and `1:30`, which are 8 and 90 to YAML 1.1 alone."""
 _PLAIN = frozenset(
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
 )
@@ -247,13 +251,14 @@ class _Nodes:
                 f"'{self.origin}' line {node.start_mark.line + 1} has the tag {_short(node.tag)!r}: a configuration "
                 "holds plain values only, and nothing in it is called. Remove the tag."
             )
-        if (
-            isinstance(node, yaml.ScalarNode)
-            and node.tag.endswith((":int", ":float"))
-            and len(node.value) > _MAX_DIGITS
-        ):
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(_NUMBERS) and len(node.value) > _MAX_DIGITS:
             raise BadInput(
                 f"'{self.origin}' line {node.start_mark.line + 1} has a number of {len(node.value):,} characters."
+            )
+        if isinstance(node, yaml.ScalarNode) and _OTHER_BASE.fullmatch(node.value) and node.tag.endswith(_NUMBERS):
+            raise BadInput(
+                f"'{self.origin}' line {node.start_mark.line + 1} has the number {node.value}, which YAML 1.1 reads in"
+                f" base {60 if ':' in node.value else 8}: write it in base 10, or in quotes if it is text."
             )
         self.open.add(id(node))
         count = 1 + sum(map(self.check, self._children(node)))

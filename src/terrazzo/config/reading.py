@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +20,10 @@ from terrazzo.config.files import parse_value, read_text
 from terrazzo.config.keys import KEYS, SHORTHANDS, keys_meant
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
+from terrazzo.config.section import KEYS_ALONE
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["config_from_dict", "flatten", "load_config"]
+__all__ = ["CheckedKeys", "check_keys", "config_from_dict", "flatten", "load_config"]
 
 # How pydantic's kinds of error read in plain words: bounds by (name of the limit, comparison), types by their
 # family.
@@ -47,11 +50,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         BadInput: the file is missing or malformed, or any value in it is unknown, of the wrong type or out of
-            range.
+            range. Passwords in URLs are not repeated.
     """
-    raw = _read(Path(path))
-    for override in overrides:
-        _apply(raw, override)
+    try:
+        raw = _read(Path(path))
+        for override in overrides:
+            _apply(raw, override)
+    except BadInput as error:
+        raise BadInput(without_passwords(str(error))) from None
     return config_from_dict(raw, origin=" ".join([str(path), *(["with", *overrides] if overrides else [])]))
 
 
@@ -61,10 +67,55 @@ def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         lines = [_sentence(dict(detail)) for detail in error.errors()]
-    if len(lines) == 1:
-        raise BadInput(f"{origin}: {lines[0]}")
     listed = "\n".join(f"  - {line}" for line in lines)
-    raise BadInput(f"{origin} has {len(lines)} problems:\n{listed}")
+    text = f"{origin}: {lines[0]}" if len(lines) == 1 else f"{origin} has {len(lines)} problems:\n{listed}"
+    raise BadInput(without_passwords(text))
+
+
+@dataclass(frozen=True)
+class CheckedKeys:
+    """Each key of a document by itself, whatever is wrong with others.
+
+    Attributes:
+        values: of the whole schema by dotted key, as validated; the default where the document has none or a wrong one.
+        problems: what is wrong, in plain words, by dotted key, or by the section that is no section. Keys that the
+            schema does not have are left out.
+    """
+
+    values: Mapping[str, Any]
+    problems: Mapping[str, str]
+
+
+def check_keys(raw: Mapping[str, Any]) -> CheckedKeys:
+    """What `config_from_dict` would say of each key. Keys that are right by themselves may still not agree."""
+    problems: dict[str, str] = {}
+    while True:
+        try:
+            config = Config.model_validate(raw, context=KEYS_ALONE)
+        except ValidationError as error:
+            for detail in error.errors():
+                place = detail["loc"]
+                found = [place[:depth] for depth in range(1, len(place)) if _dotted(place[:depth]) in KEYS]
+                where = found[0] if found else place  # an entry of a list is its key's
+                if detail["type"] != "extra_forbidden":
+                    words = _sentence(dict(detail), "it" if where == place else "")
+                    problems.setdefault(_dotted(where), without_passwords(words))
+                raw = _without(raw, where)
+        else:
+            return CheckedKeys({key: operator.attrgetter(key)(config) for key in KEYS}, problems)
+
+
+def _dotted(place: Sequence[int | str]) -> str:
+    return ".".join(map(str, place))
+
+
+def _without(raw: Mapping[Any, Any], names: Sequence[int | str]) -> dict[Any, Any]:
+    """A copy without a key, or without what stands in place of its section."""
+    name, *below = names
+    inner = raw.get(name)
+    if not below or not isinstance(inner, Mapping):
+        return {key: value for key, value in raw.items() if key != name}
+    return {**raw, name: _without(inner, below)}
 
 
 def flatten(config: BaseModel | dict[str, Any]) -> dict[str, str]:
@@ -120,19 +171,35 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     target[last] = value
 
 
-def _sentence(error: dict[str, Any]) -> str:
-    """One pydantic error in plain words: key, what was found, what was expected."""
-    where = ".".join(str(part) for part in error["loc"])
+def _sentence(error: dict[str, Any], subject: str = "") -> str:
+    """One pydantic error in plain words: key, or `subject` in its place, what was found, what was expected."""
+    where = _dotted(error["loc"])
     found, kind, context = error["input"], error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(error["loc"])
     if kind == "value_error":
-        return f"{where}: {context['error']}" if where else str(context["error"])
+        return f"{where}: {context['error']}" if where and not subject else str(context["error"])
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         near = did_you_mean(str(found), choices)
-        return f"{where} is {found!r}, expected one of {', '.join(choices)}.{near}"
-    return f"{where} is {_shown(found)}, expected {_expected(kind, context)}{_or_null(where)}.{_keys_of(where, found)}"
+        return f"{subject or where} is {found!r}, expected one of {', '.join(choices)}.{near}"
+    expected = f"{_expected(kind, context)}{_or_null(where)}"
+    edit = _keys_of(where, found) or _edit(kind, found)
+    return f"{subject or where} is {_shown(found)}, expected {expected}.{edit}"
+
+
+def _edit(kind: str, found: Any) -> str:
+    """For a number or a switch that is text, such as `'12'` or `'off'`, and a word in place of a list."""
+    if isinstance(found, str) and kind == "list_type":
+        return f" Write [{found}]."
+    if not isinstance(found, str) or kind not in ("int_type", "float_type", "bool_type"):
+        return ""
+    try:
+        meant = parse_value(found, "yaml", "it")
+    except BadInput:
+        return ""
+    right = isinstance(meant, bool) if kind == "bool_type" else type(meant) in (int, float)
+    return f" Write {json.dumps(meant)}, without quotes." if right else ""
 
 
 def _keys_of(where: str, found: Any) -> str:

@@ -55,8 +55,15 @@ class PlanConfig(Named):
     units: list[str] | None = Field(None, description="class names or name globs; default: found by themselves")
     prefetch: int = Field(1, ge=0, description="units gathered ahead of the one that runs")
 
-    @model_validator(mode="after")
-    def _one_form(self) -> PlanConfig:
+    @model_validator(mode="before")
+    @classmethod
+    def _usual(cls, value: Any) -> Any:
+        """`zero3` where neither a name nor a place is given."""
+        keys = ("name", "weight", "between", "grad", "optim")
+        open_ = isinstance(value, Mapping) and all(value.get(key) is None for key in keys)
+        return {**value, "name": "zero3"} if open_ else value
+
+    def _agrees(self) -> None:
         rows = {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
         given = [key for key, value in rows.items() if value is not None]
         if given and self.name is not None:
@@ -64,7 +71,6 @@ class PlanConfig(Named):
         if given and len(given) < len(rows):
             missing = ", ".join(key for key in rows if key not in given)
             raise ValueError(f"a custom plan names all four places; missing: {missing} ('-' means not split)")
-        return self
 
 
 def tier_text(value: str | Mapping[Any, Any]) -> str:
@@ -101,7 +107,7 @@ class OffloadConfig(Section):
     )
     pin: bool = Field(True, description="CUDA: page-lock the host memory of states and activations")
     direct: bool = Field(True, description="nvme: go past the page cache (O_DIRECT) where the file system can")
-    block_mib: float = Field(4.0, gt=0, description="nvme: size of one read or write")
+    block_mib: float = Field(4.0, gt=0, le=1024, description="nvme: size of one read or write")
     depth: int = Field(8, gt=0, description="nvme: reads and writes in flight per rank")
     digest: bool = Field(False, description="nvme: check what is read against a CRC-32 of what was written")
 
@@ -185,11 +191,9 @@ class ScheduleConfig(Section):
     final_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak that is left at the last step")
     decay_steps: int | None = Field(None, gt=0, description="wsd: length of the final decay; default: a fifth")
 
-    @model_validator(mode="after")
-    def _agrees(self) -> ScheduleConfig:
+    def _agrees(self) -> None:
         if self.decay_steps is not None and self.name != "wsd":
             raise ValueError(f"decay_steps belongs to schedule 'wsd', this one is '{self.name}': remove it")
-        return self
 
 
 class TrainConfig(Section):
@@ -216,18 +220,16 @@ class TrainConfig(Section):
     activation_checkpointing_ops: list[str] | None = Field(None, description="selective: operators kept, not redone")
     compile: bool = Field(False, description="torch.compile for each unit")
 
-    @model_validator(mode="after")
-    def _one_sample(self) -> TrainConfig:
+    def _agrees(self) -> None:
         if self.sample_chat is not None and self.sample_prompt != type(self).model_fields["sample_prompt"].default:
             raise ValueError(
                 "sample_prompt and sample_chat: give one of them, what a text begins with or what is asked"
             )
-        return self
 
     @field_validator("activation_checkpointing")
     @classmethod
     def _known_mode(cls, value: str) -> str:
-        if not re.fullmatch(r"none|full|selective|every_[1-9][0-9]*", value):
+        if not re.fullmatch(r"none|full|selective|every_[1-9][0-9]{0,8}", value):
             raise ValueError(f"'{value}' is not one of none, full, selective, every_N (such as every_2)")
         return value
 
@@ -293,7 +295,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    plan: PlanConfig = PlanConfig(name="zero3")
+    plan: PlanConfig = PlanConfig()
     parallel: ParallelConfig = ParallelConfig()
     offload: OffloadConfig = OffloadConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -324,8 +326,7 @@ class Config(Section):
         """Where checkpoints are, whether the key was given or not."""
         return self.checkpoint.folder or str(self.log.folder / "checkpoints")
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Config:
+    def _agrees(self) -> None:
         if self.offload.activations == "cpu" and self.train.activation_checkpointing == "none":
             raise ValueError(
                 "offload.activations 'cpu' moves what activation checkpointing keeps, and"
@@ -341,13 +342,12 @@ class Config(Section):
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"
                 f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance"
             )
-        return self
+        self._pairs_agree()
 
-    @model_validator(mode="after")
-    def _pairs_agree(self) -> Config:
+    def _pairs_agree(self) -> None:
         objective, kind, data = self.objective.name, self.objective.kind, self.data
         if not kind.of_pairs:
-            return self
+            return
         if data.packing not in (None, "single"):
             raise ValueError(
                 f"objective '{objective}' compares two sequences of one text each, and data.packing is"
@@ -368,4 +368,3 @@ class Config(Section):
                 "checkpoint.save_format 'hf' of objective 'reward' needs a model that transformers has with a score:"
                 " set model.kind to 'huggingface', or save_format to 'terrazzo'"
             )
-        return self

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
-__all__ = ["Named", "Section"]
+__all__ = ["KEYS_ALONE", "Named", "Section"]
+
+KEYS_ALONE = {"agree": False}
+"""The context of a validation that looks at each key by itself."""
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, no unknown keys, no NaN or infinity."""
+    """A part of the configuration: frozen, no unknown keys, no NaN or infinity, and one spelling of each value."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Switches are true or false, and numbers are numbers: pydantic alone takes `true` for 1 and 'off' for false.
+
+        A whole number may be written `5e3`, which every format reads as 5000.0.
+        """
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if bool in kinds and not isinstance(value, bool):
+            raise PydanticKnownError("bool_type")
+        if kinds & {int, float} and isinstance(value, bool | str):
+            raise PydanticKnownError("int_type" if int in kinds else "float_type")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self, info: ValidationInfo) -> Self:
+        if info.context is not KEYS_ALONE:
+            self._agrees()
+        return self
+
+    def _agrees(self) -> None:
+        """What is to be said of several keys of the section together. Raises: `ValueError`."""
 
 
 class Named(Section):

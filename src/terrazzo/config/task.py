@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from terrazzo.config.section import Named, Section
 
@@ -33,13 +33,11 @@ class ModelConfig(Section):
     rope_theta: float = Field(10_000.0, gt=0, description="decoder: base of the rotary position embedding")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training")
 
-    @model_validator(mode="after")
-    def _agrees(self) -> ModelConfig:
+    def _agrees(self) -> None:
         if self.kind == "huggingface" and self.path is None:
             raise ValueError("kind 'huggingface' needs model.path, a local folder holding config.json")
         if self.kind == "decoder" and (self.path is not None or self.weights == "pretrained"):
             raise ValueError("path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random")
-        return self
 
 
 class LoraConfig(Section):
@@ -62,14 +60,12 @@ class LoraConfig(Section):
             raise ValueError(f"'{value}' is a single word: give a list of names, [{value}], or 'all-linear'")
         return value
 
-    @model_validator(mode="after")
-    def _agrees(self) -> LoraConfig:
+    def _agrees(self) -> None:
         given = sorted(self.model_fields_set - {"rank"})
         if self.rank is None and given and self != LoraConfig():
             raise ValueError(f"{', '.join(given)} without lora.rank: set lora.rank, such as 8, or remove the section")
         if not self.target_modules:
             raise ValueError("target_modules is empty: name layers, or leave it out for 'all-linear'")
-        return self
 
 
 class DataConfig(Section):
@@ -141,8 +137,7 @@ class ObjectiveConfig(Named):
         """What follows from the name."""
         return OBJECTIVES[self.name]
 
-    @model_validator(mode="after")
-    def _agrees(self) -> ObjectiveConfig:
+    def _agrees(self) -> None:
         given = [
             key for key in ("beta", "label_smoothing") if getattr(self, key) != type(self).model_fields[key].default
         ]
@@ -150,4 +145,3 @@ class ObjectiveConfig(Named):
             raise ValueError(
                 f"{', '.join(given)} without name 'dpo', which alone reads it: set name to 'dpo', or remove it"
             )
-        return self

@@ -121,7 +121,8 @@ def whole(low: int = 0, high: int | None = None) -> Type:
 
     def parse(value: Any) -> Any:
         found = _number(value, low, high)
-        return int(found) if found is not MISSING and found == int(found) else MISSING
+        fits = found is not MISSING and abs(found) <= _LARGEST and found == int(found)
+        return int(found) if fits else MISSING
 
     return Type(f"a whole number from {low}{'' if high is None else f' to {high}'}", parse)
 
@@ -151,6 +152,8 @@ def _number(value: Any, low: float, high: float | None) -> Any:
 
 
 _INF = float("inf")
+_LARGEST = 2**63 - 1
+"""The largest whole number that a file may hold: see `config.files`. A library's `1e308` steps are refused too."""
 
 
 def _switch(value: Any) -> Any:

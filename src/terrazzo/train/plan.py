@@ -16,10 +16,8 @@ OFFLOADED_STATES = ("weight", "grad", "optim")
 def build_plan(config: Config) -> Plan:
     """The plan by its name or from its four places; raises `BadInput` when it breaks the prefix rule."""
     plan = config.plan
-    if plan.weight is not None and plan.between is not None and plan.grad is not None and plan.optim is not None:
-        built = Plan(plan.weight, plan.between, plan.grad, plan.optim)
-    else:
-        built = Plan.named(plan.name or "zero3")
+    places = {state: getattr(plan, state) for state in ("weight", "between", "grad", "optim")}
+    built = Plan(**places) if plan.name is None else Plan.named(plan.name)
     built = _with_tiers(built, config.offload)
     if built.groups and plan.mesh.dp_replicate == 1:
         raise BadInput(

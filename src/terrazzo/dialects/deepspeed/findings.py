@@ -12,6 +12,7 @@ from terrazzo.dialects.deepspeed.read_zero import OLD_OFFLOAD
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, in_words
 from terrazzo.dialects.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.keys import MISSING, number
 from terrazzo.errors import listed
 
 __all__ = ["findings"]
@@ -144,9 +145,9 @@ def _schedule(source: Source) -> Iterator[Finding]:
     for name in _NEEDED.get(kind, ()) if isinstance(kind, str) else ():
         if source.raw(f"scheduler.params.{name}") is None:
             yield _error(f"scheduler.params.{name}", f"{kind} needs it")
-    rate, peak = source.raw("optimizer.params.lr"), source.raw("scheduler.params.warmup_max_lr")
+    rate, peak = number().parse(source.raw("optimizer.params.lr")), source.raw("scheduler.params.warmup_max_lr")
     default: Any = SCHEDULER_PARAMS["WarmupDecayLR"]["warmup_max_lr"]
-    if kind == "WarmupDecayLR" and peak is None and isinstance(rate, int | float) and rate != default:
+    if kind == "WarmupDecayLR" and peak is None and rate is not MISSING and rate != default:
         text = f"without warmup_max_lr the peak is {default}, not the optimizer's {rate}: set it"
         yield _warning("scheduler.type", text)
 

@@ -68,12 +68,12 @@ def _peak(source: Source, default: float | None) -> Settings:
     peak = source.number(key, default, null=True)
     if peak.value is None and peak.origin != "auto":
         return {}
-    asked = source.get(rate)
+    asked = source.number(rate) if source.get(rate) is not None else None
     if asked is None:
         return {"optimizer.lr": peak}
-    if peak.value is not None and isinstance(asked, int | float) and asked != peak.value:
+    if peak.value is not None and asked.origin == "file" and asked.value != peak.value:
         source.say(rate, "lossy", f"the schedule's warmup_max_lr holds instead: {peak.value:g}")
-        source.keep_as(rate, asked, "the schedule's warmup_max_lr holds instead")
+        source.keep_as(rate, source.raw(rate), "the schedule's warmup_max_lr holds instead")
         return {"optimizer.lr": peak}
     return {"optimizer.lr": Setting(peak.value, peak.origin, ", ".join((*peak.keys, rate)))}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.keys import ANY, LIST, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.keys import ANY, LIST, MISSING, TEXT, Key, Rows, Type, number, section, whole, words
 from terrazzo.dialects.lightning.precision import WORDS
 
 __all__ = ["DEEPSPEED_STRATEGY", "FSDP", "KEYS", "MODEL_PARALLEL", "NAMED", "ROWS", "SHARED", "TRAINER"]
@@ -14,12 +15,25 @@ _PRECISION = words(WORDS, fold=False)
 _CLIPPED = words({"norm": "norm", "value": "value"})
 
 
+def _devices(value: Any) -> Any:
+    """How many: of a number, a list of devices, or one as text such as `0,1`; None where the machine decides."""
+    if value in ("auto", -1, "-1") and not isinstance(value, bool):
+        return None
+    if isinstance(value, str) and "," in value:
+        value = value.rstrip(", ").split(",")
+        value = [int(each) if re.fullmatch(r" *[0-9]{1,9} *", each) else each for each in value]
+    if isinstance(value, list):
+        return len(value) if value and all(type(each) is int and each >= 0 for each in value) else MISSING
+    return whole(1).parse(value)
+
+
+_DEVICES = Type("a number of devices, a list of them, -1 or auto", _devices)
 _READ: Rows = {
     "strategy": Key(ANY, "auto", "how the model is spread over ranks"),
     "strategy.class_path": Key(ANY, None, "class of the strategy", why="how the model is spread over ranks"),
     "accelerator": Key(TEXT, "auto", "kind of device"),
-    "devices": Key(ANY, "auto", "ranks per node"),
-    "num_nodes": Key(ANY, 1, "nodes"),
+    "devices": Key(_DEVICES, "auto", "ranks per node", null=True),
+    "num_nodes": Key(whole(1), 1, "nodes"),
     "precision": Key(_PRECISION, None, "dtypes of weights and computation"),
     "accumulate_grad_batches": Key(whole(1), 1, "micro-batches per optimizer step"),
     "gradient_clip_val": Key(number(), None, "largest gradient norm, or value"),

@@ -8,7 +8,6 @@ from typing import Any
 
 from terrazzo.dialects.description import Extra, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.fsdp_words import is_size
 from terrazzo.dialects.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.lightning.precision import precision_row
 from terrazzo.dialects.lightning.read_loop import read_loop
@@ -42,9 +41,12 @@ class _Read:
         reader.keep_nulls()
         word = self._precision()
         strategy = self._strategy()
-        arguments = {**self.trainer, "precision": word.value}
+        sizes = {name: reader.take(f"{self.prefix}{name}").value for name in ("devices", "num_nodes")}
+        arguments = {**self.trainer, **sizes, "precision": word.value}
         found = read_strategy(strategy, reader, self.context, arguments)
-        given = _by_nodes({**read_loop(reader, self.prefix), **found.given}, reader.get(f"{self.prefix}num_nodes", 1))
+        given = _by_nodes(
+            {**read_loop(reader, self.prefix), **found.given}, reader.take(f"{self.prefix}num_nodes").value
+        )
         if strategy.kind != "DeepSpeedStrategy":
             row = precision_row(strategy.kind, word)
             given |= _chosen(strategy, row, found.given)
@@ -109,10 +111,10 @@ class _Read:
         return Strategy(kind, arguments, frozenset(map(str, arguments)), where, f"{where}.class_path")
 
 
-def _by_nodes(given: Settings, nodes: Any) -> Settings:
+def _by_nodes(given: Settings, nodes: int) -> Settings:
     """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh."""
     replicas, world = given.get("mesh.dp_replicate"), given.get("mesh.world")
-    if replicas is None or replicas.value is not None or world is None or not is_size(nodes):
+    if replicas is None or replicas.value is not None or world is None:
         return given
     sizes = {"mesh.dp_replicate": nodes, "mesh.dp_shard": world.value // nodes}
     given = {**given, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}

@@ -46,17 +46,10 @@ def _clip(reader: Reader, prefix: str) -> Setting[Any]:
 
 
 def _ranks(reader: Reader, prefix: str) -> Settings:
-    devices, nodes = reader.get(f"{prefix}devices"), reader.get(f"{prefix}num_nodes", 1)
-    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    devices, nodes = reader.take(f"{prefix}devices"), reader.take(f"{prefix}num_nodes")
     found: Settings = {}
-    keys = [key for key in (f"{prefix}devices", f"{prefix}num_nodes") if key in reader.flat]
-    for key in keys:
-        reader.say(key, "applied")
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-        reader.refuse(f"{prefix}num_nodes", f"it is {nodes!r}, expected a whole number from 1")
-        nodes = 1
-    if count and not isinstance(devices, bool):
-        found["mesh.world"] = Setting(count * nodes, "file", ", ".join(keys))
+    if devices.value is not None:
+        found["mesh.world"] = derived(devices.value * nodes.value, devices, nodes, origin="file")
     accelerator = reader.take(f"{prefix}accelerator")
     if accelerator.value in ("cpu", "gpu", "cuda"):
         device = "cpu" if accelerator.value == "cpu" else "cuda"

@@ -147,11 +147,10 @@ def _recomputed(reader: Reader, section: str) -> Settings:
 
 def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, Any]) -> Found:
     section = f"{strategy.where}.init_args"
-    sizes = {"data_parallel_size": trainer.get("num_nodes", 1), "tensor_parallel_size": trainer.get("devices")}
+    sizes = {"data_parallel_size": trainer["num_nodes"], "tensor_parallel_size": trainer["devices"]}
     found: Settings = {}
-    for (name, left), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
+    for (name, known), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
         key = f"{section}.{name}"
-        known = left if isinstance(left, int) and left > 0 else None
         if reader.get(key, "auto") == "auto":
             words = "the number of nodes" if axis == "dp_shard" else "the ranks of a node"
             reader.say(key, "defaulted", f"auto: {words}{'' if known else ', which is not said'}")

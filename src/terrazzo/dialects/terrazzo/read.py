@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.config import KEYS as SCHEMA
-from terrazzo.config import tier_text
+from terrazzo.config import check_keys, tier_text
 from terrazzo.dialects.description import LOADED, STATES, TIERS, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.paths import PATH_OF, WORDS
-from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISION_SPELLINGS, PRECISIONS, Place, Plan
+from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Place, Plan
 from terrazzo.errors import BadInput
 
 __all__ = ["read"]
@@ -34,56 +33,73 @@ _ELSEWHERE = {
 
 def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
-    reader = Reader(document, "Terrazzo", _OPAQUE)
-    given = {path: _take(reader, key) for key, path in PATH_OF.items()}
+    reader = _Reader(document)
+    given = {path: reader.take(key) for key, path in PATH_OF.items()}
     given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
-    given |= _followed(given, reader, context) | _options(reader) | _ALWAYS
+    given |= _followed(given, context) | _options(reader) | _ALWAYS
     _tiers_of_name(reader, given)
     _keep_others(reader)
     return reader.finish("terrazzo", given, KEYS, unknown="refuses it")
 
 
-def _take(reader: Reader, key: str) -> Setting[Any]:
-    """What stands at a key, as the schema has it."""
-    known, words = SCHEMA[key], WORDS.get(key)
-    if known.null and known.default is not None and reader.get(key, known.default) is None:
-        reader.say(key, "applied")
-        return Setting(None, "file", key)
-    if known.choices:
-        words = words or {choice: choice for choice in known.choices}
-        default = words.get(known.default)
-        return reader.choice(key, words, default, fold=False, null=known.null)
-    if known.kind is bool:
-        return reader.boolean(key, known.default)
-    if known.kind is int:
-        return reader.integer(key, known.default, low=int(known.low or 0), null=known.null)
-    if known.kind is float:
-        return reader.number(key, known.default, low=known.low or 0.0, high=known.high)
-    if known.kind is list:
-        return reader.names(key, known.default or ())
-    return reader.text(key, known.default, null=known.null)
+class _Reader(Reader):
+    """A reader whose values are checked by the schema itself, the one that `terrazzo train` reads by.
+
+    Attributes:
+        checked: what it says of each key.
+    """
+
+    def __init__(self, document: Document) -> None:
+        super().__init__(document, "Terrazzo", _OPAQUE)
+        self.checked = check_keys(document)
+
+    def take(self, key: str) -> Setting[Any]:
+        """A key of the schema, also where its section is one word, as what it means in neutral words."""
+        section = key.removesuffix(".name")
+        where = section if self.flat.get(section, {}) != {} or section in self.checked.problems else key
+        known = SCHEMA[key]
+        default = _neutral(key, known.default)
+        if where not in self.flat:
+            return Setting(default, "default", "")
+        if self.refused(where) or self.refused(key, where):
+            return Setting(default, "default", where)
+        self.say(where, "applied")
+        value = self.checked.values[key]
+        said = value is not None or known.default is not None  # a null that is the default says nothing
+        return Setting(_neutral(key, value), "file" if said else "default", where)
+
+    def refused(self, key: str, where: str = "") -> bool:
+        """Whether a key has a problem, which is then its verdict, at `where` if it stands elsewhere."""
+        problem = self.checked.problems.get(key)
+        if problem is not None:
+            self.refuse(where or key, problem)
+        return problem is not None
+
+
+def _neutral(key: str, value: Any) -> Any:
+    if SCHEMA[key].kind is list:
+        return tuple(value or ())
+    return WORDS[key][value] if key in WORDS else value
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
-def _plan(reader: Reader) -> Settings:
-    ahead = _take(reader, "plan.prefetch")
+def _plan(reader: _Reader) -> Settings:
+    ahead = reader.take("plan.prefetch")
     shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **_units(reader)}
     return {**shared, **(_places(reader) or _row(reader))}
 
 
-def _units(reader: Reader) -> Settings:
-    units = _take(reader, "plan.units")
-    if isinstance(raw := reader.get("plan.units"), str):
-        reader.refuse("plan.units", f"it is {raw!r}, expected a list: [{raw}]")
-    if units.origin != "file" or reader.get("plan.units") is None:
+def _units(reader: _Reader) -> Settings:
+    units = reader.take("plan.units")
+    if units.origin != "file":
         return {"units.policy": Setting("auto", "default", units.key)}
     policy = "classes" if units.value else "none"
     return {"units.policy": Setting(policy, "file", units.key), "units.classes": units}
 
 
-def _places(reader: Reader) -> Settings:
+def _places(reader: _Reader) -> Settings:
     """Custom places, if the plan is given by them."""
     keys = {state: f"plan.{state}" for state in STATES}
     given = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
@@ -99,15 +115,14 @@ def _places(reader: Reader) -> Settings:
     return _placed({state: Place.parse(setting.value) for state, setting in given.items()}, keys)
 
 
-def _row(reader: Reader) -> Settings:
-    key = "plan" if "plan" in reader.flat else "plan.name"
-    named = reader.text(key, SCHEMA["plan.name"].default, null=key == "plan.name")
+def _row(reader: _Reader) -> Settings:
+    named = reader.take("plan.name")
     try:
         places = Plan.named(named.value).places()
         places = {state: Place(place.axes, _shortest(place.tier)) for state, place in places.items()}
     except BadInput as error:
-        reader.refuse(key, str(error))
-        places, named = Plan.named("zero3").places(), Setting("zero3", "default", key)
+        reader.refuse(named.key, str(error))
+        places, named = Plan.named("zero3").places(), Setting("zero3", "default", named.key)
     return _placed(places, dict.fromkeys(STATES, named.key), named.origin)
 
 
@@ -123,18 +138,17 @@ def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = 
 # -- offload -------------------------------------------------------------------------------------------------------
 
 
-def _offload(reader: Reader) -> Settings:
-    path = reader.names("offload.path", ())
-    if isinstance(reader.get("offload.path"), str):  # one folder, commas and all
-        path = Setting((reader.get("offload.path"),), "file", "offload.path")
-    block = _take(reader, "offload.block_mib")
+def _offload(reader: _Reader) -> Settings:
+    path = reader.take("offload.path")
+    folders = (path.value,) if isinstance(path.value, str) else tuple(path.value or ())
+    block = reader.take("offload.block_mib")
     return {
-        "offload.path": path,
+        "offload.path": Setting(folders, path.origin, path.key),
         "offload.block_bytes": derived(int(block.value * 2**20), block, origin=block.origin),
     }
 
 
-def _tiers_of_name(reader: Reader, given: Settings) -> None:
+def _tiers_of_name(reader: _Reader, given: Settings) -> None:
     """The section's tiers in place of the plan's; all three are known then."""
     for state in ("weight", "grad", "optim"):
         key = path = f"offload.{state}"
@@ -144,7 +158,7 @@ def _tiers_of_name(reader: Reader, given: Settings) -> None:
         given.setdefault(path, Setting("device", "default"))
 
 
-def _tier(reader: Reader, key: str) -> Setting[Any] | None:
+def _tier(reader: _Reader, key: str) -> Setting[Any] | None:
     raw = reader.any(key).value
     if raw is None:
         return None
@@ -168,13 +182,12 @@ def _shortest(tier: str) -> str:
 # -- precision, and what follows --------------------------------------------------------------------------------------
 
 
-def _precision(reader: Reader) -> Settings:
-    key = "precision" if "precision" in reader.flat else "precision.name"
-    name = reader.choice(key, _PRESETS, "fp32", fold=False)
+def _precision(reader: _Reader) -> Settings:
+    name = reader.take("precision.name")
     preset = PRECISIONS[name.value]
     found: Settings = {}
     for field in DTYPE_FIELDS:
-        own = reader.choice(f"precision.{field}", _DTYPES, fold=False, null=True)
+        own = reader.take(f"precision.{field}")
         named = Setting(DTYPE_NAMES[getattr(preset, field)], name.origin, name.key)
         found[f"precision.{field}"] = own if own.value else named
     scaling = preset.loss_scaling
@@ -185,13 +198,6 @@ def _precision(reader: Reader) -> Settings:
     return found
 
 
-_PRESETS = {
-    **{preset: preset for preset in PRECISIONS},
-    **{spelling: preset for preset, spellings in PRECISION_SPELLINGS.items() for spelling in spellings},
-}
-_DTYPES = {name: short for dtype, short in DTYPE_NAMES.items() for name in (short, str(dtype), str(dtype)[6:])}
-"""Every spelling that the schema takes."""
-
 _ALWAYS: Settings = {
     "precision.buffers": Setting(LOADED, "default"),
     "precision.autocast": Setting(False, "default"),
@@ -201,12 +207,12 @@ _ALWAYS: Settings = {
 }
 
 
-def _followed(given: Mapping[str, Setting[Any]], reader: Reader, context: Context) -> Settings:
+def _followed(given: Mapping[str, Setting[Any]], context: Context) -> Settings:
     """What other settings say together."""
     found = {}
     whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
-    ranks = reader.get("launch.ranks") or context.world
-    at_once = micro.value * ranks // given["mesh.cp"].value if isinstance(ranks, int) else 0
+    ranks = given["mesh.world"].value or context.world
+    at_once = micro.value * (ranks or 0) // given["mesh.cp"].value
     if at_once and whole.value % at_once == 0:
         found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
     if given["schedule.name"].value == "wsd" and not given["schedule.decay_steps"].key:
@@ -214,7 +220,7 @@ def _followed(given: Mapping[str, Setting[Any]], reader: Reader, context: Contex
     return found
 
 
-def _options(reader: Reader) -> Settings:
+def _options(reader: _Reader) -> Settings:
     """Further arguments of the optimizer; betas and eps have settings of their own."""
     options = reader.any("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
@@ -229,25 +235,22 @@ def _options(reader: Reader) -> Settings:
     return {**found, "optimizer.options": Setting(raw, options.origin, options.key)}
 
 
-def _checkpointing(reader: Reader) -> Settings:
-    mode = _take(reader, "train.activation_checkpointing")
-    match = re.fullmatch(r"none|full|selective|every_([1-9][0-9]{0,8})", mode.value)
-    if match is None:
-        reader.refuse(mode.key, f"it is {mode.value!r}, expected none, full, selective or every_N, such as every_2")
-        return {"activation_checkpointing.mode": Setting("none", "default", mode.key)}
-    if match[1] is None:
+def _checkpointing(reader: _Reader) -> Settings:
+    mode = reader.take("train.activation_checkpointing")
+    count = mode.value.removeprefix("every_")
+    if count == mode.value:
         return {"activation_checkpointing.mode": mode}
-    every = Setting(int(match[1]), mode.origin, mode.key)
+    every = Setting(int(count), mode.origin, mode.key)
     return {
         "activation_checkpointing.mode": Setting("every", mode.origin, mode.key),
         "activation_checkpointing.every": every,
     }
 
 
-def _keep_others(reader: Reader) -> None:
+def _keep_others(reader: _Reader) -> None:
     """Known keys with no neutral meaning."""
     for key in reader.unread():
-        if key in SCHEMA:
+        if not reader.refused(key) and key in SCHEMA:
             section = key.partition(".")[0]
             why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
             idle = section in _HARMLESS or key in _HARMLESS or reader.get(key) == SCHEMA[key].default

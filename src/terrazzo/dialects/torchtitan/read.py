@@ -8,6 +8,7 @@ from typing import Any
 from terrazzo.dialects.description import Setting, Settings
 from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
 from terrazzo.dialects.fsdp_words import offload
+from terrazzo.dialects.keys import MISSING, number
 from terrazzo.dialects.reader import Reader, derived, given_only
 from terrazzo.dialects.rows import row_settings
 from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, OPAQUE, REMOVED
@@ -127,15 +128,16 @@ def _optimizer(reader: Reader) -> Settings:
     name, options = groups[-1].get("optimizer_name"), groups[-1].get("optimizer_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
     found: dict[str, Any] = {"name": name if isinstance(name, str) else None}
-    found |= {each: options.pop(each) for each in ("lr", "eps", "weight_decay") if _is_number(options.get(each))}
+    parse = number().parse  # as the rows of other keys do: `1e-3` may be text
+    for each in ("lr", "eps", "weight_decay"):
+        if (value := parse(options.get(each))) is not MISSING:
+            found[each] = value
+            del options[each]
     betas = options.get("betas")
-    if isinstance(betas, list) and len(betas) == 2 and all(_is_number(beta) for beta in betas):
-        found["betas"] = tuple(options.pop("betas"))
+    if isinstance(betas, list) and len(betas) == 2 and MISSING not in (pair := tuple(map(parse, betas))):
+        found["betas"] = pair
+        del options["betas"]
     return {f"optimizer.{each}": Setting(value, "file", key) for each, value in {**found, "options": options}.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _schedule(reader: Reader) -> Settings:

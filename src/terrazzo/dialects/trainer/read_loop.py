@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.description import Origin, Setting, Settings
+from terrazzo.dialects.keys import MISSING
+from terrazzo.dialects.keys import number as number_type
 from terrazzo.dialects.reader import derived, given_only
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.source import Source
@@ -68,12 +71,11 @@ def _shape(source: Source, word: str, options: Mapping[str, Any]) -> Settings:
     """Where the learning rate ends, and how it gets there."""
 
     def number(name: str, default: float) -> Setting[Any]:
-        value = options.get(name)
-        given = isinstance(value, int | float) and not isinstance(value, bool)
+        value = number_type(-math.inf).parse(options.get(name))
+        given = value is not MISSING
         return Setting(value, "file", "lr_scheduler_kwargs") if given else Setting(default, "default")
 
-    peak = source.get("learning_rate", FIELDS["learning_rate"].default)
-    peak = peak if isinstance(peak, int | float) and peak > 0 else FIELDS["learning_rate"].default
+    peak = source.take("learning_rate").value or FIELDS["learning_rate"].default
     final = "schedule.final_fraction"
     if word == "cosine_with_min_lr":
         lowest = number("min_lr", 0.0)
@@ -81,7 +83,7 @@ def _shape(source: Source, word: str, options: Mapping[str, Any]) -> Settings:
             Setting(lowest.value / peak, lowest.origin, lowest.key) if "min_lr" in options else number("min_lr_rate", 0)
         )
         return {final: share}
-    if word == "polynomial" and options.get("power", 1.0) == 1.0:
+    if word == "polynomial" and number("power", 1.0).value == 1.0:
         end = number("lr_end", _POLYNOMIAL_END)
         line = Setting("linear", "file", "lr_scheduler_type")
         return {"schedule.name": line, final: Setting(end.value / peak, end.origin, end.key)}
@@ -109,9 +111,9 @@ def _warmup(source: Source, word: str) -> Settings:
 
 def _length(source: Source) -> Settings:
     """The length of the run. By passes over the data, nobody knows it in steps."""
-    steps = source.get("max_steps", -1)
-    by_epochs = not (isinstance(steps, int | float) and steps > 0)
-    if by_epochs and steps in (-1, 0):
+    steps = number_type(-math.inf).parse(source.get("max_steps", -1))
+    by_epochs = steps is MISSING or steps <= 0
+    if steps in (-1, 0):
         source.keep("max_steps", "the run is as long as num_train_epochs says", harmless=True)
         total = Setting(None, "default")
     else:
