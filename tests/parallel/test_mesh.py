@@ -74,3 +74,12 @@ def test_all_of_a_parameter_is_a_box_too(shape):
     assert box.is_all
     assert box.local_shape == shape
     assert torch.equal(box.of(whole), whole)
+
+
+def test_a_model_of_whole_sequences_is_refused_where_ranks_share_them():
+    def body(rank):
+        model = torch.nn.Linear(4, 4)
+        tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero2", mesh=tz.mesh(cp=2))
+
+    with pytest.raises(tz.BadInput, match=r"The mesh has cp 2, .* tz.parallelize was not given this model"):
+        run_in_threads(2, body)

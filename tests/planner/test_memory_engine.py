@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import terrazzo as tz
 from terrazzo.engine import Offload, Plan, Precision, estimate
 from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.partition import find_units, partition
@@ -85,6 +86,7 @@ def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
 def check_bill(model: nn.Module, mesh: str, plan: Plan, precision: Precision, prefetch: int) -> None:
     sizes = MESHES[mesh]
     device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    tz.parallelize(model, device_mesh)
     options: dict[str, Any] = {"precision": precision, "prefetch": prefetch, "offload": OFFLOAD.used_under(plan)}
     bill = estimate(model, in_two_groups(model), plan, mesh=device_mesh, **options)
     setup = Setup(shape_of(model), Cluster(Device("gpu"), 8), plan, Mesh(**sizes), **options)

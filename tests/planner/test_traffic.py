@@ -79,6 +79,12 @@ def device_mesh(mesh: Mesh) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "cp", "dp_shard"))
 
 
+def sharing(model: Any, mesh: Any) -> Any:
+    """A model that says of itself that it can share sequences."""
+    model.use_context = lambda context: None
+    return tz.parallelize(model, mesh)
+
+
 STEPS: list[tuple[int, bool | None]] = [(1, None), (2, None), (4, True), (3, False)]
 
 
@@ -109,7 +115,8 @@ def test_bytes_are_what_the_engine_expects_on_any_mesh(plan: str, mesh: Mesh) ->
         for parameter in model.blocks[0].parameters():
             parameter.requires_grad_(False)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        model, _ = tz.shard(model, adamw(trainable), plan, mesh=device_mesh(mesh), precision="bf16")
+        ranks = device_mesh(mesh)
+        model, _ = tz.shard(sharing(model, ranks), adamw(trainable), plan, mesh=ranks, precision="bf16")
         setup = setup_of(model, plan, mesh, PRECISIONS["bf16"], 3, None)
         told = engine_of(model).expected_traffic(micro_batches=3)
         assert planned(setup) == Counter({kind: told.bytes[kind] for kind in KINDS})

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from terrazzo.engine.model.parts import SHARES_SEQUENCES
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.context import Context
 
@@ -24,7 +25,6 @@ KNOWN_TYPES = frozenset({
 elsewhere, as convolutions and recurrences do: a test computes each of these in parts."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
-_KEPT = "_terrazzo_context"
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -93,7 +93,7 @@ def register(model: nn.Module, context: Context) -> None:
     owner.set_attn_implementation(NAME)
     for module in model.modules():
         if hasattr(module, "is_causal"):
-            setattr(module, _KEPT, context)
+            setattr(module, SHARES_SEQUENCES, context)
     model.register_forward_pre_hook(_Checks(context), with_kwargs=True)
 
 
@@ -132,7 +132,7 @@ def _attention(  # structure: signature fixed by transformers
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As `transformers` calls it: queries `[B, heads, tokens, head_dim]`, outputs `[B, tokens, heads, head_dim]`."""
-    context: Context | None = getattr(module, _KEPT, None)
+    context: Context | None = getattr(module, SHARES_SEQUENCES, None)
     positions = kwargs.get("position_ids")
     if context is None or positions is None:
         raise Misuse(

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from terrazzo.engine.model.parts import SHARES_SEQUENCES
 from terrazzo.errors import BadInput
 from terrazzo.parallel.context import Context
 from terrazzo.parallel.registry import is_of_transformers, register
 
 __all__ = ["context_of", "share_sequences", "whole_sequences"]
-
-_KEPT = "_terrazzo_shared_by"
 
 
 def share_sequences(model: nn.Module, context: Context) -> None:
@@ -42,12 +41,12 @@ def share_sequences(model: nn.Module, context: Context) -> None:
             " this rank's part alone. Give it a method use_context(context), and let its attention call"
             " context.attend(query, key, value, context.sight(positions, tokens)); or use cp 1."
         )
-    vars(model)[_KEPT] = context
+    vars(model)[SHARES_SEQUENCES] = context
 
 
 def context_of(model: nn.Module) -> Context | None:
     """What `share_sequences` gave a model; None where it has whole sequences."""
-    found: Context | None = vars(model).get(_KEPT)
+    found: Context | None = vars(model).get(SHARES_SEQUENCES)
     return found
 
 

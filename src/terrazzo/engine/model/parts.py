@@ -1,4 +1,4 @@
-"""Parts of parameters that ranks share: whether they fit the mesh, and what does not know them yet."""
+"""Parts of parameters and sequences that ranks share: whether they fit the mesh, and what does not know them yet."""
 
 from __future__ import annotations
 
@@ -6,13 +6,33 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.family import Family, record_of
 from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput, Misuse, listed
 
-__all__ = ["check_parts", "check_uncut", "refuse_parts"]
+__all__ = ["SHARES_SEQUENCES", "check_parts", "check_sequences", "check_uncut", "refuse_parts"]
+
+SHARES_SEQUENCES = "_terrazzo_context"
+"""What a module that shares sequences has been given has this name among its attributes."""
+
+
+def check_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a model of whole sequences on a mesh along which ranks share them.
+
+    Raises:
+        BadInput: there.
+    """
+    dims = mesh.mesh_dim_names or ()
+    size = mesh.size(dims.index("cp")) if "cp" in dims else 1
+    if size > 1 and not any(SHARES_SEQUENCES in vars(module) for module in model.modules()):
+        raise BadInput(
+            f"The mesh has cp {size}, along which ranks share sequences, but tz.parallelize was not given this model: "
+            "its attention would take this rank's part of a sequence for the whole. Call tz.parallelize(model, mesh) "
+            "before tz.shard; or make the mesh with dp_shard in the place of cp."
+        )
 
 
 def check_parts(members: Sequence[Member], axes: Axes) -> None:

@@ -33,7 +33,7 @@ from terrazzo.engine.model.checks import (
     warn_of_unused,
 )
 from terrazzo.engine.model.materialize import check_initializable
-from terrazzo.engine.model.parts import check_parts
+from terrazzo.engine.model.parts import check_parts, check_sequences
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates
@@ -100,6 +100,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     axes = Axes(mesh, tally)
     check_mesh(mesh, axes)
     check_versions(axes)
+    together(axes, functools.partial(check_sequences, model, mesh))
     asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
     facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
