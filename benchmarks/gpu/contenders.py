@@ -7,8 +7,8 @@ sees them. The rotary table stays fp32 everywhere.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +76,17 @@ class Setup:
 
 @dataclass
 class Loop:
-    """A model that is ready to train, and what a step does with it."""
+    """A model that is ready to train, and what a step does with it.
+
+    Attributes:
+        shards: this rank's part of the weights that the optimizer steps; None for those in its param groups.
+    """
 
     model: Callable[[Tensor], Tensor]
     optimizer: Optimizer
     backward: Callable[[Tensor], object]
     update: Callable[[], object]
+    shards: Sequence[Tensor] | None = None
 
 
 def plain(model: Decoder, setup: Setup) -> Loop:
@@ -123,9 +128,14 @@ def fsdp2(model: Decoder, setup: Setup) -> Loop:
 def terrazzo(model: Decoder, setup: Setup) -> Loop:
     """Plan zero3 in precision bf16."""
     import terrazzo as tz
+    from terrazzo.engine import engine_of
+    from terrazzo.engine.buffer import Buffer
 
     mesh = init_device_mesh(setup.device, (setup.world,), mesh_dim_names=("dp_shard",))
-    return _stock(*tz.shard(model, _adamw, "zero3", units=[Block], precision="bf16", mesh=mesh))
+    sharded, optimizer = tz.shard(model, _adamw, "zero3", units=[Block], precision="bf16", mesh=mesh)
+    masters = [bucket.master for unit in engine_of(sharded).units for bucket in unit.buckets]
+    shards = [master.data for master in masters if isinstance(master, Buffer)]
+    return replace(_stock(sharded, optimizer), shards=shards)
 
 
 def deepspeed(model: Decoder, setup: Setup) -> Loop:

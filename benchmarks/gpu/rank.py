@@ -99,9 +99,9 @@ class Rank:
     def _refresh(self) -> None:
         """After a fake reduction, draw this rank's shard of the weights anew."""
         if self.setup.world > 1:
-            for group in self.loop.optimizer.param_groups:
-                for shard in group["params"]:
-                    (shard.to_local() if isinstance(shard, DTensor) else shard).uniform_(-0.02, 0.02)
+            stepped = [shard for group in self.loop.optimizer.param_groups for shard in group["params"]]
+            for shard in stepped if self.loop.shards is None else self.loop.shards:
+                (shard.to_local() if isinstance(shard, DTensor) else shard).uniform_(-0.02, 0.02)
 
     def _let_go(self) -> None:
         """Keep no memory but the states: other contenders use the device now."""
