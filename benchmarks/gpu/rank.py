@@ -99,9 +99,15 @@ class Rank:
     def _refresh(self) -> None:
         """After a fake reduction, draw this rank's shard of the weights anew."""
         if self.setup.world > 1:
-            stepped = [shard for group in self.loop.optimizer.param_groups for shard in group["params"]]
-            for shard in stepped if self.loop.shards is None else self.loop.shards:
-                (shard.to_local() if isinstance(shard, DTensor) else shard).uniform_(-0.02, 0.02)
+            for shard in self.shards():
+                shard.uniform_(-0.02, 0.02)
+
+    def shards(self) -> list[Tensor]:
+        """This rank's part of the weights that the optimizer steps."""
+        if self.loop.shards is not None:
+            return list(self.loop.shards)
+        stepped = (shard for group in self.loop.optimizer.param_groups for shard in group["params"])
+        return [shard.to_local() if isinstance(shard, DTensor) else shard for shard in stepped]
 
     def _let_go(self) -> None:
         """Keep no memory but the states: other contenders use the device now."""

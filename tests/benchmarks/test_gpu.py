@@ -101,9 +101,8 @@ def test_one_of_many_holds_its_share_and_computes_with_sound_weights(alone: None
     assert len(turn["step_s"]) == 2 and min(turn["step_s"]) > 0 and turn["peak_bytes"] > 0
     assert turn["loss"] == pytest.approx(torch.tensor(128.0).log().item(), rel=0.05)  # knows nothing of 128 words
     assert profile["busy_s"] is None and profile["fake_gather_s"] is not None and profile["fake_gather_s"] > 0
-    shards = [p for group in rank.loop.optimizer.param_groups for p in group["params"]]
-    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in shards)
-    assert held < 2 * TINY.alone.numel / world
+    held = sum(shard.numel() for shard in rank.shards())
+    assert 0 < held < 2 * TINY.alone.numel / world
 
 
 def test_views_share_the_gathered_memory_and_copies_sort_it_by_parameter(alone: None) -> None:
