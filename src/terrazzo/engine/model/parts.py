@@ -15,7 +15,7 @@ from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = ["SHARES_SEQUENCES", "check_parts", "check_sequences", "check_uncut", "refuse_parts"]
 
-SHARES_SEQUENCES = "_terrazzo_context"
+SHARES_SEQUENCES = "terrazzo_context"
 """What a module that shares sequences has been given has this name among its attributes."""
 
 
