@@ -18,6 +18,7 @@ from tests.helpers.processes import Pool
 from tools import migration_pages as pages
 from tools.migration.fates import ELSEWHERE, fates, spellings
 
+pytestmark = pytest.mark.xdist_group("migration")  # what becomes of a key is found out once
 ROOT = Path(__file__).parents[2]
 
 

@@ -54,6 +54,7 @@ def test_a_checkpointed_region_around_the_whole_model(plan: str) -> None:
     follows_one_process(Net(), loop, plan)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize(
     "options", [{"mode": "full"}, {"mode": "full", "every": 2}, {"mode": "selective"}, {"mode": "none"}]
 )

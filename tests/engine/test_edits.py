@@ -332,6 +332,7 @@ def exchanged(model: Any, optimizer: Any) -> list[float]:
     return []
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("use", [averaged, perturbed, exchanged])
 @pytest.mark.parametrize(
     ("plan", "precision"), [*((plan, "fp32") for plan in EVERY_PLAN), *((plan, "bf16") for plan in WHOLE)]

@@ -76,6 +76,7 @@ def _check_states(model: Any, plan: str, precision: Precision | str) -> None:
     assert live_bytes() == at_rest + bill.moments_bytes
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("kind", [Net, Awkward])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_states_equal_the_bill_to_the_byte(plan: str, kind: type[nn.Module]) -> None:

@@ -94,7 +94,7 @@ def losses_of_ddp(two_processes: Pool) -> Callable[[Case], torch.Tensor]:
     return lambda case: of(replace(case, plan="zero0", shards=2, replicas=None))
 
 
-@pytest.mark.cover(strength=1, case=lambda case: {"": plan_id(case)})
+@pytest.mark.cover(strength=1, case=axes)
 @pytest.mark.parametrize("trained", [("tied", 1), ("frozen", 3)], ids=str)
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_losses_are_ddps(
@@ -173,6 +173,7 @@ def train_compiled(case: Case) -> Any:
     return result
 
 
+@pytest.mark.cover(strength=1, case=lambda case: {**axes(case), "precision": case.precision})
 @pytest.mark.parametrize("case", [*PLANS, Case("zero3", 2, precision="bf16")], ids=plan_id)
 def test_compiled_units_change_no_bit(two_processes: Pool, case: Case) -> None:
     """Weights tied inside a unit are left out: a compiled unit adds up its own uses of a weight before all others."""

@@ -76,7 +76,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_fixed_seed() -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    # For devices that may come to be there `torch.manual_seed` keeps where it was called: a millisecond each time.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -139,6 +139,7 @@ def both(plan: str, options: dict[str, Any], kind: type[Regression] = Regression
     assert measured == pytest.approx(metrics, rel=2e-6)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])

@@ -15,6 +15,7 @@ from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned, traced_memory
 from tests.engine.toys import Net, loss_of
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 from tests.planner.measured import peak_bytes_of_step, peaks_of_steps
@@ -85,6 +86,7 @@ def assert_one_of_eight_takes_what_was_promised(raw: dict[str, Any]) -> None:
 VARIED = ({}, {"precision": "bf16", "tied": False}, {"precision": "bf16", "sequence": 192})
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize(
     ("plan", "options"),
     [(plan, VARIED[index % 3]) for index, plan in enumerate((*PLANS, *HYBRID))] + [("zero3", VARIED[2])],

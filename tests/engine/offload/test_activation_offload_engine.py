@@ -67,7 +67,7 @@ def moved_bytes(model: Any) -> int:
     return sum(route.pool.total_bytes for route in model.blocks[0].forward.offloading.routes.values())
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.usefixtures("_everything_moves")
 @pytest.mark.parametrize("options", [{}, {"mode": "selective"}], ids=str)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
@@ -89,6 +89,7 @@ def test_every_plan_trains_bit_for_bit_as_without(plan: str, options: dict[str, 
 
 @pytest.mark.usefixtures("_everything_moves")
 @compiles
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_compiled_units_are_compiled_once_and_keep_their_inputs_alone(plan: str, mode: str, log: list[str]) -> None:

@@ -116,6 +116,7 @@ def test_features(case: Case, tiers: str, feature: str, tmp_path: Path) -> None:
     check(on_tiers(replace(with_feature(case, feature), steps=3), tiers, tmp_path, mode))
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
 def test_shards_of_several_cells_and_gradients_that_come_and_go(
@@ -205,6 +206,7 @@ def warm_up(optimizer: Optimizer) -> LRScheduler:
     return LinearLR(optimizer, start_factor=0.1, total_iters=3)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("schedule", [one_cycle, warm_up])
 @pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
 def test_a_rate_that_changes_right_after_the_step(
@@ -346,6 +348,7 @@ def test_clipped_gradients_to_which_others_are_added(tiers: str, tmp_path: Path)
     both(case, on_tiers(case, tiers, tmp_path), loop)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("tiers", TOGETHER)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_that_are_never_zeroed(tiers: str, mode: Any, tmp_path: Path) -> None:
@@ -360,6 +363,7 @@ def test_gradients_that_are_never_zeroed(tiers: str, mode: Any, tmp_path: Path) 
     both(case, on_tiers(case, tiers, tmp_path, mode), loop)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("tiers", TOGETHER)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_steps_on_the_same_gradients(tiers: str, mode: Any, tmp_path: Path) -> None:
@@ -375,6 +379,7 @@ def test_two_steps_on_the_same_gradients(tiers: str, mode: Any, tmp_path: Path) 
 # -- loss scaling ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("mode", MODES[:2])
 @pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
 def test_an_infinity_on_one_rank_skips_the_step(case: Case, tiers: str, mode: str, tmp_path: Path) -> None:
