@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from benchmarks.cpu.cases import CASES, Case
-from benchmarks.cpu.contenders import CONTENDERS, HYPERPARAMETERS, Loop, installed
+from benchmarks.cpu.contenders import CONTENDERS, installed
+from benchmarks.cpu.loops import HYPERPARAMETERS, Loop
 from benchmarks.cpu.models import UNITS, Shape
 from benchmarks.environment import versions
 

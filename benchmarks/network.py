@@ -37,7 +37,7 @@ from torch.optim import AdamW
 
 import terrazzo as tz
 from benchmarks.cpu.cases import Case
-from benchmarks.cpu.contenders import HYPERPARAMETERS
+from benchmarks.cpu.loops import HYPERPARAMETERS
 from benchmarks.cpu.models import Block, Shape
 from benchmarks.namespaces import LINK, NODES, Impossible, Nodes, run_ranks, two_nodes
 from terrazzo.engine.model.engine import Engine, engine_of

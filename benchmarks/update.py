@@ -25,7 +25,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 from benchmarks.cpu.cases import CASES, Case
-from benchmarks.cpu.contenders import CONTENDERS, Alone, DeepSpeed, Loop, installed
+from benchmarks.cpu.contenders import CONTENDERS, Alone, DeepSpeed, installed
+from benchmarks.cpu.loops import Loop
 from benchmarks.cpu.rank import join
 from benchmarks.environment import versions
 

@@ -28,7 +28,8 @@ from torch.multiprocessing.spawn import spawn
 
 import terrazzo as tz
 from benchmarks.cpu.cases import CASES
-from benchmarks.cpu.contenders import CONTENDERS, Loop, Terrazzo, installed
+from benchmarks.cpu.contenders import CONTENDERS, Terrazzo, installed
+from benchmarks.cpu.loops import Loop
 from benchmarks.cpu.rank import join
 from benchmarks.environment import processor, versions
 from terrazzo.checkpoint import Saver

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cpu.models import Decoder, ManySmall, Shape
+from benchmarks.cpu.models import Decoder, Divisible, ManySmall, Shape
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Case:
         accumulate: micro-batches in a step.
         clip: the global norm that gradients are clipped to, if any.
         small: many small tensors in the place of a decoder.
+        sharing: ranks that are given the same batch: those of a tensor-parallel group, or of a context-parallel one.
     """
 
     shape: Shape
@@ -30,6 +31,7 @@ class Case:
     accumulate: int = 1
     clip: float | None = None
     small: bool = False
+    sharing: int = 1
 
     def describe(self) -> str:
         """One line for a report."""
@@ -39,11 +41,14 @@ class Case:
         size = f"{numel / 1e6:.1f} M parameters in {len(parameters)} tensors, {self.shape.blocks} blocks"
         some = f", {trained / 1e6:.2f} M of them trained" if trained != numel else ""
         times = f"{self.accumulate} × {tokens}" if self.accumulate > 1 else str(tokens)
-        return f"{size}{some}, {times} tokens per rank, {self.precision}: {self.about}"
+        ranks = "rank" if self.sharing == 1 else f"{self.sharing} ranks"
+        return f"{size}{some}, {times} tokens per {ranks}, {self.precision}: {self.about}"
 
     def model(self, device: str = "cpu") -> nn.Module:
         """A fresh model from torch's default generator."""
         with torch.device(device):
+            if self.sharing > 1:
+                return Divisible(self.shape)
             return ManySmall(self.shape) if self.small else Decoder(self.shape)
 
     def tokens(self, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -64,5 +69,8 @@ CASES = {
     "experts": Case(Shape(4, 512, 1024, 64, experts=8), 1, "eight stacked experts per block, one for each token"),
     "lora": Case(Shape(14, 768, 1024, 64, rank=8), 1, "low-rank updates of a frozen model"),
     "small": Case(Shape(20, 64, 256, 32), 1, "a thousand small tensors, clipped", clip=1.0, small=True),
+    "matrices-small": Case(Shape(4, 256, 1024, 128), 2, "matrices in two parts, small ones", sharing=2),
+    "matrices-large": Case(Shape(4, 1024, 8192, 256), 2, "matrices in two parts, large ones", sharing=2),
+    "sequences": Case(Shape(4, 256, 1024, 2048), 1, "sequences in two parts", sharing=2),
     "tiny": Case(Shape(3, 64, 128, 32), 2, "for trying the benchmark itself"),
 }

@@ -6,9 +6,8 @@ switched on. Libraries are imported only by the contender that needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -19,47 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.cpu import axes
 from benchmarks.cpu.cases import Case
+from benchmarks.cpu.loops import HYPERPARAMETERS, Contender, Loop, adamw, autocast, deepspeed_config
 from benchmarks.cpu.models import UNITS
-
-HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-
-
-class Loop:
-    """A model and its optimizer, and how one step of them is written."""
-
-    model: nn.Module
-    optimizer: Optimizer
-
-    def __init__(self, model: nn.Module, case: Case) -> None:
-        self.case = case
-
-    def not_last(self) -> AbstractContextManager[Any]:
-        """Around a micro-batch whose gradients need not be complete on every rank yet."""
-        return nullcontext()
-
-    def computing(self) -> AbstractContextManager[Any]:
-        """Around forward."""
-        return nullcontext()
-
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of one micro-batch, whose loss is scaled already."""
-        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-
-    def clip(self, norm: float) -> None:
-        """Clip by the global norm."""
-        nn.utils.clip_grad_norm_(self.model.parameters(), norm)
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        if self.case.clip is not None:
-            self.clip(self.case.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def sent_bytes(self) -> int | None:
-        """What this rank has handed to others so far, where the contender counts it itself."""
-        return None
 
 
 class Alone(Loop):
@@ -71,10 +33,10 @@ class Alone(Loop):
         numel = sum(p.numel() for p in model.parameters() if p.requires_grad) // dist.get_world_size()
         self.share = nn.Parameter(torch.zeros(numel))
         self.gradient = torch.ones(numel)
-        self.optimizer = _adamw([self.share])
+        self.optimizer = adamw([self.share])
 
     def computing(self) -> AbstractContextManager[Any]:
-        return _autocast(self.case)
+        return autocast(self.case)
 
     def update(self) -> None:
         self.share.grad = self.gradient
@@ -93,13 +55,13 @@ class Ddp(Loop):
         self.optimizer = self._optimizer()
 
     def _optimizer(self) -> Optimizer:
-        return _adamw(self.model.parameters())
+        return adamw(self.model.parameters())
 
     def not_last(self) -> AbstractContextManager[Any]:
         return self.model.no_sync()
 
     def computing(self) -> AbstractContextManager[Any]:
-        return _autocast(self.case)
+        return autocast(self.case)
 
 
 class ZeroRedundancy(Ddp):
@@ -133,7 +95,7 @@ class Fsdp1(Loop):
             use_orig_params=True,
             device_id=torch.device("cpu"),
         )
-        self.optimizer = _adamw(self.model.parameters())
+        self.optimizer = adamw(self.model.parameters())
 
     def clip(self, norm: float) -> None:
         self.model.clip_grad_norm_(norm)  # type: ignore[operator]
@@ -155,7 +117,7 @@ class Fsdp2(Loop):
             if isinstance(module, UNITS):
                 fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, **options)
-        self.model, self.optimizer = model, _adamw(model.parameters())
+        self.model, self.optimizer = model, adamw(model.parameters())
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.model.set_is_last_backward(last)  # type: ignore[operator]
@@ -172,7 +134,7 @@ class DeepSpeed(Loop):
         config = deepspeed_config(stage, case.precision == "bf16", case.batch, case.accumulate, case.clip)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=_adamw(trained), config=config, dist_init_required=False
+            model=model, optimizer=adamw(trained), config=config, dist_init_required=False
         )
         self.model = self.engine
 
@@ -192,7 +154,7 @@ class Terrazzo(Loop):
         import terrazzo as tz
 
         super().__init__(model, case)
-        optimizer = _adamw(model.parameters())
+        optimizer = adamw(model.parameters())
         units = [kind for kind in UNITS if any(isinstance(module, kind) for module in model.modules())]
         self.model, self.optimizer = tz.shard(model, optimizer, plan=plan, units=units, precision=case.precision)
         self._accumulate, self._clip = tz.accumulate, tz.clip_grad_norm_
@@ -208,19 +170,6 @@ class Terrazzo(Loop):
         return self._traffic.total_bytes
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A loop, and the library that it needs.
-
-    Attributes:
-        trains: whether its losses are those of the others.
-    """
-
-    start: Callable[[nn.Module, Case], Loop]
-    library: str
-    trains: bool = True
-
-
 CONTENDERS = {
     "alone": Contender(Alone, "torch", trains=False),
     "ddp": Contender(Ddp, "torch.nn.parallel"),
@@ -233,33 +182,10 @@ CONTENDERS = {
         f"terrazzo-{plan}": Contender(partial(Terrazzo, plan=plan), "terrazzo")
         for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
     },
+    **axes.CONTENDERS,
 }
 
 
 def installed(names: Iterable[str]) -> list[str]:
     """Those contenders whose library is here."""
     return [name for name in names if find_spec(CONTENDERS[name].library.split(".")[0])]
-
-
-def deepspeed_config(
-    stage: int, bf16: bool, batch: int, accumulate: int = 1, clip: float | None = None
-) -> dict[str, Any]:
-    """Of a ZeRO stage that sums in fp32, as the others do; its overlap is left at the stage's default."""
-    return {
-        "train_micro_batch_size_per_gpu": batch,
-        "gradient_accumulation_steps": accumulate,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": bf16},
-        "communication_data_type": "fp32",
-        "gradient_clipping": clip or 0.0,
-        "steps_per_print": 1_000_000,
-    }
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> AdamW:
-    return AdamW((p for p in parameters if p.requires_grad), **HYPERPARAMETERS)
-
-
-def _autocast(case: Case) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +118,77 @@ class Decoder(nn.Module):
         return logits
 
 
+class Attention(nn.Module):
+    """Causal attention with a matrix for each of queries, keys, values and outputs: how many heads follows from them.
+
+    Attributes:
+        attend: attention of queries, keys and values [batch, heads, tokens, HEAD_WIDTH]; others may put theirs here.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.attend = partial(F.scaled_dot_product_attention, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] to the same shape."""
+        heads = [each(x).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for each in (self.query, self.key, self.value)]
+        result: Tensor = self.out(self.attend(*heads).transpose(1, 2).flatten(2))
+        return result
+
+
+class DivisibleBlock(nn.Module):
+    """Pre-norm causal attention and a four-fold MLP, of which several ranks can have parts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] to the same shape."""
+        x = x + self.attention(self.norm1(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Divisible(nn.Module):
+    """A decoder without positions, whose matrices and sequences several ranks can share."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(DivisibleBlock(shape.width) for _ in range(shape.blocks))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.context: Any = None
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """int64 [batch, tokens] to logits [batch, tokens, vocabulary]; positions where sequences are shared."""
+        if self.context is not None:
+            sight = self.context.sight(positions, tokens.shape[1])
+            for attention in self.attentions():
+                attention.attend = partial(self.context.attend, sight=sight)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def attentions(self) -> list[Attention]:
+        """Of all blocks."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def use_context(self, context: Any) -> None:
+        """Share sequences with other ranks (`tz.parallelize`)."""
+        self.context = context
+
+
 class Stack(nn.Module):
     """A unit of small linear layers of width 64, each behind a residual connection."""
 
@@ -148,5 +221,5 @@ class ManySmall(nn.Module):
         return logits
 
 
-UNITS = (Block, Stack)
+UNITS = (Block, DivisibleBlock, Stack)
 """The module classes whose instances are gathered and reduced as one."""

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from benchmarks.cpu.cases import CASES
 from benchmarks.cpu.contenders import CONTENDERS
@@ -62,7 +61,8 @@ class Trainee:
             importlib.import_module(library)  # code is no part of a contender's memory
         _forget_peak()
         self.empty_bytes = _status_bytes("VmRSS")
-        self.case, self.rank, self.done = CASES[start.case], start.rank, 0
+        self.case, self.done = CASES[start.case], 0
+        self.data_rank = start.rank // self.case.sharing
         torch.manual_seed(start.seed)
         model = self.case.model()
         dist.barrier()
@@ -116,7 +116,7 @@ class Trainee:
     def _step(self) -> tuple[float, float, float]:
         """Seconds from a common start to the end of the update, CPU seconds of the same, this rank's mean loss."""
         count = self.case.accumulate
-        batches = [self.case.tokens(count * self.done + index, self.rank) for index in range(count)]
+        batches = [self.case.tokens(count * self.done + index, self.data_rank) for index in range(count)]
         dist.barrier()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         losses = []
@@ -124,13 +124,13 @@ class Trainee:
             last = index == count - 1
             with nullcontext() if last else self.loop.not_last():
                 with self.loop.computing():
-                    logits = self.loop.model(tokens).flatten(0, 1)
-                    loss = F.cross_entropy(logits.float(), targets.flatten())
+                    loss = self.loop.loss(tokens, targets)
                 self.loop.backward(loss / count, last)
             losses.append(loss.detach())
         self.loop.update()
         self.done += 1
-        return time.perf_counter() - wall_s, time.process_time() - cpu_s, torch.stack(losses).mean().item()
+        took = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        return *took, self.loop.shown(torch.stack(losses).mean()).item()
 
 
 def join(rank: int, world_size: int, store: str, limit_s: float) -> None:

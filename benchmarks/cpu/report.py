@@ -18,6 +18,10 @@ NAMES = {
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
     "fsdp2-keep": "FSDP2, kept after forward",
+    "fsdp2-tensor": "FSDP2 with DTensor tensor parallelism",
+    "deepspeed-3-ulysses": "DeepSpeed, stage 3, Ulysses",
+    "terrazzo-zero3-tensor": "Terrazzo `zero3`, tp",
+    **{f"terrazzo-zero3-{mode}": f"Terrazzo `zero3`, cp {mode}" for mode in ("gather", "ulysses", "ring")},
 }
 
 HOW = """Every contender has processes of its own. Those of a group are alive at once and take turns in random order;
@@ -35,11 +39,13 @@ no losses."""
 
 def label(contender: str) -> str:
     """As a table shows it."""
+    if contender in NAMES:
+        return NAMES[contender]
     if contender.startswith("terrazzo-"):
         return f"Terrazzo `{contender.removeprefix('terrazzo-')}`"
     if contender.startswith("deepspeed-"):
         return f"DeepSpeed, stage {contender.removeprefix('deepspeed-')}"
-    return NAMES[contender]
+    raise KeyError(contender)
 
 
 def table(outcomes: Sequence[Outcome], baselines: Sequence[str]) -> str:

@@ -37,6 +37,8 @@ class Run:
 
 
 ZERO3 = ("fsdp2", "terrazzo-zero3")
+TENSOR = ("fsdp2-tensor", "terrazzo-zero3-tensor")
+CONTEXT = ("deepspeed-3-ulysses", "terrazzo-zero3-gather", "terrazzo-zero3-ulysses", "terrazzo-zero3-ring")
 STAGES = [
     ["ddp", "deepspeed-0", "terrazzo-zero0"],
     ["zero-redundancy", "deepspeed-1", "terrazzo-zero1"],
@@ -59,6 +61,11 @@ SUITES: dict[str, list[Run]] = {
         Run("experts", [ZERO3], ["fsdp2"]),
         Run("lora", [ZERO3], ["fsdp2"]),
         Run("small", [ZERO3], ["fsdp2"], Effort(rounds=9)),
+    ],
+    "axes": [
+        Run("matrices-small", [TENSOR], ["fsdp2-tensor"], Effort(rounds=9, ranks=4)),
+        Run("matrices-large", [TENSOR], ["fsdp2-tensor"], Effort(rounds=5, ranks=4)),
+        Run("sequences", [CONTEXT], ["deepspeed-3-ulysses"], Effort(rounds=7)),
     ],
     "tiny": [Run("tiny", [["alone", "ddp", "terrazzo-zero3"]], ["ddp"], Effort(rounds=2))],
 }
@@ -111,7 +118,7 @@ def cases_of(record: dict[str, Any]) -> dict[str, list[Outcome]]:
 def targets_table(record: dict[str, Any]) -> str:
     """Every target beside what the record holds."""
     further = [row for name, found in record["further"].items() for row in FURTHER[name].targets(found)]
-    return targets.table(cases_of(record), further)
+    return targets.table(cases_of(record), further, targets.AXES if record["suite"] == "axes" else targets.TARGETS)
 
 
 def markdown(record: dict[str, Any]) -> str:

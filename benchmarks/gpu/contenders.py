@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.cpu.contenders import HYPERPARAMETERS, deepspeed_config
+from benchmarks.cpu.loops import HYPERPARAMETERS, deepspeed_config
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.cpu.contenders import HYPERPARAMETERS
+from benchmarks.cpu.loops import HYPERPARAMETERS
 from benchmarks.cpu.models import Decoder, Shape
 from benchmarks.offload.turns import Others, Turns, attempt, in_fresh_process, seconds, take_turns
 from terrazzo.engine.offload.host import HostArena

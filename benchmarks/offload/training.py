@@ -24,7 +24,7 @@ from torch.optim import AdamW
 
 import terrazzo as tz
 from benchmarks.cpu.cases import CASES, Case
-from benchmarks.cpu.contenders import HYPERPARAMETERS
+from benchmarks.cpu.loops import HYPERPARAMETERS
 from benchmarks.cpu.models import UNITS
 from benchmarks.cpu.rank import join
 from benchmarks.offload.turns import Others, seconds, take_turns

@@ -113,6 +113,14 @@ def test_plans_and_peers_take_turns_and_train_the_same(monkeypatch: pytest.Monke
     assert 1.4 * numel * 4 < outcomes[-1].sent_bytes < 1.6 * numel * 4
 
 
+@pytest.mark.long
+@pytest.mark.processes
+def test_where_matrices_are_shared_both_train_the_same() -> None:
+    """Losses of DTensor's tensor parallelism over FSDP2, and of `tp`."""
+    outcomes = take_turns("matrices-small", ["fsdp2-tensor", "terrazzo-zero3-tensor"], EFFORT)
+    assert disagreements(outcomes, 1e-5) == []
+
+
 def test_the_committed_report_and_readme_are_made_from_the_record() -> None:
     record = json.loads(RECORD.read_text())
     assert RECORD.with_name("report.md").read_text() == suite.markdown(record)
