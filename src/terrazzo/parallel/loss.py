@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import BadInput
-from terrazzo.parallel.ranks import TensorRanks, runs_of
+from terrazzo.parallel.ranks import runs_of, tensor_ranks
 
 __all__ = ["VocabularyLoss"]
 
@@ -24,7 +24,7 @@ class VocabularyLoss:
     """
 
     def __init__(self, mesh: DeviceMesh, vocabulary: int, ignore_index: int = -100) -> None:
-        self._ranks, self._vocabulary, self._ignored = TensorRanks(mesh), vocabulary, ignore_index
+        self._ranks, self._vocabulary, self._ignored = tensor_ranks(mesh), vocabulary, ignore_index
         self._start, self._stop = runs_of(vocabulary, self._ranks.size)[self._ranks.rank]
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:

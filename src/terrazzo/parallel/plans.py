@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.errors import BadInput
+from terrazzo.parallel.adapters import base_of
 from terrazzo.parallel.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
 from terrazzo.parallel.tensor import TensorPlan, matching
 
@@ -28,7 +29,7 @@ _TRANSFORMERS: dict[str, Style] = {
 
 
 def own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
-    """The plan of a model that has `tensor_plan()`, or of one of transformers.
+    """The plan of a model that has `tensor_plan()`, or of one of transformers; also of one with adapters around it.
 
     Args:
         size: ranks along `tp`.
@@ -39,6 +40,12 @@ def own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Mod
     Raises:
         BadInput: a model without one, or whose plan has styles that are unknown here.
     """
+    base, prefix = base_of(model)
+    plan, changed = _own_plan(base, size)
+    return {f"{prefix}{glob}": style for glob, style in plan.items()}, changed
+
+
+def _own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
     own: Any = model
     if callable(getattr(model, "tensor_plan", None)):
         plan: TensorPlan = own.tensor_plan()

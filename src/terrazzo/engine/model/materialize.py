@@ -23,6 +23,7 @@ __all__ = [
     "move_buffers",
     "replace_buffers",
     "step_real",
+    "successor",
     "synchronize",
 ]
 
@@ -118,16 +119,22 @@ def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) 
 
 
 def _replace(member: Member, value: Tensor) -> None:
-    """Register a parameter of that value under all names of the old one, with its class, attributes and hooks."""
-    old, member.parameter = member.parameter, nn.Parameter(value, requires_grad=member.trainable)
-    member.parameter.__class__ = type(old)
-    notes = {name: value for name, value in vars(old).items() if name != "_is_hf_initialized"}  # it has to be
-    vars(member.parameter).update(notes)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (registered := getattr(old, hooks)) is not None:
-            setattr(member.parameter, hooks, registered)  # the same dictionary: handles of users can remove them
+    """Register a parameter of that value under all names of the old one."""
+    member.parameter = successor(member.parameter, value)
+    vars(member.parameter).pop("_is_hf_initialized", None)  # it has to be
     for parameters, attribute in member.registered:
         parameters[attribute] = member.parameter
+
+
+def successor(old: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter of that value with the class, attributes and hooks of another one."""
+    made = nn.Parameter(value, requires_grad=old.requires_grad)
+    made.__class__ = type(old)
+    vars(made).update(vars(old))
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (registered := getattr(old, hooks)) is not None:
+            setattr(made, hooks, registered)  # the same dictionary: handles of users can remove them
+    return made
 
 
 def step_real(optimizer: Optimizer, made: Mapping[nn.Parameter, nn.Parameter]) -> None:
