@@ -136,7 +136,7 @@ def test_targets_are_shifted_before_they_are_split() -> None:
 @pytest.mark.parametrize(
     ("ranks", "cp", "more", "message"),
     [
-        (4, 3, {}, r"plan.mesh.cp 3 does not make up the 4 ranks.*must be 4"),
+        (4, 3, {}, r"plan.mesh: The mesh cp 3 does not make up the 4 ranks.*must be 4"),
         (2, 2, {"batch": {"sequence_length": 30}}, r"batch.sequence_length: .*4 equal chunks.*28 or 32"),
         (2, 2, {"model": {"heads": 3, "dim": 48, "kv_heads": 3}}, r"model.heads 3 do not divide by 2.*mode=gather"),
         (2, 2, {"objective": {"name": "dpo"}}, r"objective 'dpo' compares whole texts.*plan.mesh.cp=1"),
