@@ -67,12 +67,13 @@ def begin_alike(values: dict[str, Any], attention: str, step: int = 1) -> None:
     shutil.copytree(alone(attention) / name, Path(values["log"]["folder"]) / name)
 
 
-def check_alike(values: dict[str, Any], attention: str) -> None:
-    """Within what another order of sums may change."""
+def check_alike(values: dict[str, Any], attention: str, validated: bool = True) -> None:
+    """Within what another order of sums may change. `validated`: the same sequences are held out."""
     found, expected = said(Path(values["log"]["folder"])), said(alone(attention))
     assert [step[2] for step in found[0]] == [step[2] for step in expected[0][1:]]
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0][1:]), rtol=2e-5, atol=0)
-    torch.testing.assert_close(found[1], expected[1], rtol=2e-5, atol=0)
+    if validated:
+        torch.testing.assert_close(found[1], expected[1], rtol=2e-5, atol=0)
     assert found[2] == expected[2]
 
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from terrazzo.config import config_from_dict
+from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.data.sequences import SequenceDataset
 from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.parts import Parts
 from terrazzo.train.preflight import check
+from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
-from tests.train.test_context import apart, begin_alike, check_alike, settings
-from tests.train.test_preferences import train
+from tests.test_commands import ROOT
+from tests.train.test_context import apart, begin_alike, check_alike, said, settings
+from tests.train.test_loop import environment
+from tests.train.test_preferences import lines, train
 
 MESHES = {
     "dp4": {},
@@ -48,32 +52,118 @@ def run_folder(values: dict[str, Any]) -> Path:
 
 
 @pytest.fixture
-def read_ids(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[list[int]]]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[SequenceDataset, list[list[int]]]]:
     """Of each rank's datasets the sequences of every batch, in the order in which they are read."""
-    found: dict[int, list[list[int]]] = defaultdict(list)
+    found: dict[int, tuple[SequenceDataset, list[list[int]]]] = {}
     original = SequenceDataset.batch
 
-    def batch(self: SequenceDataset, indices: np.ndarray) -> Any:
-        found[id(self)].append(indices.tolist())
+    def batch(self: SequenceDataset, indices: np.ndarray[Any, Any]) -> Any:
+        found.setdefault(id(self), (self, []))[1].append(indices.tolist())
         return original(self, indices)
 
     monkeypatch.setattr(SequenceDataset, "batch", batch)
     return found
 
 
+def check_order(reads: dict[int, tuple[SequenceDataset, list[list[int]]]], ranks: int, readers: int) -> None:
+    """Ranks that share matrices or sequences read the same ones; all readers together those of each step, 2 to 4."""
+    numel = max(len(dataset) for dataset, _ in reads.values())
+    per_step = 4 // readers  # of one sequence each
+    training = [batches[: 3 * per_step] for dataset, batches in reads.values() if len(dataset) == numel]
+    assert len(training) == ranks
+    shares = sorted({json.dumps(batches): batches for batches in training}.values())
+    assert len(shares) == readers
+    assert all(training.count(share) == ranks // readers for share in shares)
+    order = np.random.default_rng([0, 0]).permutation(numel)[4:16].reshape(3, 4)
+    for step, expected in enumerate(order.tolist()):
+        found = [sequence for share in shares for (sequence,) in share[step * per_step :][:per_step]]
+        assert sorted(found) == sorted(expected)
+
+
 @pytest.mark.parametrize(
-    ("mesh", "plan", "attention"),
+    ("name", "plan", "attention"),
     [
-        ({"tp": 2, "cp": 2}, "zero3", "document"),
-        pytest.param({"tp": 2}, "zero2", "sequence", marks=pytest.mark.cover),
-        pytest.param({"tp": 4}, "zero0", "sequence", marks=pytest.mark.cover),
+        ("tp2 cp2", "zero3", "document"),
+        ("dp2 tp2", "zero2", "sequence"),
+        pytest.param("tp4", "zero0", "sequence", marks=pytest.mark.long),
+        pytest.param("dp4", "zero1", "sequence", marks=pytest.mark.long),
+        pytest.param("cp4", "zero3", "sequence", marks=pytest.mark.long),
+        pytest.param("dp2 cp2", "shard_grad_op", "sequence", marks=pytest.mark.long),
     ],
 )
-def test_every_mesh_trains_alike(tmp_path: Path, mesh: dict[str, int], plan: str, attention: str) -> None:
-    values = on_mesh(tmp_path, mesh, plan=plan, data=apart(tmp_path, attention))
+def test_every_mesh_trains_alike(tmp_path: Path, reads: Any, name: str, plan: str, attention: str) -> None:
+    """Tokens, losses, norms, validation and sample are those of one rank; so are the sequences of each step."""
+    values = on_mesh(tmp_path, MESHES[name], plan=plan, data=apart(tmp_path, attention))
     begin_alike(values, attention)
+    reads.clear()
     train(values, 4)
-    check_alike(values, attention)
+    readers = 4 // config_from_dict(values).plan.mesh.ranks_per_batch
+    check_order(reads, 4, readers)
+    check_alike(values, attention, validated=readers <= 2)
+
+
+def crossed(folder: Path, first: dict[str, int], then: dict[str, int], ranks: int) -> dict[str, Any]:
+    """A run that another mesh ends."""
+    values = on_mesh(folder, first, ranks)
+    begin_alike(values, "sequence")
+    train(values, ranks, stop_after=2)
+    ended = on_mesh(folder, then, ranks, plan="zero2") | {"log": values["log"]}
+    train(ended, ranks)
+    return ended
+
+
+def test_another_mesh_continues_a_run(tmp_path: Path) -> None:
+    check_alike(crossed(tmp_path, {"tp": 2}, {"cp": 2}, 2), "sequence")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", MESHES)
+def test_every_mesh_continues_the_run_of_every_other(tmp_path: Path, first: str) -> None:
+    for then, mesh in MESHES.items():
+        folder = tmp_path / then
+        folder.mkdir()
+        check_alike(crossed(folder, MESHES[first], mesh, 4), "sequence", validated=then != "dp4")
+
+
+def by_processes(folder: Path, mesh: dict[str, int]) -> tuple[str, list[float]]:
+    """What is said of a run from its seed on, and its last loss, norm and tokens."""
+    values = on_mesh(folder, mesh)
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(values))
+    done = programs.run("-m", "terrazzo", "train", str(config), env=environment(), timeout_s=170)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, said(run_folder(values))[0][-1]
+
+
+@cache
+def without_axes() -> list[float]:
+    return by_processes(Path(mkdtemp()), {})[1]
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "dp4"])
+def test_processes_of_every_mesh_end_alike(tmp_path: Path, name: str) -> None:
+    """From one seed: initial weights do not depend on the mesh either."""
+    shown, last = by_processes(tmp_path, MESHES[name])
+    assert "mesh      [" in shown
+    assert last == pytest.approx(without_axes(), abs=1e-4)
+
+
+def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    source = tmp_path / "text.txt"
+    source.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(2000)))
+    settings = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", f"data.source={source}"]
+    settings += ["train.steps=1", "schedule.warmup_steps=0", "train.eval_every=null", "train.sample_tokens=0"]
+    config = load_config("examples/tp_cp.yaml", settings)
+    check(config, 4)
+    train(config.model_dump(mode="json"), 4)
+    (summary,) = lines(tmp_path / "run", "summary")
+    assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"]
+    assert summary["peak_memory_bytes_promised"] is not None
+    (line,) = lines(tmp_path / "run", "train")
+    assert line["tokens"] == 4 * 256
 
 
 @pytest.mark.parametrize(
