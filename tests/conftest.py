@@ -1,76 +1,17 @@
-"""Settings and fixtures that every test shares."""
+"""What tests share is in `helpers/suite.py`. The process that hands tests out to xdist's workers goes without."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-import torch
-import torch._dynamo  # with the first optimizer torch imports it anyway
 
-from tests.helpers import alone
-from tests.helpers.cover import mark_what_is_long
-from tests.helpers.processes import Pool
-
-HERE = Path(__file__).parent
-
-pytest_plugins = ["tests.helpers.stuck"]
+from tests.helpers import workers
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what is long, skip GPU tests where there is none, and keep a folder's tests with real processes together.
-
-    An xdist worker starts the pools of ranks that its tests ask for, and each start takes seconds.
-    """
-    mark_what_is_long(items)
-    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
-    for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(no_gpu)
-        if alone.runs_elsewhere(item):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-        elif "processes" in item.keywords:
-            folder = item.path.relative_to(HERE).parts[0]
-            item.add_marker(pytest.mark.xdist_group(f"processes of {folder}"))
+def pytest_configure(config: pytest.Config) -> None:
+    if not workers.are_asked_for(config):
+        config.pluginmanager.import_plugin("tests.helpers.suite")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Whatever has been imported stays, and need not be looked at whenever garbage is collected."""
-    if hasattr(session.config, "workerinput"):
-        _check_groups(session.items)
-    gc.collect()
-    gc.freeze()
-
-
-def _check_groups(items: list[pytest.Item]) -> None:
-    """Raises when xdist and pytest do not understand each other: then modules run twice, and nothing says so."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
-            raise pytest.UsageError(f"pytest-xdist has not seen the group of {item.nodeid}")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Take the outcome of a test that runs in a process of its module's own."""
-    if not alone.runs_elsewhere(pyfuncitem):
-        return None
-    failure = alone.outcome_of(pyfuncitem)
-    if failure is not None:
-        pytest.fail(failure, pytrace=False)
-    return True
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_and_a_fixed_seed() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session")
-def two_processes() -> Iterator[Pool]:
-    """Two gloo processes that stay alive for the whole session: `two_processes.run(function, *arguments)`."""
-    with Pool(2) as pool:
-        yield pool
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    workers.fork()

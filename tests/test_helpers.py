@@ -120,6 +120,13 @@ def test_a_pool_serves_many_functions(two_processes: Pool) -> None:
 
 
 @pytest.mark.processes
+def test_workers_and_ranks_are_forks_of_one_server(two_processes: Pool, request: pytest.FixtureRequest) -> None:
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("no worker of xdist's runs this")
+    assert two_processes.run(os.getppid) == [os.getppid()] * 2
+
+
+@pytest.mark.processes
 def test_a_failing_process_shows_the_first_traceback() -> None:
     with Pool(2) as pool:
         with pytest.raises(RankFailed, match=r"(?s)rank 1 failed first:.*_raise_on_rank_one.*rank one says no"):

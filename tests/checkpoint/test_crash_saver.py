@@ -30,6 +30,7 @@ from terrazzo.tether import tie
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Tap, calls_of, hidden, sampled
 from tests.checkpoint.subject import Witness, build, fast_folder, put, save
+from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
 pytestmark = pytest.mark.alone
@@ -459,13 +460,14 @@ with checkpoint.Saver(model, optimizer) as saver:
 def test_real_programs_are_killed_while_they_save(root: Path) -> None:
     for kill, step in zip(range(faults.DENSITY), itertools.count(1, 10**6)):
         newest = checkpoint.latest(root)
-        with subprocess.Popen([sys.executable, "-c", PROGRAM, str(root), str(step)], stdout=subprocess.PIPE) as program:
-            assert program.stdout is not None
-            assert program.stdout.readline() == b"ready\n"
-            while checkpoint.latest(root) in (None, newest):
-                time.sleep(0.01)
-            time.sleep(0.05 + kill % 7 * 0.0137)
-            program.kill()
+        program = programs.Program("-c", PROGRAM, str(root), str(step))
+        assert program.stdout.readline() == "ready\n"
+        while checkpoint.latest(root) in (None, newest):
+            time.sleep(0.01)
+        time.sleep(0.05 + kill % 7 * 0.0137)
+        program.send_signal(signal.SIGKILL)
+        assert program.wait(30) == -signal.SIGKILL
+        program.close()
         run_in_threads(1, lambda rank: all_are_whole(root))
 
 

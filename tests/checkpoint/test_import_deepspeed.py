@@ -453,7 +453,13 @@ def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value, (*above, key))
 
 
-@pytest.mark.parametrize("layout", ["stage 0, bf16", "stage 1", "stage 3", "stage 2, universal", "stage 3, universal"])
+CODE_IN = [
+    *("stage 0, bf16", "stage 3", "stage 3, universal"),  # between them every kind of file
+    *(pytest.param(layout, marks=pytest.mark.long) for layout in ("stage 1", "stage 2, universal")),
+]
+
+
+@pytest.mark.parametrize("layout", CODE_IN)
 def test_code_in_any_place_is_refused_and_does_not_run(tmp_path: Path, states: States, layout: str) -> None:
     files = files_of(layout, states)
     for where in places_of_files(files):

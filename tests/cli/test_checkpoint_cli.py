@@ -9,8 +9,6 @@ import os
 import pty
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -636,15 +634,25 @@ def test_progress_adds_up_to_all_bytes(saved: Path, tmp_path: Path) -> None:
     assert sum(counts) == opened.size_bytes == (tmp_path / "a" / "rank-00000.safetensors").stat().st_size
 
 
+ON_A_TERMINAL = """
+import os, runpy, sys
+terminal = os.open(sys.argv.pop(1), os.O_RDWR)
+for stream in range(3):
+    os.dup2(terminal, stream)
+runpy.run_module("terrazzo", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.processes
 def test_a_terminal_gets_a_progress_bar_and_a_pipe_none(saved: Path) -> None:
-    command = [sys.executable, "-m", "terrazzo", "checkpoint", "verify", str(saved)]
-    done = programs.run(*command[1:])
+    words = ("checkpoint", "verify", str(saved))
+    done = programs.run("-m", "terrazzo", *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     own, its = pty.openpty()
     try:
-        subprocess.run(command, stdout=its, stderr=its, stdin=its, timeout=60, env={**os.environ, "TERM": "xterm"})
+        environment = {**os.environ, "TERM": "xterm"}
+        assert programs.run("-c", ON_A_TERMINAL, os.ttyname(its), *words, env=environment).returncode == 0
         shown = os.read(own, 1 << 16).decode()
     finally:
         os.close(own)

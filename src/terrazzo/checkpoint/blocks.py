@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from terrazzo.checkpoint.manifest import Extent, Manifest
+from terrazzo.checkpoint.runs import Runs
 from terrazzo.checkpoint.shard import checked_block
 from terrazzo.checkpoint.store import Folder
 from terrazzo.engine.layout import Range
-from terrazzo.engine.rectangles import Runs
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Blocks", "DigestBlock"]

@@ -29,7 +29,8 @@ from terrazzo.checkpoint.manifest import (
     Tile,
     index_space,
 )
-from terrazzo.engine.rectangles import Rectangle, tiling_problem
+from terrazzo.checkpoint.tiling import tiling_problem
+from terrazzo.engine.rectangles import Rectangle
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["is_crowded", "named_tiles", "parse_manifest", "rectangle_of"]

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo.checkpoint.runs import Runs
 from terrazzo.engine.layout import PAGE_BYTES, Range
-from terrazzo.engine.rectangles import Rectangle, Runs
+from terrazzo.engine.rectangles import Rectangle
 from terrazzo.errors import BadInput
 
 __all__ = ["AVERAGE", "BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched", "by_runs"]

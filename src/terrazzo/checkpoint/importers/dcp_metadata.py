@@ -12,7 +12,8 @@ import torch
 from terrazzo.checkpoint.importers.parts.archive import Archive
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.unpickle import load_pickle
-from terrazzo.engine.rectangles import Rectangle, tiling_problem
+from terrazzo.checkpoint.tiling import tiling_problem
+from terrazzo.engine.rectangles import Rectangle
 from terrazzo.errors import BadInput
 
 __all__ = ["METADATA_FILE", "DcpEntry", "TensorEntry", "TreePath", "read_metadata"]

@@ -15,7 +15,8 @@ from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Chunk, Chunked, Region, Values
 from terrazzo.checkpoint.manifest import DTYPES
 from terrazzo.checkpoint.tensors import dtype_of
-from terrazzo.engine.rectangles import Rectangle, tiling_problem, whole
+from terrazzo.checkpoint.tiling import tiling_problem
+from terrazzo.engine.rectangles import Rectangle, whole
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["INDEX_FILE", "MODEL_FILE", "SafetensorsCheckpoint", "add_safetensors"]

@@ -212,7 +212,7 @@ def _followed(given: Mapping[str, Setting[Any]], context: Context) -> Settings:
     found = {}
     whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
     ranks = given["mesh.world"].value or context.world
-    at_once = micro.value * (ranks or 0) // given["mesh.cp"].value
+    at_once = micro.value * (ranks or 0) // (given["mesh.cp"].value * given["mesh.tp"].value)
     if at_once and whole.value % at_once == 0:
         found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
     if given["schedule.name"].value == "wsd" and not given["schedule.decay_steps"].key:

@@ -89,11 +89,16 @@ def check_initializable(model: nn.Module) -> None:
             )
 
 
-def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) -> dict[nn.Parameter, nn.Parameter]:
+def materialize(
+    members: Sequence[Member], within: nn.Module, initialize: Initializer, axes: Axes
+) -> dict[nn.Parameter, nn.Parameter]:
     """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them.
 
     What several ranks share is drawn whole and in the order of modules, on each of them, and then each keeps its part:
     the values do not depend on the mesh. Their buffers are real by then: see `materialize_buffers`.
+
+    Args:
+        within: the unit's module, whose order that is: members come as buckets hold them, which a mesh changes.
 
     Returns:
         What has come in whose place; equal on all ranks that have the same of it.
@@ -109,7 +114,8 @@ def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) 
         _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
         fresh.append((member, meta))
         touched |= {id(module): module for module, _ in holders}
-    for module in touched.values():
+    places = {id(module): place for place, module in enumerate(within.modules())}
+    for module in sorted(touched.values(), key=lambda module: places.get(id(module), len(places))):
         initialize(module, {member.parameter for member, _ in fresh})
     synchronize([member.parameter for member, _ in fresh], axes)
     for member, _ in fresh:

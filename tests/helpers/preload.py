@@ -1,0 +1,23 @@
+"""What the server has imported before it forks: all that many tests and their programs ask for, but Terrazzo itself."""
+
+import contextlib
+import gc
+import sys
+from importlib import import_module
+from importlib.metadata import entry_points
+
+OF_TORCH = ("_dynamo", "distributed.checkpoint", "distributed.fsdp")
+OTHERS = ("accelerate", "lightning.pytorch", "peft", "pydantic", "safetensors.torch", "transformers", "typer", "yaml")
+"""Of the tests' extras; the dearest take three seconds each."""
+
+for name in (*(f"torch.{name}" for name in OF_TORCH), "tests.helpers.processes"):
+    import_module(name)
+for name in OTHERS:
+    with contextlib.suppress(ImportError):
+        import_module(name)
+with contextlib.suppress(ImportError):  # it imports what is asked for
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer  # noqa: F401
+
+for plugin in entry_points(group="pytest11"):  # what pytest imports itself in forks that are of it
+    sys.modules.pop(plugin.module.partition(".")[0], None)
+gc.freeze()  # no fork has to look at all this
