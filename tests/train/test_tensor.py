@@ -224,6 +224,14 @@ def test_lengths_that_do_not_divide_by_tp_stay_whole_where_that_is_asked(tmp_pat
     check(config_from_dict(values), 4)
 
 
+def test_tp_over_hosts_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_from_dict(on_mesh(tmp_path, {"tp": 4}))
+    assert not any("tp 4" in note for note in check(config, 4))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (note,) = (note for note in check(config, 4) if "tp 4" in note)
+    assert note.startswith("plan: tp 4 is wider than the 2 ranks that fast links join")
+
+
 def test_a_sum_counts_ranks_that_share_matrices_once() -> None:
     def body(rank: int) -> float:
         return float(Parts(rank // 2, 2, counts=rank % 2 == 0).total(torch.tensor([10.0 ** (rank // 2)])))
