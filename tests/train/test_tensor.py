@@ -201,7 +201,6 @@ def test_bad_input_is_refused_before_anything_is_built(
         ({"model_type": "llama", "vocab_size": 1, "num_attention_heads": 4}, {}, r"vocab_size 1 has no part"),
         ({"model_type": "qwen3_moe"}, {}, r"the style '\w+', which this version does not know.*Take tp 1"),
         ({"model_type": "llama"}, {"objective": "reward"}, r"'reward' puts a score.*model\.kind=decoder"),
-        ({"model_type": "llama"}, {"lora": {"rank": 2}}, r"lora\.rank adds adapters.*plan\.mesh\.tp=1"),
     ],
 )
 def test_a_model_of_transformers_is_checked_by_its_config(

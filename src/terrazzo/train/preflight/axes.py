@@ -83,11 +83,6 @@ def _check_ulysses(config: Config, heads: int | None, key: str) -> None:
 
 def _check_tensor(config: Config) -> None:
     tp = config.plan.mesh.tp
-    if config.lora.rank is not None:
-        raise BadInput(
-            f"plan.mesh.tp is {tp}, and lora.rank adds adapters, whose matrices are not cut yet. Set plan.mesh.tp=1, or"
-            " leave lora out."
-        )
     if config.model.kind == "decoder":
         model = config.model
         _check_heads(tp, {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads})
