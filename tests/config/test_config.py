@@ -306,7 +306,8 @@ def test_mesh_must_make_up_the_world() -> None:
     assert mesh_shape(MeshConfig(dp_replicate=2), 8) == {"dp_replicate": 2, "dp_shard": 4}
     assert mesh_shape(MeshConfig(), 8) == {"dp_shard": 8}
     assert mesh_shape(MeshConfig(cp=4), 8) == {"dp_shard": 2, "cp": 4}
-    with pytest.raises(BadInput, match="their product must be 8"):
+    assert mesh_shape(MeshConfig(tp=2, dp_shard=1, cp=4), 8) == {"dp_shard": 1, "cp": 4, "tp": 2}
+    with pytest.raises(BadInput, match=r"plan\.mesh: .* the product of its axes must be 8"):
         mesh_shape(MeshConfig(dp_replicate=3), 8)
 
 

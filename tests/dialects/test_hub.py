@@ -62,6 +62,8 @@ OTHER: dict[str, Any] = {
     "plan.mesh.dp_replicate": 2,
     "plan.mesh.dp_shard": 4,
     "plan.mesh.cp": 2,
+    "plan.mesh.tp": 2,
+    "parallel.tensor.sequence": False,
     "parallel.context.mode": "ring",
     "parallel.context.balance": "none",
     "plan.units": ["Block", "embed*"],
@@ -437,7 +439,20 @@ def test_a_hybrid_row_needs_the_number_of_replicas() -> None:
     assert document["plan"] == {"name": "hybrid_shard", "mesh": {"dp_replicate": 2}}
 
 
-@pytest.mark.parametrize("axis", ["tp", "sp", "ep", "pp"])
+def test_ulysses_is_context_parallelism_by_its_mode_both_ways() -> None:
+    document, verdicts = written({"mesh.sp": 2, "mesh.tp": 2})
+    assert document["plan"]["mesh"] == {"cp": 2, "tp": 2}
+    assert document["parallel"] == {"context": {"mode": "ulysses"}}
+    assert verdicts["mesh.sp"].kind == "applied"
+    again = assert_the_same_run(document)
+    assert (again.mesh.sp.value, again.mesh.cp.value, again.mesh.tp.value) == (2, 1, 2)
+    ring = HUB.read({**document, "parallel": {"context": {"mode": "ring"}}}).description
+    assert (ring.mesh.sp.value, ring.mesh.cp.value) == (1, 2)
+    _, verdicts = written({"mesh.sp": 2, "mesh.cp": 2})
+    assert verdicts["mesh.sp"].kind == "refused"
+
+
+@pytest.mark.parametrize("axis", ["ep", "pp"])
 def test_axes_that_the_trainer_has_not_are_refused(axis: str) -> None:
     _, verdicts = written({f"mesh.{axis}": 2})
     assert verdicts[f"mesh.{axis}"].kind == "refused"

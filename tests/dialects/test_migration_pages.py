@@ -95,7 +95,7 @@ def test_what_is_certain_about_some_keys_is_on_the_pages() -> None:
         ("fsdp2", "reshard_after_forward"): ("renamed", "plan.name: hpz; plan.mesh.dp_shard: 2"),
         ("fsdp2", "ignored_params"): ("refused", ""),
         ("accelerate", "deepspeed_config.offload_param_nvme_path"): ("lossy", "offload.path: /swap"),
-        ("accelerate", "parallelism_config.parallelism_config_tp_size"): ("refused", ""),
+        ("accelerate", "parallelism_config.parallelism_config_tp_size"): ("renamed", "plan.mesh.tp: 2"),
         ("trainer", "max_grad_norm"): ("renamed", "train.clip: 0.5"),
         ("trainer", "label_smoothing_factor"): ("refused", ""),
         ("trainer", "logging_steps"): ("defaulted", ""),

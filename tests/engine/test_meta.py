@@ -96,6 +96,25 @@ def _values_on_gloo(plan: str) -> dict[str, Tensor]:
     return full_parameters(tz.shard(on_meta(), adamw, plan)[0])
 
 
+def test_values_are_drawn_in_the_order_of_modules() -> None:
+    """Whatever order param groups, and so the buckets of a unit, have: torch's own construction is the oracle."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
+
+    def groups(model: nn.Module) -> torch.optim.Optimizer:
+        last, middle, first = ({"params": [*module.parameters()]} for module in reversed(model))  # type: ignore[call-overload]
+        return torch.optim.SGD([middle, last, first], lr=0.1)
+
+    torch.manual_seed(7)
+    expected = {name: parameter.detach() for name, parameter in make().named_parameters()}
+    with fake_group(1):
+        with torch.device("meta"):
+            model = make()
+        torch.manual_seed(7)
+        assert_equal(full_parameters(tz.shard(model, groups(model), "zero3", units=[])[0]), expected)
+
+
 @pytest.mark.processes
 def test_values_depend_on_the_seed_alone(two_processes: Pool) -> None:
     """Not on the plan, the number of ranks, or the rank."""

@@ -246,18 +246,6 @@ def test_shard_wants_the_mesh_that_the_model_was_cut_for() -> None:
     run_in_threads(2, body)
 
 
-def test_what_needs_whole_parameters_says_so() -> None:
-    def body(rank):
-        mesh = tz.mesh(tp=2, device="cpu")
-        model = tz.parallelize(Decoder(CONFIG), mesh)
-        model, _ = tz.shard(model, lambda p: torch.optim.AdamW(p), mesh=mesh)
-        for action in (lambda: model.state_dict(), lambda: tz.full_state_dict(model)):
-            with pytest.raises(tz.BadInput, match=r"needs whole parameters.*no axis tp"):
-                action()
-
-    run_in_threads(2, body)
-
-
 def test_lengths_that_do_not_divide_train_with_whole_sequences_alone_and_run_without_gradients() -> None:
     base = seeded(lambda: Decoder(CONFIG))
     odd = TOKENS[0][:, :5]

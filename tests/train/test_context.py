@@ -67,12 +67,13 @@ def begin_alike(values: dict[str, Any], attention: str, step: int = 1) -> None:
     shutil.copytree(alone(attention) / name, Path(values["log"]["folder"]) / name)
 
 
-def check_alike(values: dict[str, Any], attention: str) -> None:
-    """Within what another order of sums may change."""
+def check_alike(values: dict[str, Any], attention: str, validated: bool = True) -> None:
+    """Within what another order of sums may change. `validated`: the same sequences are held out."""
     found, expected = said(Path(values["log"]["folder"])), said(alone(attention))
     assert [step[2] for step in found[0]] == [step[2] for step in expected[0][1:]]
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0][1:]), rtol=2e-5, atol=0)
-    torch.testing.assert_close(found[1], expected[1], rtol=2e-5, atol=0)
+    if validated:
+        torch.testing.assert_close(found[1], expected[1], rtol=2e-5, atol=0)
     assert found[2] == expected[2]
 
 
@@ -136,7 +137,7 @@ def test_targets_are_shifted_before_they_are_split() -> None:
 @pytest.mark.parametrize(
     ("ranks", "cp", "more", "message"),
     [
-        (4, 3, {}, r"plan.mesh.cp 3 does not make up the 4 ranks.*must be 4"),
+        (4, 3, {}, r"plan.mesh: The mesh cp 3 does not make up the 4 ranks.*must be 4"),
         (2, 2, {"batch": {"sequence_length": 30}}, r"batch.sequence_length: .*4 equal chunks.*28 or 32"),
         (2, 2, {"model": {"heads": 3, "dim": 48, "kv_heads": 3}}, r"model.heads 3 do not divide by 2.*mode=gather"),
         (2, 2, {"objective": {"name": "dpo"}}, r"objective 'dpo' compares whole texts.*plan.mesh.cp=1"),

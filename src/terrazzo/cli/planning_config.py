@@ -39,7 +39,7 @@ def of_config(asked: Asked, machines: Request) -> Answer:
     ranks, cluster = _ranks(asked, config), _cluster(machines)
 
     def under(setup: Setup) -> Estimate:
-        mesh = MeshConfig(dp_replicate=setup.mesh.dp_replicate, dp_shard=setup.mesh.dp_shard, cp=setup.mesh.cp)
+        mesh = MeshConfig(**{axis: getattr(setup.mesh, axis) for axis in MeshConfig.model_fields})
         plan = PlanConfig(name=setup.plan.name, mesh=mesh, units=config.plan.units, prefetch=config.plan.prefetch)
         return planned(config.model_copy(update={"plan": plan}), ranks, cluster)
 

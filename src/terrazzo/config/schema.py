@@ -34,11 +34,17 @@ DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 class MeshConfig(Section):
-    """How the ranks are arranged: `dp_replicate` groups of `dp_shard` times `cp` ranks each."""
+    """How the ranks are arranged: `dp_replicate` groups of `dp_shard` times `cp` times `tp` ranks each."""
 
     dp_replicate: int = Field(1, gt=0, description="groups of ranks; each group holds all states of a hybrid plan")
-    dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by the other two")
-    cp: int = Field(1, gt=0, description="neighbouring ranks that share each sequence (context parallelism)")
+    dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by the others")
+    cp: int = Field(1, gt=0, description="ranks that share each sequence (context parallelism)")
+    tp: int = Field(1, gt=0, description="neighbouring ranks that share each matrix (tensor parallelism)")
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Neighbouring ranks that read the same sequences."""
+        return self.cp * self.tp
 
 
 class PlanConfig(Named):
@@ -135,9 +141,20 @@ class ContextConfig(Section):
     )
 
 
+class TensorConfig(Section):
+    """How ranks share matrices, where `plan.mesh.tp` is more than 1."""
+
+    sequence: bool = Field(
+        True,
+        description="split sequences between matrices too: as much is sent, and fewer activations are kept; "
+        "their length must divide by tp",
+    )
+
+
 class ParallelConfig(Section):
     """What ranks do that share more than data."""
 
+    tensor: TensorConfig = TensorConfig()
     context: ContextConfig = ContextConfig()
 
 

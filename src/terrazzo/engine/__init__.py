@@ -27,6 +27,7 @@ packages:
     links.side, links.transfer                        chains of collectives on paper, likewise
     axes, model.materialize, model.parts              what is exchanged before a model is sharded, and of activations
     model.together                                    what ranks are told alike, or refuse as one
+    border.parameter, unit                            what a forward does with a weight, whether it is compiled
     links.gloo, links.columns                         what sums receive, likewise
     offload.needs, offload.store                      what rests away from the device, likewise
 

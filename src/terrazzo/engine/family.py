@@ -73,8 +73,12 @@ class Box:
         return tuple(joined if dim == self.dim else size for dim, size in enumerate(self.rectangles[0].sizes))
 
     @property
+    def local_numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
     def is_all(self) -> bool:
-        return math.prod(self.local_shape) == math.prod(self.shape)
+        return self.local_numel == math.prod(self.shape)
 
     def owned(self, within: Range) -> Iterator[Owned]:
         """Of flat elements `within` what the rank has, what they are of the whole parameter, in their order."""
@@ -109,6 +113,11 @@ class Box:
         """What the rank has of `full`, in memory of its own, contiguous."""
         parts = [full[each.slices] for each in self.rectangles]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+    def put(self, part: Tensor, full: Tensor) -> None:
+        """The reverse of `of`: copy what the rank has to where it belongs in `full`."""
+        for place, each in zip(self.places(), self.rectangles, strict=True):
+            full[each.slices] = part[place.slices]
 
 
 @dataclass(frozen=True)

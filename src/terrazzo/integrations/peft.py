@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters import new_folder
-from terrazzo.engine import persistent_buffers, whole_weights
+from terrazzo.engine import ModelState, parameter_names, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, Misuse, SaveFailed, listed
 from terrazzo.exchange import together
 
@@ -159,7 +159,7 @@ def _load_adapter(model: nn.Module, folder: Path, adapter: str) -> None:
         raise BadInput(f"'{folder}' holds no {ADAPTER_FILE}. Give a folder that save_adapter or PEFT wrote.")
     theirs, ours = PeftConfig.from_pretrained(str(folder)), _peft(model).peft_config[adapter]
     tensors, saved = load_file(str(folder / ADAPTER_FILE)), _saved_names(model, adapter)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: each.shape for each in ModelState(model).parameters() for name in each.names}
     wanted = {name: shapes[parameter] for name, parameter in saved.items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [
@@ -187,7 +187,7 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
 
     Raises:
         BadInput: `folder` exists, or an adapter that is more than a product added to a matrix (DoRA, embeddings,
-            convolutions, biases of its own, modules_to_save).
+            convolutions, biases of its own, modules_to_save), or on a matrix that other modules have, too.
         SaveFailed: a file could not be written; nothing is left.
     """
     layers, base = dict(_mergeable(model, adapter)), _base_of(model)
@@ -222,10 +222,16 @@ def _mergeable(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    shared = [names for names in parameter_names(model) if len(names) > 1]
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             plain = isinstance(module, LoraLayer) and adapter in module.lora_A
             weight = getattr(module.get_base_layer(), "weight", None) if plain else None
+            if tied := next((names for names in shared if f"{name}{BASE_LAYER}weight" in names), None):
+                raise BadInput(
+                    f"{name} has its matrix in common with {listed([each for each in tied if name not in each])}, to "
+                    "which the adapter does not belong. Use save_adapter, or untie them before get_peft_model."
+                )
             if weight is None or weight.ndim != 2 or module.lora_variant.get(adapter) or module.lora_bias.get(adapter):
                 raise BadInput(
                     f"{name} ({type(module).__name__}) cannot be merged under sharding. Use save_adapter, and "

@@ -11,8 +11,9 @@ Open to other packages:
 from terrazzo.parallel.chunks import Balance, Chunks
 from terrazzo.parallel.context import MODES, Context, Mode
 from terrazzo.parallel.face import parallelize
-from terrazzo.parallel.loss import VocabularyLoss
+from terrazzo.parallel.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 from terrazzo.parallel.mesh import mesh, mesh_sizes
+from terrazzo.parallel.plans import check_styles
 from terrazzo.parallel.registry import check_config
 from terrazzo.parallel.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
@@ -35,10 +36,13 @@ __all__ = [
     "Uncut",
     "VocabularyLoss",
     "check_config",
+    "check_styles",
     "context_of",
+    "leave_vocabulary",
     "mesh",
     "mesh_sizes",
     "parallelize",
     "share_sequences",
+    "vocabulary_of",
     "whole_sequences",
 ]

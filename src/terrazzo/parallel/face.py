@@ -13,7 +13,7 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.chunks import Balance
 from terrazzo.parallel.context import Context, Mode
 from terrazzo.parallel.plans import own_plan
-from terrazzo.parallel.ranks import TensorRanks
+from terrazzo.parallel.ranks import TensorRanks, tensor_ranks
 from terrazzo.parallel.sharing import share_sequences
 from terrazzo.parallel.tensor import TensorPlan, cut_model
 
@@ -77,7 +77,7 @@ def parallelize(
         )
     if mesh["tp"].size() == 1:
         return model
-    ranks = TensorRanks(mesh)
+    ranks = tensor_ranks(mesh)
     plan, changed = together(ranks.axes, lambda: _plan_of(model, ranks, tensor))
     facts: dict[str, object] = {"tensor": {glob: str(style) for glob, style in plan.items()}, "sequence": sequence}
     facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import BadInput
-from terrazzo.parallel.ranks import TensorRanks, runs_of
+from terrazzo.parallel.ranks import runs_of, tensor_ranks
 
-__all__ = ["VocabularyLoss"]
+__all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]
+
+_VOCABULARY = "terrazzo_vocabulary"
+"""Attribute of a model whose logits stay apart."""
 
 
 class VocabularyLoss:
@@ -24,15 +29,16 @@ class VocabularyLoss:
     """
 
     def __init__(self, mesh: DeviceMesh, vocabulary: int, ignore_index: int = -100) -> None:
-        self._ranks, self._vocabulary, self._ignored = TensorRanks(mesh), vocabulary, ignore_index
+        self._ranks, self._vocabulary, self._ignored = tensor_ranks(mesh), vocabulary, ignore_index
         self._start, self._stop = runs_of(vocabulary, self._ranks.size)[self._ranks.rank]
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, targets: Tensor, reduction: Literal["sum", "none"] = "sum") -> Tensor:
         """The sum of the losses of all positions that count, 0-d fp32, the same on every rank.
 
         Args:
             logits: this rank's part, `[..., part of the vocabulary]`.
             targets: int64, of the shape before it.
+            reduction: with `none` the loss of each position, of the shape of `targets`; 0 where it does not count.
 
         Raises:
             BadInput: logits of another width than this rank's part.
@@ -50,4 +56,20 @@ class VocabularyLoss:
         own = (targets - self._start).masked_fill(outside, 0)
         chosen = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
         losses = total.log() - self._ranks.sum(chosen)
-        return torch.where(targets == self._ignored, torch.zeros_like(losses), losses).sum()
+        counted = torch.where(targets == self._ignored, torch.zeros_like(losses), losses)
+        return counted.sum() if reduction == "sum" else counted
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """All ranks' parts of `logits` together, `[..., vocabulary]`, the same on every rank. Collective."""
+        return self._ranks.join_channels(logits, self._vocabulary)
+
+
+def leave_vocabulary(model: nn.Module, loss: VocabularyLoss) -> None:
+    """Note on a model that the logits it returns are this rank's part, and what computes with them."""
+    vars(model)[_VOCABULARY] = loss
+
+
+def vocabulary_of(model: nn.Module) -> VocabularyLoss | None:
+    """What `leave_vocabulary` noted; None where logits are whole."""
+    found: VocabularyLoss | None = vars(model).get(_VOCABULARY)
+    return found

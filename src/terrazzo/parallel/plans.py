@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from terrazzo.errors import BadInput
+from terrazzo.parallel.adapters import base_of
 from terrazzo.parallel.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
 from terrazzo.parallel.tensor import TensorPlan, matching
 
-__all__ = ["own_plan"]
+__all__ = ["check_styles", "own_plan"]
 
 _TRANSFORMERS: dict[str, Style] = {
     "colwise": Column(),
@@ -28,7 +29,7 @@ _TRANSFORMERS: dict[str, Style] = {
 
 
 def own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
-    """The plan of a model that has `tensor_plan()`, or of one of transformers.
+    """The plan of a model that has `tensor_plan()`, or of one of transformers; also of one with adapters around it.
 
     Args:
         size: ranks along `tp`.
@@ -39,6 +40,12 @@ def own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Mod
     Raises:
         BadInput: a model without one, or whose plan has styles that are unknown here.
     """
+    base, prefix = base_of(model)
+    plan, changed = _own_plan(base, size)
+    return {f"{prefix}{glob}": style for glob, style in plan.items()}, changed
+
+
+def _own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
     own: Any = model
     if callable(getattr(model, "tensor_plan", None)):
         plan: TensorPlan = own.tensor_plan()
@@ -55,7 +62,9 @@ def own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Mod
 def _of_transformers(
     model: Any, theirs: Mapping[str, str], size: int
 ) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
-    styles = {name: _translated(model, name, style) for glob, style in theirs.items() for name in _named(model, glob)}
+    present = {glob: style for glob, style in theirs.items() if _named(model, glob)}
+    check_styles(type(model).__name__, present)
+    styles = {name: _TRANSFORMERS[style] for glob, style in present.items() for name in _named(model, glob)}
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
@@ -100,11 +109,16 @@ def _named(model: nn.Module, glob: str) -> list[str]:
     return [f"{name}.{attribute}" for name in parents if attribute in model.get_submodule(name)._parameters]
 
 
-def _translated(model: nn.Module, name: str, style: str) -> Style:
-    if style not in _TRANSFORMERS:
-        raise BadInput(
-            f"The base_model_tp_plan of {type(model).__name__} gives {name!r} the style {style!r}, which this version "
-            f"does not know; it knows {', '.join(_TRANSFORMERS)}. Give tz.parallelize a plan of your own, as in "
-            "tensor={'layers.*.up': 'column', 'layers.*.down': 'row'}."
-        )
-    return _TRANSFORMERS[style]
+def check_styles(whose: str, theirs: Mapping[str, str]) -> None:
+    """Refuse a `base_model_tp_plan` with styles that are unknown here.
+
+    Raises:
+        BadInput: there.
+    """
+    for glob, style in theirs.items():
+        if style not in _TRANSFORMERS:
+            raise BadInput(
+                f"The base_model_tp_plan of {whose} gives {glob!r} the style {style!r}, which this version does not "
+                f"know; it knows {', '.join(_TRANSFORMERS)}. Take tp 1, or give tz.parallelize a plan of your own, as "
+                "in tensor={'layers.*.up': 'column', 'layers.*.down': 'row'}."
+            )

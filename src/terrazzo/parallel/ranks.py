@@ -6,6 +6,7 @@ in rank order, ((r0 + r1) + r2) + ..., those of 16-bit values in fp32. All of it
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.transfer import Moves, Traffic, Transfer
 from terrazzo.engine.tally import Tally
 
-__all__ = ["SEQUENCE", "TensorRanks", "runs_of"]
+__all__ = ["SEQUENCE", "TensorRanks", "runs_of", "tensor_ranks"]
 
 SEQUENCE = -2
 """The dim of activations `[..., T, channels]` that is split over ranks between matrices."""
@@ -25,11 +26,23 @@ SEQUENCE = -2
 Exchange = Callable[[Tensor], Tensor]
 
 
+def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
+    """The ranks along `tp` of a mesh: the same object for all models on it, as long as there is the mesh.
+
+    Each has threads and peers of its own, so that models share them. Collective the first time.
+    """
+    key = id(mesh)  # meshes of earlier process groups may be equal to it
+    if (known := _SHARED.get(key)) is None:
+        known = _SHARED[key] = TensorRanks(mesh)
+        weakref.finalize(mesh, _SHARED.pop, key, None)
+    return known
+
+
 class TensorRanks:
     """The ranks along `tp` of one mesh, and this one's place among them.
 
     Attributes:
-        traffic: what this rank has sent.
+        traffic: what this rank has sent, for all models on the mesh.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -119,6 +132,9 @@ class TensorRanks:
     def _own(self, whole: Tensor, dim: int) -> Tensor:
         start, stop = runs_of(whole.shape[dim], self.size)[self.rank]
         return whole.narrow(dim, start, stop - start).contiguous()
+
+
+_SHARED: dict[int, TensorRanks] = {}
 
 
 def runs_of(numel: int, parts: int) -> list[tuple[int, int]]:

@@ -67,7 +67,13 @@ class SplitSequence:
 
 @dataclass(frozen=True)
 class Uncut:
-    """As it is, on every rank; what a plan says of modules that need nothing done to them."""
+    """As it is, on every rank; what a plan says of modules that need nothing done to them.
+
+    Attributes:
+        after_sum: inside of a module of style `enter`, it computes with what the ranks' parts have been summed to.
+    """
+
+    after_sum: bool = False
 
 
 Style = Column | Row | Embedding | Logits | Enter | SplitSequence | Uncut

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from terrazzo.engine import Box, Family, Record, leave_record
 from terrazzo.engine.model.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.parallel.adapters import with_adapters
+from terrazzo.parallel.direct import watch_direct_use
 from terrazzo.parallel.dropout import fork_dropout, has_dropout, watch_seeds
+from terrazzo.parallel.parts import check_replaceable, replaced_by_part, watch_states
 from terrazzo.parallel.ranks import TensorRanks, runs_of
-from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, style_named
+from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut, style_named
 from terrazzo.parallel.uses import (
     LocalRows,
     PartialSums,
@@ -117,7 +120,7 @@ def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
                     f"The tensor-parallel plan gives {name!r} two styles, {styles[name]} and {style}: write globs of "
                     "which one matches it."
                 )
-    return styles
+    return with_adapters(model, styles)
 
 
 # -- which part is whose ---------------------------------------------------------------------------------------
@@ -138,6 +141,8 @@ def _read_cuts(cuts: _Cuts) -> None:
                 f"torch.nn.{wanted.__name__}{' with its own forward' * (wanted is nn.Linear)} alone. Give its name no "
                 "style, and it stays whole on every rank."
             )
+        for attribute in ("weight",) if module._parameters.get("bias") is None else ("weight", "bias"):
+            check_replaceable(name, module, attribute)
         match style:
             case Column():
                 _read_column(cuts, name, cast(nn.Linear, module), style)
@@ -255,7 +260,8 @@ def _record_uncut(cuts: _Cuts) -> None:
 
 def _uncut(cuts: _Cuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
     """Of a parameter that all ranks have whole: where each sees other activations, gradients are to be summed."""
-    after_sum = attribute == "bias" and isinstance(cuts.styles.get(name), Row)
+    style = cuts.styles.get(name)
+    after_sum = style.after_sum if isinstance(style, Uncut) else attribute == "bias" and isinstance(style, Row)
     within = cuts.inside(name, Enter) and not after_sum
     partial = cuts.splits(name) or within or name in cuts.rows
     return Record(Family.SHARED, Box.all_of(parameter.shape), alike=not partial)
@@ -265,7 +271,7 @@ def _uncut(cuts: _Cuts, name: str, attribute: str, parameter: nn.Parameter) -> R
 
 
 def _replace_parameters(cuts: _Cuts) -> None:
-    """Leave records, and this rank's parts in the place of what is cut."""
+    """Leave records, and this rank's parts in the place of what is cut: of a tied parameter one for all modules."""
     real: list[Tensor] = [parameter for parameter in cuts.model.parameters() if not parameter.is_meta]
     synchronize(real, cuts.ranks.axes)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -276,9 +282,8 @@ def _replace_parameters(cuts: _Cuts) -> None:
             continue
         whole = getattr(module, attribute)
         if whole not in replaced:
-            own = record.box.of(whole.detach())
-            replaced[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
-        setattr(module, attribute, replaced[whole])
+            replaced[whole] = replaced_by_part(whole, record)
+        module._parameters[attribute] = replaced[whole]
 
 
 def _put_uses(cuts: _Cuts) -> None:
@@ -310,3 +315,17 @@ def _put_uses(cuts: _Cuts) -> None:
         elif isinstance(style, Embedding):
             start = cuts.records[name, "weight"].box.rectangles[0].offsets[0]
             take_part(module, use, start, start + module.weight.shape[0])
+    _watch(cuts)
+
+
+def _watch(cuts: _Cuts) -> None:
+    """Have what nobody should take for whole parameters refused."""
+    cut: dict[str, list[str]] = {}
+    for (name, attribute), record in cuts.records.items():
+        if not record.box.is_all:
+            cut.setdefault(name, []).append(attribute)
+    for name in cut:
+        watch_states(cuts.model.get_submodule(name), name)
+    held = {name: list(cuts.model.get_submodule(name)._parameters) for name in cuts.rows}
+    users = [name for name, _, _ in cuts.named(Logits)]
+    watch_direct_use(cuts.model, cut | held, users)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import torch
-import torch.distributed as dist
 
 from terrazzo.parallel import whole_sequences
 from terrazzo.train.data import Asked, evaluation_batches
@@ -39,8 +38,7 @@ def evaluate(session: Session) -> Validation | None:
         right = part.samples / 2 if undecided else right
         total += torch.tensor([float(loss), part.samples, right], dtype=torch.float64)
     session.model.train()
-    dist.all_reduce(total)
-    loss_sum, samples, right_sum = total.tolist()  # samples: more than 0, `open_session` has seen to it
+    loss_sum, samples, right_sum = parts.total(total).tolist()  # samples: more than 0, `open_session` has seen to it
     return objective.validation(loss_sum / samples, right_sum / samples, dataset.bytes_per_token)
 
 

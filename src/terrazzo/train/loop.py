@@ -6,7 +6,6 @@ import math
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import terrazzo as tz
@@ -119,9 +118,7 @@ class Trainer:
         All steps since the last call are looked at, and both of each: a NaN gradient leaves NaN weights behind a finite
         loss. They are brought together once per log step and before a save, so that no other step waits for the device.
         """
-        losses = torch.stack(self.losses)
-        dist.all_reduce(losses)
-        values: list[float] = losses.tolist()
+        values: list[float] = self.session.parts.total(torch.stack(self.losses)).tolist()
         norms: list[float] = torch.stack(self.norms).tolist()
         self.losses, self.norms = [], []
         fp16 = bool(self.session.optimizer.scaler_state())  # it skips the steps whose gradient overflowed

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from terrazzo import checkpoint
 from terrazzo.config import Config
+from terrazzo.parallel import vocabulary_of
 from terrazzo.planner import ModelShape
 from terrazzo.train.data import IGNORED, Batch
 from terrazzo.train.model.causal_lm import build_model, logits_of
@@ -178,7 +179,7 @@ def completion_log_probs(model: nn.Module, batch: Batch, device: torch.device) -
     return -losses.sum(dim=-1).view(-1, 2)
 
 
-def _cross_entropy(model: nn.Module, batch: Batch, device: torch.device, reduction: str) -> Tensor:
+def _cross_entropy(model: nn.Module, batch: Batch, device: torch.device, reduction: Literal["sum", "none"]) -> Tensor:
     """Over all targets in one row, fp32; an ignored one counts as 0."""
     inputs = batch.inputs.to(device, non_blocking=True)
     targets = batch.targets.to(device, non_blocking=True)
@@ -186,8 +187,10 @@ def _cross_entropy(model: nn.Module, batch: Batch, device: torch.device, reducti
         output = model(inputs)
     else:
         output = model(inputs, position_ids=batch.positions.to(device, non_blocking=True))
-    logits = logits_of(output)
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+    rows = logits_of(output).flatten(0, -2)
+    if (vocabulary := vocabulary_of(model)) is not None:
+        return vocabulary(rows, targets.flatten(), reduction)
+    return F.cross_entropy(rows.float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
 def _last(batch: Batch) -> Tensor:

@@ -7,10 +7,12 @@ from typing import Any
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
 from terrazzo.engine import DTYPE_FIELDS, OFFLOADS, PLANS, Offload, Plan, Precision
 from terrazzo.errors import BadInput
+from terrazzo.parallel import mesh_sizes
 
 __all__ = ["build_offload", "build_plan", "build_precision", "mesh_shape", "micro_batches_per_rank"]
 
 OFFLOADED_STATES = ("weight", "grad", "optim")
+_ALONE = MeshConfig()
 
 
 def build_plan(config: Config) -> Plan:
@@ -80,35 +82,23 @@ def mesh_shape(mesh: MeshConfig, world_size: int) -> dict[str, int]:
 
     Beside `dp_shard` those of one rank are left out.
     """
-    others = mesh.dp_replicate * mesh.cp
-    shard = mesh.dp_shard or world_size // others
-    if others * shard != world_size:
-        given = [f"plan.mesh.dp_shard {mesh.dp_shard}"] if mesh.dp_shard else []
-        given += [f"plan.mesh.cp {mesh.cp}"] if mesh.cp > 1 else []
-        product = " × ".join([f"plan.mesh.dp_replicate {mesh.dp_replicate}", *given])
-        fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        whose = "dp_replicate" if mesh.cp == 1 else "dp_replicate × cp"
-        raise BadInput(
-            f"{product} does not make up the {world_size} ranks of this run:"
-            f" their product must be {world_size}. {whose} can be any of {', '.join(map(str, fits))}, with"
-            f" dp_shard left out or {world_size} divided by it."
-        )
-    sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": shard, "cp": mesh.cp}
-    return {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard"}
+    sizes = {axis: size for axis, size in mesh.model_dump().items() if size != 1 or axis == "dp_shard"}
+    try:
+        return mesh_sizes(sizes, world_size)
+    except BadInput as error:
+        raise BadInput(f"plan.mesh: {error}") from None
 
 
-def micro_batches_per_rank(batch: BatchConfig, world_size: int, shared: int = 1) -> int:
-    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out whole.
-
-    Args:
-        shared: ranks that share each sequence, `plan.mesh.cp`.
-    """
-    readers = world_size // shared
+def micro_batches_per_rank(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> int:
+    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out whole."""
+    readers = world_size // mesh.ranks_per_batch
     at_once = batch.micro_batch * readers
     if batch.global_batch % at_once:
         below = batch.global_batch // at_once * at_once
         options = [str(size) for size in (below, below + at_once) if size]
-        who = f"{world_size} ranks" if shared == 1 else f"({world_size} ranks / plan.mesh.cp {shared})"
+        shared = {axis: size for axis, size in (("cp", mesh.cp), ("tp", mesh.tp)) if size > 1}
+        sharing = "".join(f" / plan.mesh.{axis} {size}" for axis, size in shared.items())
+        who = f"({world_size} ranks{sharing})" if sharing else f"{world_size} ranks"
         raise BadInput(
             f"batch.global_batch {batch.global_batch} does not divide: batch.micro_batch {batch.micro_batch} ×"
             f" {who} = {at_once} sequences at once, and {batch.global_batch} / {at_once} ="

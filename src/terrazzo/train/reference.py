@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
-from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.objectives import completion_log_probs
+from terrazzo.train.parts import Parts
 
 __all__ = ["Due", "check_same_initial", "compute_reference", "initial_model", "reference_due", "reference_state"]
 
@@ -93,16 +92,16 @@ def _same_folder(one: str, other: str) -> bool:
 
 
 @torch.no_grad()
-def compute_reference(due: list[Due], model: nn.Module, config: Config, ranks: Ranks) -> None:
+def compute_reference(due: list[Due], model: nn.Module, config: Config, parts: Parts, device: torch.device) -> None:
     """Fill the datasets' tables from the model as it is, each rank for its share of the pairs. Collective."""
     model.eval()
     for dataset, pairs in due:
-        table = torch.zeros(len(dataset), 2, device=ranks.device)
-        for indices in rounds(pairs, config.batch.micro_batch, ranks.rank, ranks.world_size):
+        table = torch.zeros(len(dataset), 2, device=device)
+        for indices in rounds(pairs, config.batch.micro_batch, parts.reader, parts.readers):
             batch = dataset.batch(indices)
-            found = completion_log_probs(model, batch, ranks.device)[: batch.samples]
-            table[torch.from_numpy(indices[: batch.samples]).to(ranks.device)] = found
-        dist.all_reduce(table)
+            found = completion_log_probs(model, batch, device)[: batch.samples]
+            table[torch.from_numpy(indices[: batch.samples]).to(device)] = found
+        parts.total(table)
         known = torch.from_numpy(pairs)
         assert dataset.reference is not None
         dataset.reference[known] = table.cpu()[known]

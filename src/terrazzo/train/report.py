@@ -7,6 +7,7 @@ On screen is what decides whether to let it run; all else is in the run's folder
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ from terrazzo.errors import printable
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics, StepTable, TensorBoard, duration
 from terrazzo.train.command import Command, folded, program
+from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.objectives import Validation
-from terrazzo.train.plan import build_precision
+from terrazzo.train.plan import build_precision, mesh_shape
 from terrazzo.train.promise.as_setup import matmul_format
 from terrazzo.train.promise.summary import Pace, bytes_line, mfu, summarize, summary_lines
 from terrazzo.train.session import Session
@@ -124,6 +126,8 @@ class Report:
             self._row("data", note)
         ranks = f"{size} {session.ranks.device.type.upper()} rank{'s' if size > 1 else ''}"
         self._row("plan", f"{self._engine.plan.name} on {ranks}, {_precision(config)}")
+        for label, line in zip(("mesh", ""), mesh_picture(mesh_shape(config.plan.mesh, size)), strict=False):
+            self._row(label, line)
         self._row("step", f"{batch.global_batch} × {batch.sequence_length} tokens{micro}")
         self._row("memory", f"{self._bill_text()} per rank, beside activations")
         self._row("folder", str(config.log.folder))
@@ -244,9 +248,9 @@ class Report:
         self._say_how_to_go_on(finished=True)
 
     def _model(self) -> str:
-        parameters = list(self._session.model.parameters())
-        numel = sum(parameter.numel() for parameter in parameters)
-        learnt = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        members = [member for bucket in self._engine.buckets() for member in bucket.members]
+        numel = sum(math.prod(member.shape) for member in members)
+        learnt = sum(math.prod(member.shape) for member in members if member.trainable)
         of_them = "" if learnt == numel else f" ({learnt / 1e6:.2f} M trained)"
         return f"{type(self._session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}"
 

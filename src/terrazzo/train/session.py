@@ -18,7 +18,7 @@ from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import gather_json, on_first, patiently, together
-from terrazzo.parallel import share_sequences
+from terrazzo.parallel import context_of
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import (
@@ -34,14 +34,16 @@ from terrazzo.train.folders import make_log_folder, make_swap_folders
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
+from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer, build_schedule, resume_schedule
-from terrazzo.train.parts import Parts, build_mesh, parts_of
+from terrazzo.train.parts import Parts, parts_of
 from terrazzo.train.plan import (
     build_offload,
     build_plan,
     build_precision,
+    mesh_shape,
     micro_batches_per_rank,
 )
 from terrazzo.train.reference import (
@@ -91,7 +93,7 @@ class Session:
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step on each rank."""
-        return micro_batches_per_rank(self.config.batch, self.ranks.world_size, self.config.plan.mesh.cp)
+        return micro_batches_per_rank(self.config.batch, self.ranks.world_size, self.config.plan.mesh)
 
     @property
     def places_per_step(self) -> int:
@@ -194,11 +196,13 @@ class Session:
         self.same_evaluation = self._evaluation == extra["evaluation"]
         if not self.same_evaluation:
             self.resume_notes.append("resume: the validation data are not those of the checkpoint")
-        if not resumed.generators:
-            torch.manual_seed(_seed(self.config.train.seed, self.step, ranks.rank))
+        tp, before = self.config.plan.mesh.tp, extra["config"]["plan"].get("mesh", {}).get("tp", 1)
+        if not resumed.generators or tp != before:  # ranks along tp draw alike, and others did
+            torch.manual_seed(_seed(self.config.train.seed, self.step, self.parts.drawer))
+            those = f"{ranks.world_size} ranks" + (f" with plan.mesh.tp {tp}" if tp != before else "")
             self.resume_notes.append(
-                f"resume: no random generators of {ranks.world_size} ranks in the checkpoint: they are seeded anew from"
-                " the seed, the step and the rank"
+                f"resume: no random generators of {those} in the checkpoint: they are seeded anew from the seed, the"
+                " step and the rank"
             )
 
 
@@ -224,20 +228,20 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
     say = Console().say if ranks.is_first else None
     data = load_data(config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=say)
     agree_on_data(data, config.data)
-    mesh = build_mesh(config, ranks)
-    parts = parts_of(config, ranks, mesh)
+    mesh = tz.mesh(**mesh_shape(config.plan.mesh, ranks.world_size), device=ranks.device.type)
+    parts = parts_of(config, ranks)
     _check_validation(config, data, parts.readers)
     asked = on_first(lambda: _asked(config, data), BadInput)
     saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
     due = reference_due(config, data, evaluation_limit(config, parts.readers), saved)
     check_same_initial(due, config, saved)
-    loader = Loader(data.train, config, parts.reader, parts.readers, parts.of)
-    make_swap_folders(config)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     answers = None if asked is None else Asked(*asked)
     model, flops_per_token = _model(config, data, _prompt(config, data, answers))
-    if parts.context is not None:
-        share_sequences(model, parts.context)
+    parallelize_model(model, config, mesh)
+    parts = parts_of(config, ranks, context_of(model))
+    loader = Loader(data.train, config, parts.reader, parts.readers, parts.of)
+    make_swap_folders(config)
     optimizer = build_optimizer(config.optimizer, model)
     base_bytes = (resident_bytes() or 0) if ranks.device.type == "cpu" else 0  # the model is still without memory
     model, sharded = tz.shard(
@@ -256,8 +260,8 @@ def _open(config: Config, ranks: Ranks, keeper: Keeper, notes: Sequence[str]) ->
         if due:
             if say is not None:
                 say(f"computing the reference of {sum(len(part.pairs) for part in due):,} pairs ...")
-            compute_reference(due, model, config, ranks)
-        torch.manual_seed(_seed(config.train.seed, 0, ranks.rank))  # dropout must differ between ranks
+            compute_reference(due, model, config, parts, ranks.device)
+        torch.manual_seed(_seed(config.train.seed, 0, parts.drawer))  # dropout must differ between data
         schedule = build_schedule(config.schedule, config.train.steps, sharded)
         session = Session(
             config, ranks, parts, data, loader, model, sharded, schedule, flops_per_token, keeper, notes, base_bytes
@@ -319,9 +323,9 @@ def _saved_with_reference(path: str) -> dict[str, Any]:
     return found if found.get("reference") and "config" in found else {}
 
 
-def _seed(seed: int, step: int, rank: int) -> int:
-    """For what ranks draw each for itself from `step` on."""
-    return seed + 1 + rank + step * 1_000_003
+def _seed(seed: int, step: int, drawer: int) -> int:
+    """For what ranks draw each for itself from `step` on; those along tp draw alike, as `Parts.drawer` says."""
+    return seed + 1 + drawer + step * 1_000_003
 
 
 def _model(config: Config, data: TokenData, prompt: list[int]) -> tuple[nn.Module, int]:

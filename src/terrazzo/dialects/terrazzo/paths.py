@@ -18,6 +18,7 @@ PATH_OF: Mapping[str, str] = {
     "plan.mesh.dp_replicate": "mesh.dp_replicate",
     "plan.mesh.dp_shard": "mesh.dp_shard",
     "plan.mesh.cp": "mesh.cp",
+    "plan.mesh.tp": "mesh.tp",
     "launch.ranks": "mesh.world",
     "launch.device": "training.device",
     "train.steps": "schedule.total_steps",

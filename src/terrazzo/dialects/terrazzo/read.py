@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ def read(document: Document, context: Context) -> Reading:
     reader = _Reader(document)
     given = {path: reader.take(key) for key, path in PATH_OF.items()}
     given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
+    given |= _sequences(reader, given["mesh.cp"])
     given |= _followed(given, context) | _options(reader) | _ALWAYS
     _tiers_of_name(reader, given)
     _keep_others(reader)
@@ -207,12 +209,21 @@ _ALWAYS: Settings = {
 }
 
 
+def _sequences(reader: _Reader, ranks: Setting[Any]) -> Settings:
+    """The axis along which ranks share sequences: by Ulysses it is another one in neutral words."""
+    if ranks.value == 1 or reader.checked.values.get("parallel.context.mode") != "ulysses":
+        return {"mesh.sp": Setting(1, "default")}
+    mode = reader.take("parallel.context.mode")
+    return {"mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, mode, origin="file")}
+
+
 def _followed(given: Mapping[str, Setting[Any]], context: Context) -> Settings:
     """What other settings say together."""
     found = {}
     whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
     ranks = given["mesh.world"].value or context.world
-    at_once = micro.value * (ranks or 0) // given["mesh.cp"].value
+    apart = math.prod(given[f"mesh.{axis}"].value for axis in ("cp", "sp", "tp"))
+    at_once = micro.value * (ranks or 0) // apart
     if at_once and whole.value % at_once == 0:
         found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
     if given["schedule.name"].value == "wsd" and not given["schedule.decay_steps"].key:

@@ -124,8 +124,9 @@ def _mesh(draft: HubDraft) -> None:
         draft.put("mesh.dp_replicate", "plan.mesh.dp_replicate", replicas)
     else:
         draft.carry("mesh.dp_replicate")
-    draft.carry("mesh.cp")
-    others = [axis for axis in MODEL_AXES if axis != "cp" and draft.value(f"mesh.{axis}", 1) != 1]
+    draft.carry("mesh.tp")
+    known = ("tp", *_sequences(draft))
+    others = [axis for axis in MODEL_AXES if axis not in known and draft.value(f"mesh.{axis}", 1) != 1]
     if others and draft.value("mesh.dp_shard") is not None:
         draft.lossy("mesh.dp_shard", f"without {' and '.join(others)} more ranks are left to it: it takes them all")
     else:
@@ -136,7 +137,19 @@ def _mesh(draft: HubDraft) -> None:
     else:
         draft.carry("mesh.world")
     for axis in others:
-        draft.refuse(f"mesh.{axis}", "`terrazzo train` has the axes dp_replicate, dp_shard and cp: set it to 1")
+        draft.refuse(f"mesh.{axis}", "`terrazzo train` has the axes dp_replicate, dp_shard, cp and tp: set it to 1")
+
+
+def _sequences(draft: HubDraft) -> tuple[str, ...]:
+    """Write how many ranks share sequences, and how; returns the neutral axes that this says."""
+    if draft.value("mesh.sp", 1) == 1 or draft.value("mesh.cp", 1) != 1:
+        draft.carry("mesh.cp")
+        return ("cp",)
+    how = "" if draft.own else "with parallel.context.mode: ulysses"
+    draft.put("mesh.sp", "plan.mesh.cp", draft.value("mesh.sp"), how)
+    draft.write("parallel.context.mode", "ulysses")
+    draft.implied("mesh.cp")
+    return ("cp", "sp")
 
 
 def _units(draft: HubDraft) -> None:

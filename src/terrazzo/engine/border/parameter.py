@@ -25,6 +25,8 @@ __all__ = [
     "Link",
     "OnDrive",
     "Zeros",
+    "function_name",
+    "is_question",
     "link_of",
     "plain_data",
     "sharded_name",
@@ -52,6 +54,14 @@ def _harmless() -> frozenset[Any]:
 
 
 _HARMLESS = _harmless()
+
+
+def is_question(func: Any) -> bool:
+    """Whether one of torch's functions asks about a tensor, or gives its memory, and computes nothing with it."""
+    return func in _HARMLESS or func in _MEMORY
+
+
+_MEMORY = frozenset([_T.data.__get__, _T.data.__set__, _T.data_ptr, _T.untyped_storage, _T.__repr__, _T.__format__])  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -137,7 +147,7 @@ class AtRest(nn.Parameter):
             return measured
         if func is torch.zeros_like and type(touched) is AtRest:
             return Zeros.blank(touched, touched.terrazzo_link.name)
-        raise Misuse(f"{_function_name(func)} was called on {cls._refusal(touched)}")
+        raise Misuse(f"{function_name(func)} was called on {cls._refusal(touched)}")
 
     @classmethod
     def _refusal(cls, touched: AtRest | None) -> str:
@@ -209,10 +219,10 @@ class Arriving(AtRest):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _function_name(func: Callable[..., Any]) -> str:
+def function_name(func: Callable[..., Any]) -> str:
     """What the user has written: a method's name, or that of a property that was asked or set."""
-    of_property = getattr(getattr(func, "__self__", None), "__name__", None)
-    return str(of_property or getattr(func, "__name__", func))
+    name = getattr(func, "__name__", str(func))
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name
 
 
 def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Buffer, Resting, view
+from terrazzo.engine.buffer import Buffer, Resting
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.model.parts import refuse_parts
 from terrazzo.engine.model.restore import restore_optimizer
-from terrazzo.engine.model.whole import gathered_state
+from terrazzo.engine.model.whole import gathered_state, whole_parameter
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput
 
 __all__ = ["OptimizerStates"]
@@ -30,7 +30,6 @@ class OptimizerStates:
     """What one optimizer of a sharded model keeps."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
-        refuse_parts(engine.axes, "Reading an optimizer's state whole")
         self._engine, self._optimizer = engine, optimizer
         self._driver = next(driver for driver in engine.drivers if driver.reference() is optimizer)
         stepped = [
@@ -58,13 +57,22 @@ class OptimizerStates:
                 named = {n: i for n, (b, i) in self._places.items() if b is bucket and (first or n in fixed)}
                 moments = {kind for name in named for kind, spec in self._kept(name).items() if spec.per_element}
                 for kind in sorted(moments):  # the same order on every rank
-                    data = None if first else gathered_state(unit, self._moment(bucket, kind))
-                    for name, index in named.items():
-                        if kind in self._kept(name):
-                            slot, start = bucket.slots[index], first.get(bucket.members[index].group, {}).get(kind)
-                            yield name, kind, _filled(slot.shape, start) if data is None else view(data, slot)
+                    kept = {name: index for name, index in named.items() if kind in self._kept(name)}
+                    yield from ((name, kind, value) for name, value in self._moments(unit, bucket, kind, kept, first))
                 for name, index in named.items():
                     yield from ((name, *each) for each in (fixed[name] if fixed else _fixed_of(first, bucket, index)))
+
+    def _moments(
+        self, unit: Unit, bucket: Bucket, kind: str, named: Mapping[str, int], first: Mapping[int, States]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """One state that is per element, of some parameters of a bucket."""
+        data = None if first else gathered_state(unit, self._moment(bucket, kind))
+        for name, index in named.items():
+            slot = bucket.slots[index]
+            if data is None:
+                yield name, _filled(bucket.box(slot).shape, first[bucket.members[index].group][kind])
+            else:
+                yield name, whole_parameter(unit, bucket, slot, data)
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Set all state, from full tensors by name and kind; a parameter without goes back to having none. Collective.
@@ -78,22 +86,24 @@ class OptimizerStates:
         kept: dict[tuple[str, str], tuple[int, Tensor]] = {}
         ranges = self._ranges()
         for name in (name for name in states if name in self._places):
-            if (own := set(states[name])) and own != set(self._kept(name)):
+            if (has := set(states[name])) and has != set(self._kept(name)):
                 raise BadInput(
-                    f"The state of {name!r} has {sorted(own)}, and this {type(self._optimizer).__name__} keeps "
+                    f"The state of {name!r} has {sorted(has)}, and this {type(self._optimizer).__name__} keeps "
                     f"{sorted(self._kept(name))}: build it with the settings that it was saved with."
                 )
         for name, own_states in states.items():
             for kind in own_states if name in self._places else ():
                 value, spec = torch.as_tensor(own_states[kind]).detach(), self._kept(name)[kind]
                 bucket, index = self._places[name]
-                shape = bucket.slots[index].shape if spec.per_element else spec.shape
+                box = bucket.box(bucket.slots[index])
+                shape = box.shape if spec.per_element else spec.shape
                 if value.numel() != math.prod(shape) or (spec.per_element and value.shape != shape):
                     raise BadInput(
                         f"The state {kind!r} of {name!r} is {tuple(value.shape)} and should be {shape}: load that of "
                         "the same parameters, in the same order."
                     )
-                flat = value.reshape(-1)
+                own = box.of(value) if spec.per_element and not box.is_all else value
+                flat = own.reshape(-1)
                 start, stop = ranges.get(name, (0, 0)) if spec.per_element else (0, flat.numel())
                 kept[name, kind] = (start, flat[start:stop].clone())
 

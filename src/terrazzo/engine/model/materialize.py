@@ -23,6 +23,7 @@ __all__ = [
     "move_buffers",
     "replace_buffers",
     "step_real",
+    "successor",
     "synchronize",
 ]
 
@@ -88,11 +89,16 @@ def check_initializable(model: nn.Module) -> None:
             )
 
 
-def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) -> dict[nn.Parameter, nn.Parameter]:
+def materialize(
+    members: Sequence[Member], within: nn.Module, initialize: Initializer, axes: Axes
+) -> dict[nn.Parameter, nn.Parameter]:
     """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them.
 
     What several ranks share is drawn whole and in the order of modules, on each of them, and then each keeps its part:
     the values do not depend on the mesh. Their buffers are real by then: see `materialize_buffers`.
+
+    Args:
+        within: the unit's module, whose order that is: members come as buckets hold them, which a mesh changes.
 
     Returns:
         What has come in whose place; equal on all ranks that have the same of it.
@@ -108,7 +114,8 @@ def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) 
         _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
         fresh.append((member, meta))
         touched |= {id(module): module for module, _ in holders}
-    for module in touched.values():
+    places = {id(module): place for place, module in enumerate(within.modules())}
+    for module in sorted(touched.values(), key=lambda module: places.get(id(module), len(places))):
         initialize(module, {member.parameter for member, _ in fresh})
     synchronize([member.parameter for member, _ in fresh], axes)
     for member, _ in fresh:
@@ -118,16 +125,22 @@ def materialize(members: Sequence[Member], initialize: Initializer, axes: Axes) 
 
 
 def _replace(member: Member, value: Tensor) -> None:
-    """Register a parameter of that value under all names of the old one, with its class, attributes and hooks."""
-    old, member.parameter = member.parameter, nn.Parameter(value, requires_grad=member.trainable)
-    member.parameter.__class__ = type(old)
-    notes = {name: value for name, value in vars(old).items() if name != "_is_hf_initialized"}  # it has to be
-    vars(member.parameter).update(notes)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (registered := getattr(old, hooks)) is not None:
-            setattr(member.parameter, hooks, registered)  # the same dictionary: handles of users can remove them
+    """Register a parameter of that value under all names of the old one."""
+    member.parameter = successor(member.parameter, value)
+    vars(member.parameter).pop("_is_hf_initialized", None)  # it has to be
     for parameters, attribute in member.registered:
         parameters[attribute] = member.parameter
+
+
+def successor(old: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter of that value with the class, attributes and hooks of another one."""
+    made = nn.Parameter(value, requires_grad=old.requires_grad)
+    made.__class__ = type(old)
+    vars(made).update(vars(old))
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (registered := getattr(old, hooks)) is not None:
+            setattr(made, hooks, registered)  # the same dictionary: handles of users can remove them
+    return made
 
 
 def step_real(optimizer: Optimizer, made: Mapping[nn.Parameter, nn.Parameter]) -> None:

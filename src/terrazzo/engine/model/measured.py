@@ -1,13 +1,15 @@
 """Sums, norms and other measures of parameters at rest: each rank has a look at its part, and no weights are moved.
 
 `parameter.norm()` is collective, and so is `parameter.isnan().any()`: what is computed from each element for itself
-stays split, as a `Measured`, until something makes one number of it. Parts are summed in fp64, in rank order.
+stays split, as a `Measured`, until something makes one number of it. Parts are summed in fp64, in rank order; of a
+parameter that ranks along `tp` share, those of all of them: the number is of the whole parameter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.border.parameter import AtRest, link_of, torch_names
+from terrazzo.engine.family import Family
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.errors import Misuse
@@ -38,9 +41,26 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
         return None
     engine.catch_up()
     part = bucket.weight.copied(slot.range, engine.axes.device).to(member.parameter.dtype)
-    whole = Measured.of(part, member.parameter, member.name, engine.axes, bucket.weight_axes)
+    shared = engine.axes.beside if member.family is Family.DENSE else ()
+    spread = Spread(engine.axes, (*bucket.weight_axes, *shared), math.prod(member.shape))
+    whole = Measured.of(part, member.parameter, member.name, spread)
     whole.tracked = member.trainable and func not in _ALIASES
     return Measured.__torch_function__(func, (Measured,), (whole, *args[1:]), named)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How ranks have parts of a parameter.
+
+    Attributes:
+        axes: of the mesh.
+        over: those over which the parts are split; along others ranks have the same.
+        numel: of the whole.
+    """
+
+    axes: Axes
+    over: tuple[str, ...]
+    numel: int
 
 
 class Measured(AtRest):
@@ -48,20 +68,18 @@ class Measured(AtRest):
 
     Attributes:
         part: 1-D.
-        axes: of the mesh.
-        over: those over which the parts are split; along others ranks have the same.
+        spread: what the others have.
         tracked: whether plain torch would note how it was computed, for a gradient.
     """
 
     part: Tensor
-    axes: Axes
-    over: tuple[str, ...]
+    spread: Spread
     tracked: bool = False
 
     @classmethod
-    def of(cls, part: Tensor, like: Tensor, name: str, axes: Axes, over: tuple[str, ...]) -> Measured:
+    def of(cls, part: Tensor, like: Tensor, name: str, spread: Spread) -> Measured:
         made = cls.blank(like, name, part.dtype)
-        made.part, made.axes, made.over = part, axes, over
+        made.part, made.spread = part, spread
         return made
 
     @classmethod
@@ -76,7 +94,7 @@ class Measured(AtRest):
         if func in _ELEMENTWISE and isinstance(args[0], Measured) and not _tensors(args[1:], named):
             own = args[0]
             with torch.no_grad():
-                made = cls.of(func(own.part, *args[1:], **named), own, own.terrazzo_link.name, own.axes, own.over)
+                made = cls.of(func(own.part, *args[1:], **named), own, own.terrazzo_link.name, own.spread)
             made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
             return made
         if func in _MEASURES and isinstance(args[0], Measured):
@@ -99,7 +117,7 @@ class Measured(AtRest):
 
     def total(self, value: Tensor, reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
         """`reduce` of the values of all parts."""
-        return self.axes.total(value, self.over, reduce)
+        return self.spread.axes.total(value, self.spread.over, reduce)
 
     def as_dtype(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A result in the dtype that torch would give it."""
@@ -162,7 +180,7 @@ def _mean(
     value: Measured, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **others: Any
 ) -> Tensor:
     _refuse("mean", value, dim=dim, keepdim=keepdim, **others)
-    return value.as_dtype(value.total(value.part.sum(dtype=torch.float64)) / value.numel(), dtype)
+    return value.as_dtype(value.total(value.part.sum(dtype=torch.float64)) / value.spread.numel, dtype)
 
 
 def _var(value: Measured, *rest: Any, **named: Any) -> Tensor:
@@ -180,13 +198,13 @@ def _spread(
     correction = others.pop("correction", None)
     correction = float(unbiased) if correction is None else correction
     _refuse(name, value, dim=None if isinstance(dim, bool) else dim, keepdim=keepdim, **others)
-    part, numel = value.part.double(), value.numel()
+    part, numel = value.part.double(), value.spread.numel
     mean = value.total(part.sum()) / numel
     return value.as_dtype(value.total((part - mean).square().sum()) / max(numel - correction, 0))
 
 
 def _widened(value: Measured) -> Measured:
-    return Measured.of(value.part.double(), value, value.terrazzo_link.name, value.axes, value.over)
+    return Measured.of(value.part.double(), value, value.terrazzo_link.name, value.spread)
 
 
 def _norm(

@@ -16,7 +16,6 @@ from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
 from terrazzo.engine.model.names import extra_state, extra_state_takers, persistent_buffers
-from terrazzo.engine.model.parts import refuse_parts
 from terrazzo.engine.model.state import ModelState
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.errors import BadInput, Misuse, listed
@@ -50,10 +49,9 @@ class ShardedModule(nn.Module):
         """The state dict of any module, once no update is under way. Collective while one may be.
 
         Raises:
-            Misuse: where a plan splits weights; it names the calls that have them. Inside `tz.gathered` they are there,
-                and what this gives are copies, which stay.
+            Misuse: where a plan splits weights, or ranks along `tp` share them; it names the calls that have them.
+                Inside `tz.gathered` those that a plan splits are there, and what this gives are copies, which stay.
         """
-        refuse_parts(self._terrazzo.axes, "state_dict()")
         self._terrazzo.catch_up()
         away = next((name for name, each in self.named_parameters() if isinstance(each, AtRest)), None)
         if away is not None and not (kwargs.get("keep_vars") or args[2:3] == (True,)):

@@ -1,4 +1,4 @@
-"""Parts of parameters and sequences that ranks share: whether they fit the mesh, and what does not know them yet."""
+"""Parts of parameters and sequences that ranks share: whether they fit the mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from terrazzo.engine.family import Family, record_of
 from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput, Misuse, listed
 
-__all__ = ["SHARES_SEQUENCES", "check_parts", "check_sequences", "check_uncut", "refuse_parts"]
+__all__ = ["SHARES_SEQUENCES", "check_parts", "check_sequences", "check_uncut"]
 
 SHARES_SEQUENCES = "terrazzo_context"
 """What a module that shares sequences has been given has this name among its attributes."""
@@ -81,16 +81,3 @@ def check_uncut(model: nn.Module) -> None:
                 f"tz.parallelize was given a model that has been cut or sharded already (at {name or 'its root'!r}). "
                 "Call it once, before tz.shard, on a model that is whole."
             )
-
-
-def refuse_parts(axes: Axes, what: str) -> None:
-    """Refuse what has to know parameters whole, where ranks share them.
-
-    Raises:
-        BadInput: there.
-    """
-    if axes.live(axes.beside):
-        raise BadInput(
-            f"{what} needs whole parameters, and this rank has parts of matrices that ranks along tp share: this "
-            "version cannot put them together. Do it in a run whose mesh has no axis tp."
-        )

@@ -236,7 +236,8 @@ def _build_units(model: nn.Module, units: list[Unit], store: Store) -> dict[nn.P
     initialize, axes = initializer_of(model), units[0].recipe.axes
     bare = materialize_buffers(model, axes.device)
     for unit in units:
-        fresh = materialize([member for bucket in unit.buckets for member in bucket.members], initialize, axes)
+        members = [member for bucket in unit.buckets for member in bucket.members]
+        fresh = materialize(members, unit.module, initialize, axes)
         made |= fresh
         known = set(fresh.values())
         for bucket in unit.buckets:

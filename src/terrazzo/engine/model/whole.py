@@ -1,33 +1,80 @@
-"""States of a sharded model whole again, one bucket after the other, so that nobody needs memory for all of it."""
+"""States of a sharded model whole again, one bucket after the other, so that nobody needs memory for all of it.
+
+What ranks along `tp` share is put together from their parts, one parameter at a time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Resting, view
+from terrazzo.engine.family import Box, Family
+from terrazzo.engine.layout import Slot
+from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.model.parts import refuse_parts
+from terrazzo.engine.rectangles import Rectangle
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, did_you_mean, listed
 
-__all__ = ["gathered_state", "whole_weights"]
+__all__ = ["gathered_state", "whole_parameter", "whole_weights"]
 
 
 def gathered_state(unit: Unit, state: Resting) -> Tensor:
-    """All elements of one state of a bucket of `unit`, in the memory of the mesh's device. Collective."""
+    """All elements of one state of a bucket of `unit`, in the memory of the mesh's device. Collective.
+
+    Of parameters that ranks along `tp` share, those of this rank's parts: `whole_parameter` goes on from there.
+    """
     full = state.space.empty((), state.dtype)
     Transfer(full.gather(state), Label(Purpose.OUTSIDE, unit.index, names=unit.names)).finish()
     return full.data
 
 
+def whole_parameter(unit: Unit, bucket: Bucket, slot: Slot, data: Tensor) -> Tensor:
+    """One parameter's elements of a state of its bucket that has been gathered. Collective where ranks share it.
+
+    Args:
+        data: from `gathered_state`.
+
+    Returns:
+        A view of `data`; of a parameter that ranks share, a tensor of its own.
+    """
+    own, axes = view(data, slot), bucket.recipe.axes
+    shared = axes.live(axes.beside)
+    if not shared or bucket.members[0].family is not Family.DENSE:
+        return own
+    (axis,) = shared
+    label = Label(Purpose.OUTSIDE, unit.index, names=unit.names)
+    return _joined(own, bucket.box(slot), axes.along(axis), label)
+
+
+def _joined(own: Tensor, box: Box, links: Collectives, label: Label) -> Tensor:
+    """The whole parameter of which each rank has a part. Memory: the whole twice."""
+    corners = torch.tensor([(each.offsets, each.sizes) for each in box.rectangles], device=own.device)
+    boxes = [
+        Box(box.shape, tuple(Rectangle(tuple(offsets), tuple(sizes)) for offsets, sizes in rank), box.dim)
+        for rank in links.gather_rows(corners).tolist()
+    ]
+    widest = max(each.local_numel for each in boxes)
+    parts = own.new_zeros((links.size, widest))
+    parts[links.rank, : own.numel()] = own.reshape(-1)
+    Transfer(links.all_gather(parts.view(-1)), label).finish()
+    full = own.new_empty(box.shape)
+    for part, each in zip(parts, boxes, strict=True):
+        each.put(part[: each.local_numel].view(each.local_shape), full)
+    return full
+
+
 def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Parameters of a sharded model whole, one after the other; master weights where there are any. Collective.
 
-    Memory: one bucket on the mesh's device. It is gathered again only where the order of `names` comes back to it.
+    Memory: one bucket on the mesh's device, and twice a parameter that ranks along `tp` share. A bucket is gathered
+    again only where the order of `names` comes back to it.
 
     Args:
         names: of parameters, in the same order on every rank; by default each under its own name, bucket by bucket.
@@ -39,7 +86,6 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
         Name and full tensor, in the dtype that it is kept in: on the device, until the next one is asked for.
     """
     engine = engine_of(model)
-    refuse_parts(engine.axes, "Reading weights whole")
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
     places = {name: place for place in slots for name in place[2].names}
     wanted = [slot.name for _, _, slot in slots] if names is None else list(names)
@@ -56,4 +102,4 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
             data = None  # before room is made for the next
             here, data = bucket, gathered_state(unit, bucket.master if bucket.trainable else bucket.weight)
         assert data is not None
-        yield name, view(data, slot)
+        yield name, whole_parameter(unit, bucket, slot, data)

@@ -129,8 +129,8 @@ def _plan(setup: Setup) -> dict[str, Any]:
         section: dict[str, Any] = {"name": plan.name}
     else:
         section = {state: str(place) for state, place in plan.places().items()}
-    if mesh.dp_replicate > 1 or mesh.cp > 1:
-        sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp}
+    if mesh.dp_replicate * mesh.cp * mesh.tp > 1:
+        sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp, "tp": mesh.tp}
         section["mesh"] = {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard"}
     if setup.prefetch != 1:
         section["prefetch"] = setup.prefetch

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from terrazzo.planner.gate.framework import Framework
+from terrazzo.planner.machine.network import Network, group_of
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.traffic.volumes import model_parallel_moves
 
 __all__ = ["Finding", "Rule", "in_shares", "on_disk", "tiers", "zero_stage"]
 
@@ -84,6 +86,16 @@ def in_shares(setup: Setup) -> bool:
     return any(len(place.shares) > 1 for place in setup.plan.places().values())
 
 
+def _exchanges(setup: Setup) -> str:
+    """How long a step waits for tensor parallelism, where the links are known, in words."""
+    network, group = Network(setup.cluster.device), group_of(setup.mesh, "tp")
+    if setup.mesh.tp == 1 or network.bandwidth(group) is None:
+        return "for an unknown time"
+    moves = [(move, count) for unit, count in stage_units(setup, 0) for move in model_parallel_moves(setup, unit)]
+    once = sum(count * network.move_s(move) for move, count in moves if move.purpose == "tensor")
+    return f"about {once * setup.micro_batches:.2g} s"
+
+
 def facts(setup: Setup) -> dict[str, object]:
     """What reasons may name."""
     mesh, model, device = setup.mesh, setup.model, setup.cluster.device
@@ -92,7 +104,8 @@ def facts(setup: Setup) -> dict[str, object]:
         "plan": setup.plan.name,
         "stage": zero_stage(setup),
         "device": device.name,
-        "domain": device.scaleup_domain,
+        "domain": device.per_node if device.kind == "cpu" else device.scaleup_domain,
+        "exchanges": _exchanges(setup),
         "model": model.name,
         "vocab": model.vocab,
         "padded": -(-model.vocab // mesh.tp) * mesh.tp,

@@ -42,6 +42,11 @@ def _crosses(setup: Setup, group: int) -> bool:
     )
 
 
+def _leaves_cpu_host(setup: Setup) -> bool:
+    """Whether ranks of one tp group are on several hosts of CPUs."""
+    return setup.cluster.device.kind == "cpu" and setup.mesh.tp > setup.cluster.device.per_node
+
+
 def _grouped(setup: Setup) -> bool:
     return any({"S", "dp_shard"} & set(place.axes) for place in setup.plan.places().values())
 
@@ -171,8 +176,9 @@ EVERYWHERE = (
         "tensor parallelism across hosts",
         (),
         "warn",
-        lambda setup, _: setup.mesh.tp > 1 and _crosses(setup, setup.mesh.tp),
-        "tp {tp} is wider than the {domain} GPUs that fast links join: every block waits for the network.",
+        lambda setup, _: setup.mesh.tp > 1 and (_crosses(setup, setup.mesh.tp) or _leaves_cpu_host(setup)),
+        "tp {tp} is wider than the {domain} ranks that fast links join: every block waits for the network, {exchanges} "
+        "in each step.",
         "Use a tp of at most {domain}, and pp or more sharding for the rest.",
         "arXiv 2104.04473, section 3.2 and takeaway 1",
     ),
@@ -224,7 +230,7 @@ EVERYWHERE = (
     ),
     Rule(
         "vocabulary does not divide",
-        (),
+        OTHERS,
         "warn",
         lambda setup, _: setup.mesh.tp > 1 and setup.model.vocab % setup.mesh.tp > 0,
         "The vocabulary of {vocab} does not divide by tp {tp}: it has to be padded to {padded}.",
@@ -296,11 +302,11 @@ ENGINE = (
             ("terrazzo",),
             "planned",
             lambda setup, _, axis=axis: getattr(setup.mesh, axis) > 1,  # type: ignore[misc]
-            f"{'`terrazzo train`' if axis == 'tp' else 'Terrazzo'} has no {words} parallelism yet ({axis} {{{axis}}}).",
+            f"Terrazzo has no {words} parallelism yet ({axis} {{{axis}}}).",
             f"Plan with it, but run with {axis} 1.",
             "terrazzo.engine.place",
         )
-        for axis, words in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"))
+        for axis, words in (("pp", "pipeline"), ("ep", "expert"))
     ),
     Rule(
         "fp8 matrix products",

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from terrazzo.parallel import vocabulary_of
 from terrazzo.train.model import huggingface
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from terrazzo.train.model.reward import RewardModel
@@ -70,12 +71,13 @@ def generate(
     forward `steps` times; ranks that pass the same tokens and equally seeded CPU generators draw the same
     text. The model's train or eval mode is restored afterwards.
     """
-    context = _context_length(model)
+    context, vocabulary = _context_length(model), vocabulary_of(model)
     was_training = model.training
     model.eval()
     try:
         for _ in range(steps):
             logits = logits_of(model(tokens[:, -context:] if context else tokens))[:, -1]
+            logits = logits if vocabulary is None else vocabulary.whole(logits)
             tokens = torch.cat((tokens, _sample(logits, temperature, generator).to(tokens.device)), dim=1)
     finally:
         model.train(was_training)

@@ -288,8 +288,12 @@ class Decoder(nn.Module):
             if isinstance(module, Attention):
                 module.context = context
 
-    def tensor_plan(self) -> dict[str, Style]:
-        """How ranks share its matrices: see `tz.parallelize`."""
+    def tensor_plan(self, gathered: bool = True) -> dict[str, Style]:
+        """How ranks share its matrices: see `tz.parallelize`.
+
+        Args:
+            gathered: every rank is given all logits; else its part of them, for a `VocabularyLoss`.
+        """
         heads, kv_heads = self.config.heads, self.config.kv_heads
         plan: dict[str, Style] = {"embedding": parallel.Embedding(), "blocks.*": parallel.SplitSequence()}
         for inner in ("attention", "feed_forward"):
@@ -301,8 +305,9 @@ class Decoder(nn.Module):
             plan[f"blocks.*.feed_forward.{matrix}"] = parallel.Column()
         for matrix in ("attention.output", "feed_forward.down"):
             plan[f"blocks.*.{matrix}"] = parallel.Row()
-        tied = parallel.Logits(self.config.vocab_size)
-        return plan | ({"tied_head": tied} if self.head is None else {"head": parallel.Column(gathered=True)})
+        if self.head is None:
+            return plan | {"tied_head": parallel.Logits(self.config.vocab_size, gathered)}
+        return plan | {"head": parallel.Column(gathered=gathered)}
 
     def num_flops_per_token(self, sequence_length: int) -> int:
         """Floating-point operations of forward and backward for one token: `6 N + 12 × layers × dim × T`.

@@ -30,6 +30,7 @@ __all__ = [
     "read_config",
     "refuse_other_weights",
     "scored_class",
+    "tensor_styles",
     "weight_files",
 ]
 
@@ -76,6 +77,14 @@ def scored_class(spec: str | Path) -> str:
     """The name of the class in `transformers` that has the tensors of `build_body` and a score."""
     transformers = _import_transformers()
     return _scored_class_of(transformers, _config_of(transformers, spec))
+
+
+def tensor_styles(model_type: str) -> dict[str, str]:
+    """The plan of tensor parallelism that `transformers` has for a type of model; empty where it has none."""
+    transformers = _import_transformers()
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    found = known[model_type].base_model_tp_plan if model_type in known else None
+    return dict(found or {})
 
 
 def check_scored(model: nn.Module) -> None:

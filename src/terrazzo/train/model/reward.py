@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from terrazzo.checkpoint import open_source
 from terrazzo.checkpoint.read import SourceWeights
 from terrazzo.engine import parameter_names, persistent_buffers
+from terrazzo.errors import BadInput
+from terrazzo.parallel import Style
 from terrazzo.planner import ModelShape
 from terrazzo.planner.model.shapes import TensorShape
 from terrazzo.train.model import huggingface
@@ -37,6 +39,21 @@ class RewardModel(nn.Module):
         hidden = body.hidden(tokens) if isinstance(body, Decoder) else body(tokens).last_hidden_state
         scores: Tensor = self.score(hidden[torch.arange(len(last), device=last.device), last])
         return scores.squeeze(-1)
+
+    def tensor_plan(self) -> dict[str, Style]:
+        """How ranks share the body's matrices: see `tz.parallelize`. All of them have the score.
+
+        Raises:
+            BadInput: a body of transformers, whose plan names modules of the model with a vocabulary.
+        """
+        body = getattr(self, self.body_name)
+        if not isinstance(body, Decoder):
+            raise BadInput(
+                f"A reward model on a {type(body).__name__} has no plan of tensor parallelism: set plan.mesh.tp=1, or "
+                "train the built-in decoder."
+            )
+        plan = body.tensor_plan()
+        return {f"{self.body_name}.{glob}": style for glob, style in plan.items() if not glob.endswith("head")}
 
     def num_flops_per_token(self, sequence_length: int) -> int:
         """Training FLOPs, those of the vocabulary's matrix left out; 0 when unknown."""

@@ -1,6 +1,7 @@
 """Everything that can be refused before a process is started or a byte is written.
 
 checks   all of it, in order
+axes     sequences and matrices that ranks share
 folders  those that the run writes to
 room     memory of devices, and what the planner knows to fail
 swap     host memory, and disks for swap files

@@ -11,7 +11,6 @@ from terrazzo.train.model.huggingface import check_cuts_attention, read_config, 
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.optimizer import check_settings
-from terrazzo.train.parts import check_parts
 from terrazzo.train.plan import (
     build_offload,
     build_plan,
@@ -19,6 +18,7 @@ from terrazzo.train.plan import (
     mesh_shape,
     micro_batches_per_rank,
 )
+from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.preflight.folders import check_written
 from terrazzo.train.preflight.idle import idle_notes
 from terrazzo.train.preflight.room import check_plan
@@ -36,8 +36,8 @@ def check(config: Config, world_size: int) -> list[str]:
     build_precision(config)
     build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
-    micro_batches_per_rank(config.batch, world_size, config.plan.mesh.cp)
-    check_parts(config)
+    micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
+    check_axes(config)
     check_settings(config.optimizer)
     _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document))
     _check_data(config)

@@ -38,7 +38,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
 
     Raises: `BadInput` for settings that do not fit together, and for a model that the planner cannot describe.
     """
-    micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh.cp)
+    micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     precision = build_precision(config)
     mode, every = config.train.checkpointing
     found = machine_of(config) if cluster is None else cluster

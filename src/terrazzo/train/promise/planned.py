@@ -58,7 +58,7 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     the units are not those of `setup`.
     """
     layers = setup.model.layers
-    if config.train.compile or config.plan.mesh.cp > 1:
+    if config.train.compile or config.plan.mesh.ranks_per_batch > 1:
         return None
     shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
     model = prepare_model(_traced(config, setup, shortened))

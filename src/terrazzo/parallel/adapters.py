@@ -1,0 +1,61 @@
+"""Adapters of `peft` on modules that are cut: which of their matrices are cut with them.
+
+LoRA adds `B (A x)` to what a linear map gives. Beside columns, B has a part of the outputs and A is whole, as the input
+is. Beside rows, A has a part of the inputs, its sums are those of all ranks, and B is whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from terrazzo.errors import BadInput
+from terrazzo.parallel.styles import Column, Row, Style, Uncut
+
+__all__ = ["base_of", "with_adapters"]
+
+
+def base_of(model: nn.Module) -> tuple[nn.Module, str]:
+    """A model without adapters around it, and the prefix of its names; the model itself where there are none."""
+    peft = sys.modules.get("peft")  # not imported for this
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model, ""
+    base: nn.Module = model.get_base_model()
+    return base, next(f"{name}." for name, module in model.named_modules() if module is base)
+
+
+def with_adapters(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Styles of modules by name, those of an adapter's layer moved to its own matrices.
+
+    Raises:
+        BadInput: an adapter that is no product of two matrices, on a module that is cut.
+    """
+    moved: dict[str, Style] = {}
+    for name, style in styles.items():
+        layer: Any = model.get_submodule(name)
+        if not hasattr(layer, "base_layer") or not hasattr(layer, "active_adapters"):
+            moved[name] = style
+            continue
+        if not _is_plain(layer) or not isinstance(style, Column | Row):
+            raise BadInput(
+                f"{name!r} is a {type(layer).__name__} of peft, which the style {type(style).__name__.lower()} does "
+                "not know: ranks can share linear layers with plain LoRA adapters. Leave it out of the adapter's "
+                f"target_modules, or give {name!r} no style in the tensor-parallel plan."
+            )
+        moved[f"{name}.base_layer"] = style
+        for adapter in layer.lora_A:
+            cut, whole = ("lora_B", "lora_A") if isinstance(style, Column) else ("lora_A", "lora_B")
+            moved[f"{name}.{cut}.{adapter}"] = replace(style)
+            moved[f"{name}.{whole}.{adapter}"] = Uncut(after_sum=isinstance(style, Row))
+    return moved
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether it adds a product of two matrices to a matrix of its own, and nothing else."""
+    names = ("lora_A", "lora_B")
+    linear = all(isinstance(each, nn.Linear) for name in names for each in getattr(layer, name, {"": None}).values())
+    return linear and not getattr(layer, "lora_variant", None)

@@ -1,0 +1,40 @@
+"""The mesh of a run as a line of text: which ranks read the same sequences, and share what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["mesh_picture"]
+
+MOST_READERS = 8
+"""That are drawn in full; of more, the first two and the last."""
+
+
+def mesh_picture(sizes: Mapping[str, int]) -> list[str]:
+    """The ranks as they are arranged, and what the signs mean; nothing where none of them share more than states.
+
+    `dp_shard 2 × cp 2 × tp 2` is `[0-1 | 2-3] [4-5 | 6-7]`.
+
+    Args:
+        sizes: of the axes, outermost first.
+    """
+    cp, tp = sizes.get("cp", 1), sizes.get("tp", 1)
+    if cp * tp == 1:
+        return []
+    groups, shards = sizes.get("dp_replicate", 1), sizes["dp_shard"]
+    readers = [_reader(first, cp, tp) for first in range(0, groups * shards * cp * tp, cp * tp)]
+    whole = len(readers) <= MOST_READERS
+    drawn = " || ".join(" ".join(readers[first : first + shards]) for first in range(0, len(readers), shards))
+    drawn = drawn if whole else " ".join([*readers[:2], "...", readers[-1]])
+    axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+    signs = ["each [ ] reads its own sequences"]
+    signs += [f"| divides them (cp {cp})"] if cp > 1 else []
+    signs += [f"0-{tp - 1} divide matrices (tp {tp})"] if tp > 1 else []
+    signs += ["|| parts copies"] if groups > 1 and whole else []
+    return [f"{drawn}   {axes}", ", ".join(signs)]
+
+
+def _reader(first: int, cp: int, tp: int) -> str:
+    """The ranks that read the same sequences."""
+    starts = range(first, first + cp * tp, tp)
+    return f"[{' | '.join(str(start) if tp == 1 else f'{start}-{start + tp - 1}' for start in starts)}]"

@@ -1,0 +1,137 @@
+"""Whether ranks can share what a configuration trains: its sequences along cp, its matrices along tp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.config import Config
+from terrazzo.errors import BadInput
+from terrazzo.parallel import Chunks, check_config, check_styles
+from terrazzo.train.model.huggingface import read_config, tensor_styles
+
+__all__ = ["check_axes"]
+
+
+def check_axes(config: Config) -> None:
+    """Refuse a configuration whose sequences or matrices cannot be shared.
+
+    Raises:
+        BadInput: there.
+    """
+    mesh = config.plan.mesh
+    if mesh.ranks_per_batch == 1:
+        return
+    _check_lengths(config)
+    if mesh.cp > 1:
+        _check_context(config)
+    if mesh.tp > 1:
+        _check_tensor(config)
+
+
+def _check_lengths(config: Config) -> None:
+    mesh, length = config.plan.mesh, config.batch.sequence_length
+    chunks = Chunks(mesh.cp, config.parallel.context.balance)
+    try:
+        chunks.check(length)
+    except BadInput as error:
+        raise BadInput(f"batch.sequence_length: {error}") from None
+    if config.parallel.tensor.sequence and length // mesh.cp % mesh.tp:
+        step = math.lcm(chunks.count, mesh.ranks_per_batch)
+        fits = [str(fit) for fit in (length // step * step, (length // step + 1) * step) if fit]
+        raise BadInput(
+            f"batch.sequence_length {length} gives each rank along plan.mesh.cp {mesh.cp} {length // mesh.cp} tokens,"
+            f" which do not divide by plan.mesh.tp {mesh.tp}: between matrices each rank has a part of them. Use"
+            f" sequences of {' or '.join(fits)} tokens, or parallel.tensor.sequence=false."
+        )
+
+
+def _check_context(config: Config) -> None:
+    shared, mode = config.plan.mesh.cp, config.parallel.context.mode
+    if config.objective.kind.of_pairs:
+        raise BadInput(
+            f"plan.mesh.cp is {shared}, and objective '{config.objective.name}' compares whole texts, of which a rank"
+            " would have a part. Set plan.mesh.cp=1, or objective=next_token."
+        )
+    if config.train.compile:
+        raise BadInput(
+            f"plan.mesh.cp is {shared}, and train.compile has not been tried with attention that exchanges with other"
+            " ranks. Set train.compile=false, or plan.mesh.cp=1."
+        )
+    if config.model.kind == "decoder":
+        _check_ulysses(config, config.model.heads, "model.heads")
+        return
+    assert config.model.path is not None
+    values = read_config(config.model.path)
+    check_config(values, mode, shared)
+    _check_ulysses(config, values.get("num_attention_heads", values.get("n_head")), "num_attention_heads")
+
+
+def _check_ulysses(config: Config, heads: int | None, key: str) -> None:
+    """Heads go to ranks along tp first, and those of each to ranks along cp while attention is computed."""
+    mesh = config.plan.mesh
+    if config.parallel.context.mode != "ulysses" or heads is None or heads % mesh.ranks_per_batch == 0:
+        return
+    ranks = f"plan.mesh.cp {mesh.cp}" + (f" × plan.mesh.tp {mesh.tp}" if mesh.tp > 1 else "")
+    raise BadInput(
+        f"parallel.context.mode 'ulysses' gives each of {ranks} ranks the same number of heads, and {key} {heads} do"
+        f" not divide by {mesh.ranks_per_batch}. Use parallel.context.mode=gather, which needs no heads to divide, or"
+        f" a mesh that divides {heads}."
+    )
+
+
+def _check_tensor(config: Config) -> None:
+    tp = config.plan.mesh.tp
+    if config.model.kind == "decoder":
+        model = config.model
+        _check_heads(tp, {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads})
+        _check_widths(tp, {"model.ffn_dim": model.ffn_dim, "model.vocab_size": model.vocab_size})
+        return
+    assert config.model.path is not None
+    if config.objective.kind.scored:
+        raise BadInput(
+            f"plan.mesh.tp is {tp}, and objective 'reward' puts a score over the body of a model of transformers, which"
+            " has no plan of tensor parallelism. Set plan.mesh.tp=1, or model.kind=decoder."
+        )
+    _check_transformers(tp, read_config(config.model.path))
+
+
+def _check_transformers(tp: int, values: Mapping[str, Any]) -> None:
+    kind = values.get("model_type")
+    styles = tensor_styles(str(kind))
+    if not styles:
+        raise BadInput(
+            f"plan.mesh.tp is {tp}, and transformers has no plan of tensor parallelism (base_model_tp_plan) for models"
+            f" of model_type {kind!r}. Set plan.mesh.tp=1, or use a model such as 'llama' or 'qwen3'."
+        )
+    check_styles(f"models of model_type {kind!r}", styles)
+    heads = values.get("num_attention_heads")
+    kv_heads = values.get("num_key_value_heads") or heads
+    _check_heads(tp, {"num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    _check_widths(tp, {name: values.get(name) for name in ("hidden_size", "intermediate_size", "vocab_size")})
+
+
+def _check_heads(tp: int, counts: Mapping[str, Any]) -> None:
+    """Of query heads each rank has as many; key heads may be fewer than ranks, each of which then has one."""
+    (key, heads), (kv_key, kv_heads) = counts.items()
+    if isinstance(heads, int) and heads % tp:
+        raise BadInput(
+            f"plan.mesh.tp is {tp}, and {key} {heads} do not divide by it: a rank needs whole heads, as many as the"
+            f" others. Use a plan.mesh.tp that divides {heads}."
+        )
+    if isinstance(kv_heads, int) and kv_heads % tp and tp % kv_heads:
+        raise BadInput(
+            f"plan.mesh.tp is {tp}, and {kv_key} {kv_heads} neither divide by it nor divide it: a rank needs whole"
+            f" heads. Use a plan.mesh.tp that divides {kv_heads}, or a multiple of it."
+        )
+
+
+def _check_widths(tp: int, widths: Mapping[str, Any]) -> None:
+    """Ranks' parts may differ by one, and none may be empty."""
+    for key, width in widths.items():
+        if isinstance(width, int) and width < tp:
+            raise BadInput(
+                f"plan.mesh.tp is {tp}, and {key} {width} has no part for each rank. Use a plan.mesh.tp of at most"
+                f" {width}."
+            )

@@ -1,0 +1,250 @@
+"""`terrazzo train` with matrices that ranks share, alone and with sequences that they share: one run on every mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from terrazzo.config import config_from_dict, load_config
+from terrazzo.errors import BadInput
+from terrazzo.train.data.sequences import SequenceDataset
+from terrazzo.train.mesh_picture import mesh_picture
+from terrazzo.train.parts import Parts
+from terrazzo.train.preflight import check
+from tests.helpers import programs
+from tests.helpers.threads import run_in_threads
+from tests.test_commands import ROOT
+from tests.train.test_context import apart, begin_alike, check_alike, said, settings
+from tests.train.test_loop import environment
+from tests.train.test_preferences import lines, train
+
+MESHES = {
+    "dp4": {},
+    "tp4": {"tp": 4},
+    "dp2 tp2": {"tp": 2},
+    "cp4": {"cp": 4},
+    "tp2 cp2": {"tp": 2, "cp": 2},
+    "dp2 cp2": {"cp": 2},
+}
+"""Of four ranks."""
+
+
+def on_mesh(folder: Path, mesh: dict[str, int], ranks: int = 4, plan: str = "zero3", **more: Any) -> dict[str, Any]:
+    """The run of `settings`, which evaluates two sequences, or one for each reader where there are more of these."""
+    values = settings(folder, ranks, 1, **more)
+    readers = ranks // (mesh.get("tp", 1) * mesh.get("cp", 1))
+    values["plan"] = {"name": plan, "mesh": mesh}
+    values["train"]["eval_batches"] = max(1, 2 // readers)
+    values["log"]["folder"] = str(folder / f"run-{'-'.join(f'{axis}{size}' for axis, size in mesh.items())}-{plan}")
+    return values
+
+
+def run_folder(values: dict[str, Any]) -> Path:
+    return Path(values["log"]["folder"])
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[SequenceDataset, list[list[int]]]]:
+    """Of each rank's datasets the sequences of every batch, in the order in which they are read."""
+    found: dict[int, tuple[SequenceDataset, list[list[int]]]] = {}
+    original = SequenceDataset.batch
+
+    def batch(self: SequenceDataset, indices: np.ndarray[Any, Any]) -> Any:
+        found.setdefault(id(self), (self, []))[1].append(indices.tolist())
+        return original(self, indices)
+
+    monkeypatch.setattr(SequenceDataset, "batch", batch)
+    return found
+
+
+def check_order(reads: dict[int, tuple[SequenceDataset, list[list[int]]]], ranks: int, readers: int) -> None:
+    """Ranks that share matrices or sequences read the same ones; all readers together those of each step, 2 to 4."""
+    numel = max(len(dataset) for dataset, _ in reads.values())
+    per_step = 4 // readers  # of one sequence each
+    training = [batches[: 3 * per_step] for dataset, batches in reads.values() if len(dataset) == numel]
+    assert len(training) == ranks
+    shares = sorted({json.dumps(batches): batches for batches in training}.values())
+    assert len(shares) == readers
+    assert all(training.count(share) == ranks // readers for share in shares)
+    order = np.random.default_rng([0, 0]).permutation(numel)[4:16].reshape(3, 4)
+    for step, expected in enumerate(order.tolist()):
+        found = [sequence for share in shares for (sequence,) in share[step * per_step :][:per_step]]
+        assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "attention"),
+    [
+        ("tp2 cp2", "zero3", "document"),
+        ("dp2 tp2", "zero2", "sequence"),
+        pytest.param("tp4", "zero0", "sequence", marks=pytest.mark.long),
+        pytest.param("dp4", "zero1", "sequence", marks=pytest.mark.long),
+        pytest.param("cp4", "zero3", "sequence", marks=pytest.mark.long),
+        pytest.param("dp2 cp2", "shard_grad_op", "sequence", marks=pytest.mark.long),
+    ],
+)
+def test_every_mesh_trains_alike(tmp_path: Path, reads: Any, name: str, plan: str, attention: str) -> None:
+    """Tokens, losses, norms, validation and sample are those of one rank; so are the sequences of each step."""
+    values = on_mesh(tmp_path, MESHES[name], plan=plan, data=apart(tmp_path, attention))
+    begin_alike(values, attention)
+    reads.clear()
+    train(values, 4)
+    readers = 4 // config_from_dict(values).plan.mesh.ranks_per_batch
+    check_order(reads, 4, readers)
+    check_alike(values, attention, validated=readers <= 2)
+
+
+def crossed(folder: Path, first: dict[str, int], then: dict[str, int], ranks: int) -> dict[str, Any]:
+    """A run that another mesh ends."""
+    values = on_mesh(folder, first, ranks)
+    begin_alike(values, "sequence")
+    train(values, ranks, stop_after=2)
+    ended = on_mesh(folder, then, ranks, plan="zero2") | {"log": values["log"]}
+    train(ended, ranks)
+    return ended
+
+
+def test_another_mesh_continues_a_run(tmp_path: Path) -> None:
+    check_alike(crossed(tmp_path, {"tp": 2}, {"cp": 2}, 2), "sequence")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", MESHES)
+def test_every_mesh_continues_the_run_of_every_other(tmp_path: Path, first: str) -> None:
+    for then, mesh in MESHES.items():
+        folder = tmp_path / then
+        folder.mkdir()
+        check_alike(crossed(folder, MESHES[first], mesh, 4), "sequence", validated=then != "dp4")
+
+
+def by_processes(folder: Path, mesh: dict[str, int]) -> tuple[str, list[float]]:
+    """What is said of a run from its seed on, and its last loss, norm and tokens."""
+    values = on_mesh(folder, mesh)
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(values))
+    done = programs.run("-m", "terrazzo", "train", str(config), env=environment(), timeout_s=170)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, said(run_folder(values))[0][-1]
+
+
+@cache
+def without_axes() -> list[float]:
+    return by_processes(Path(mkdtemp()), {})[1]
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "dp4"])
+def test_processes_of_every_mesh_end_alike(tmp_path: Path, name: str) -> None:
+    """From one seed: initial weights do not depend on the mesh either."""
+    shown, last = by_processes(tmp_path, MESHES[name])
+    assert "mesh      [" in shown
+    assert last == pytest.approx(without_axes(), abs=1e-4)
+
+
+def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    source = tmp_path / "text.txt"
+    source.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(2000)))
+    settings = [f"log.folder={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}", f"data.source={source}"]
+    settings += ["train.steps=1", "schedule.warmup_steps=0", "train.eval_every=null", "train.sample_tokens=0"]
+    config = load_config("examples/tp_cp.yaml", settings)
+    check(config, 4)
+    train(config.model_dump(mode="json"), 4)
+    (summary,) = lines(tmp_path / "run", "summary")
+    assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"]
+    assert summary["peak_memory_bytes_promised"] is not None
+    (line,) = lines(tmp_path / "run", "train")
+    assert line["tokens"] == 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "message"),
+    [
+        ({"tp": 3}, {}, r"plan\.mesh: The mesh tp 3 does not make up the 4 ranks.*must be 4"),
+        ({"tp": 4}, {"model": {"heads": 2, "kv_heads": 2}}, r"model\.heads 2 do not divide by it.*divides 2"),
+        ({"tp": 4}, {"model": {"heads": 12, "kv_heads": 6, "dim": 48}}, r"model\.kv_heads 6 neither divide.*divides 6"),
+        ({"tp": 4}, {"model": {"ffn_dim": 3}}, r"model\.ffn_dim 3 has no part for each rank.*at most 3"),
+        (
+            {"tp": 2, "cp": 2},
+            {"model": {"heads": 2, "kv_heads": 2}},
+            r"cp 2 × plan\.mesh\.tp 2 .* 2 do not divide by 4",
+        ),
+        ({"tp": 4, "cp": 2}, {"batch": {"sequence_length": 36}}, r"gives each .* 18 tokens.*Use sequences of 32 or 40"),
+        ({"tp": 2}, {"batch": {"global_batch": 3}}, r"\(4 ranks / plan\.mesh\.tp 2\) = 2 sequences at once"),
+        ({"cp": 2, "tp": 2}, {"objective": {"name": "dpo"}}, r"'dpo' compares whole texts.*plan\.mesh\.cp=1"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_built(
+    tmp_path: Path, mesh: dict[str, int], more: dict[str, Any], message: str
+) -> None:
+    ranks = max(4, math.prod(mesh.values()))
+    values = on_mesh(tmp_path, mesh, ranks, **more)
+    values["parallel"]["context"]["mode"] = "ulysses"
+    with pytest.raises(BadInput, match=message):
+        check(config_from_dict(values), ranks)
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        ({"model_type": "gpt2"}, {}, r"no plan of tensor parallelism.*'gpt2'.*plan\.mesh\.tp=1"),
+        ({"model_type": "llama", "num_attention_heads": 3}, {}, r"num_attention_heads 3 do not divide by it"),
+        ({"model_type": "llama", "vocab_size": 1, "num_attention_heads": 4}, {}, r"vocab_size 1 has no part"),
+        ({"model_type": "qwen3_moe"}, {}, r"the style '\w+', which this version does not know.*Take tp 1"),
+        ({"model_type": "llama"}, {"objective": "reward"}, r"'reward' puts a score.*model\.kind=decoder"),
+    ],
+)
+def test_a_model_of_transformers_is_checked_by_its_config(
+    tmp_path: Path, config: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = on_mesh(tmp_path, {"tp": 2}) | more
+    values["model"] = {"kind": "huggingface", "path": str(tmp_path), "weights": "pretrained"}
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(BadInput, match=message):
+        check(config_from_dict(values), 4)
+
+
+def test_lengths_that_do_not_divide_by_tp_stay_whole_where_that_is_asked(tmp_path: Path) -> None:
+    values = on_mesh(tmp_path, {"tp": 2}, batch={"sequence_length": 31})
+    with pytest.raises(BadInput, match=r"Use sequences of 30 or 32 tokens, or parallel\.tensor\.sequence=false"):
+        check(config_from_dict(values), 4)
+    values["parallel"]["tensor"] = {"sequence": False}
+    check(config_from_dict(values), 4)
+
+
+def test_tp_over_hosts_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_from_dict(on_mesh(tmp_path, {"tp": 4}))
+    assert not any("tp 4" in note for note in check(config, 4))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (note,) = (note for note in check(config, 4) if "tp 4" in note)
+    assert note.startswith("plan: tp 4 is wider than the 2 ranks that fast links join")
+
+
+def test_a_sum_counts_ranks_that_share_matrices_once() -> None:
+    def body(rank: int) -> float:
+        return float(Parts(rank // 2, 2, counts=rank % 2 == 0).total(torch.tensor([10.0 ** (rank // 2)])))
+
+    assert run_in_threads(4, body) == [11.0] * 4
+
+
+def test_the_mesh_is_drawn() -> None:
+    assert mesh_picture({"dp_replicate": 2, "dp_shard": 4}) == []
+    first, signs = mesh_picture({"dp_shard": 2, "cp": 2, "tp": 2})
+    assert first == "[0-1 | 2-3] [4-5 | 6-7]   dp_shard 2 × cp 2 × tp 2"
+    assert signs == "each [ ] reads its own sequences, | divides them (cp 2), 0-1 divide matrices (tp 2)"
+    first, signs = mesh_picture({"dp_replicate": 2, "dp_shard": 2, "cp": 2})
+    assert first.startswith("[0 | 1] [2 | 3] || [4 | 5] [6 | 7]   dp_replicate 2 × ")
+    assert signs == "each [ ] reads its own sequences, | divides them (cp 2), || parts copies"
+    assert mesh_picture({"dp_shard": 16, "tp": 4})[0].startswith("[0-3] [4-7] ... [60-63]   ")
+    assert mesh_picture({"dp_replicate": 16, "dp_shard": 1, "tp": 2})[0].startswith("[0-1] [2-3] ... [30-31]   ")
