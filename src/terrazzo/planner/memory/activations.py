@@ -261,7 +261,8 @@ def head_activations(setup: Setup) -> HeadActivations:
     """What lies between the last block and the gradient of the logits."""
     tokens, item = setup.tokens / setup.mesh.cp, setup.precision.compute.itemsize
     chunks = LOSS_CHUNKS if setup.loss == "chunked" else 1
-    logits = tokens * setup.model.logits / setup.mesh.tp / chunks
+    parts = 1 if setup.loss == "full" and not setup.as_megatron else setup.mesh.tp  # else put together for the loss
+    logits = tokens * setup.model.logits / parts / chunks
     fused = setup.loss == "fused" or setup.compile
     plain = max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
     inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)

@@ -56,6 +56,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         checkpointing=mode,
         every=every,
         compile=config.train.compile,
+        context=config.parallel.context.mode,
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
         offload_activations=config.offload.activations == "cpu",
