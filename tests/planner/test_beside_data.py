@@ -17,12 +17,14 @@ import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
 from terrazzo.engine.spec import Pass
 from terrazzo.parallel import context_of
+from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.peak import stage_peak
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.memory.trace import traced_activations
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import expected_exchanges, traffic_of
@@ -157,6 +159,34 @@ def test_ranks_hold_and_send_what_was_promised(case: Case) -> None:
     _, bill, held = ranks[case.mesh.tp - 1]
     check_states(setup, bill)
     assert bill["weight_bytes"] + bill["master_bytes"] + bill["moments_bytes"] == held
+
+
+@pytest.mark.parametrize("vocab_size", [62, 64])
+def test_a_model_cut_on_paper_is_that_of_the_last_rank(vocab_size: int) -> None:
+    with fake_group(4, 3), torch.device("meta"):
+        model, other = (Decoder(replace(SIZES, vocab_size=vocab_size)) for _ in range(2))
+        tz.parallelize(model, tz.mesh(tp=4))
+    cut_on_paper(other, 4)
+    assert {name: p.shape for name, p in other.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+
+
+def test_a_trace_of_a_cut_model_has_parts_of_its_activations() -> None:
+    """Of two ranks that split sequences too, about half, and no less: logits and what is put together stay whole."""
+    peaks = {}
+    for ranks in (1, 2):
+        with torch.device("meta"):
+            model = Decoder(SIZES)
+        if ranks > 1:
+            cut_on_paper(model, ranks)
+        trace = traced_activations(
+            model,
+            ["blocks.0", "blocks.1", "blocks.2"],
+            torch.float32,
+            lambda model: model(torch.zeros(2, LENGTH, dtype=torch.int64)).sum(),
+        )
+        assert sum(event.change for event in trace.events) == 0
+        peaks[ranks] = trace.peak_bytes - trace.buffer_bytes
+    assert 0.5 * peaks[1] < peaks[2] < 0.7 * peaks[1]
 
 
 MESHES = [(("dp_shard", 2), ("tp", 4)), (("dp_replicate", 2), ("dp_shard", 2), ("cp", 2), ("tp", 2))]

@@ -25,6 +25,7 @@ packages:
     partition, place, spec, layout, rectangles        units, where their states rest, what moves: for the planner
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer, links.collectives     chains of collectives on paper, likewise
+    links.backends                                    the collectives of a group, for what modules exchange
     axes, model.materialize, model.parts              what is exchanged before a model is sharded, and of activations
     model.together                                    what ranks are told alike, or refuse as one
     links.gloo, links.columns                         what sums receive, likewise

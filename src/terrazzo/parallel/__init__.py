@@ -5,7 +5,8 @@ shares sequences, read chunks first, which rank holds what; tiles with kernels, 
 which bring ranks together; context, the face of these; and sharing with registry, how a model is told.
 Open to other packages:
 
-    mesh    the mesh of ranks by the names of its axes
+    mesh     the mesh of ranks by the names of its axes
+    paper    a model cut for ranks that are not there, for those who count memory
 """
 
 from terrazzo.parallel.chunks import Balance, Chunks

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.links.backends import collectives_for
+from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
 
 __all__ = ["Move", "Peers", "exchange"]
-
-# torch 2.13 renamed it; the old name warns there and is the only one before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Move = Callable[[Tensor], Tensor]
 
@@ -54,13 +53,15 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.size, self.rank = group, group.size(), group.rank()
         self.traffic = Traffic()
+        self._collectives: Collectives | None = None
 
     def gathered(self, own: Tensor) -> Tensor:
         """Every rank's `own`, `[ranks, ...]`."""
         full = own.new_empty((self.size, *own.shape))
-        self.traffic.record("all_gather", own.nbytes * (self.size - 1))
-        with self._waiting():
-            self._gather_into(full.view(-1), own.contiguous().view(-1))
+        full[self.rank] = own
+        if self._collectives is None:
+            self._collectives = self._joined(own.device)
+        Transfer(self._collectives.all_gather(full.view(-1))).finish()
         return full
 
     def swap(self, parts: Tensor) -> Tensor:
@@ -102,8 +103,9 @@ class Peers:
 
     # -- the backend -------------------------------------------------------------------------------------------
 
-    def _gather_into(self, full: Tensor, own: Tensor) -> None:
-        _all_gather(full, own, group=self._group)
+    def _joined(self, device: torch.device) -> Collectives:
+        """The engine's own: gloo's all-gather goes through a copy, which it keeps for a while."""
+        return collectives_for(self._group, device, self.traffic, Ledger())
 
     def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
         dist.all_to_all_single(received, sent, group=self._group)

@@ -29,7 +29,8 @@ FORMULAS |= {
     ),
     "memory.working": Formula(
         "what the backward of one block needs beside what was saved: what it recomputes, gradients of its widest "
-        "activations, and the largest gradient of a single parameter",
+        "activations or, where sequences are shared, what attention exchanges, and the largest gradient of a single "
+        "parameter",
         "arXiv 2205.05198, section 5; order of operations in backward",
     ),
     "memory.logits": Formula(
@@ -79,6 +80,8 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
     local = _Local(
         tokens=setup.tokens / mesh.cp,
         sequence=setup.sequence,
+        cp=mesh.cp,
+        context=setup.context,
         tp=mesh.tp,
         ep=mesh.ep,
         sequence_parallel=setup.sequence_parallel,
@@ -99,6 +102,8 @@ class _Local:
 
     tokens: float
     sequence: int
+    cp: int
+    context: str
     tp: int
     ep: int
     sequence_parallel: bool
@@ -123,7 +128,8 @@ def _block(local: _Local, block: BlockShape) -> BlockActivations:
     saved = share * kept + (1 - share) * everything
     more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
     recomputed, moved = (everything - kept if share else 0.0), local.moves * share * _input(local, block)
-    return BlockActivations(saved, saved + more, recomputed, _gradients(local, block), moved)
+    gradients = max(_gradients(local, block), _exchanged(local, block))
+    return BlockActivations(saved, saved + more, recomputed, gradients, moved)
 
 
 def _expanded(local: _Local, block: BlockShape) -> float:
@@ -233,6 +239,25 @@ def _products(local: _Local, block: BlockShape) -> float:
     whole = 2 * width + (block.active_experts * width if block.experts else 0)
     split = local.tokens * (_attention(block) + mlp) * item / local.tp
     return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
+
+
+def _exchanged(local: _Local, block: BlockShape) -> float:
+    """Bytes that attention over shared sequences needs in its backward.
+
+    Gathered keys and values, with their sums in fp32 there and in the order of the ranks; going round, those of two
+    ranks with two such sums; of a share of the heads, whole sequences of all that goes there and back.
+    Beside them the gradients of the residual stream.
+    """
+    if local.cp == 1:
+        return 0.0
+    queries, keys = (heads * (block.head_dim + block.value_dim) / local.tp for heads in (block.heads, block.kv_heads))
+    wide = max(FP32_BYTES, local.itemsize)
+    per_token = {
+        "gather": local.cp * keys * (local.itemsize + 2 * wide) + queries * (local.itemsize + wide),
+        "ring": keys * (3 * local.itemsize + 2 * wide) + queries * (local.itemsize + wide),
+        "ulysses": 2 * queries * (local.itemsize + wide),
+    }
+    return local.tokens * (per_token[local.context] + 2 * block.hidden * local.itemsize)
 
 
 def _gradients(local: _Local, block: BlockShape) -> float:

@@ -19,9 +19,9 @@ __all__ = ["model_parallel_moves", "pipeline_moves"]
 FORMULAS |= {
     "traffic.tensor": Formula(
         "tokens * hidden * bytes_per_element * (tp - 1) / tp for each all-gather and each reduce-scatter, twice that "
-        "for an all-reduce: per block and micro-batch four of both, 5.5 with activation checkpointing, or as many "
-        "all-reduces without sequence parallelism; the embedding's sum, the head's on the way back, the sequence's "
-        "split and end, and the logits that are put together",
+        "for an all-reduce: per block and micro-batch four of each, and with activation checkpointing two and one "
+        "more; without sequence parallelism four all-reduces, and one more; the embedding's sum, the head's on the way "
+        "back, the sequence's split and end, and the logits that are put together",
         "Megatron-LM, arXiv 1909.08053 section 3; sequence parallelism, arXiv 2205.05198 section 4.2; equals the "
         "engine's count",
     ),
