@@ -26,6 +26,7 @@ from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.trace import traced_activations
 from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import expected_exchanges, traffic_of
 from terrazzo.train.model.causal_lm import build_model
@@ -87,7 +88,7 @@ CASES = [
     Case(TP, "zero2", checkpointing="selective", every=2, precision="bf16"),
     Case(TP4, checkpointing="full", every=3),  # fewer key heads than ranks, and a vocabulary that does not divide
     Case(DATA, "zero1", precision="bf16-pure"),
-    Case((("dp_replicate", 2), ("tp", 2)), "hfsdp"),
+    Case((("dp_replicate", 2), ("cp", 2)), "hfsdp"),
     Case(CP, checkpointing="selective"),
     Case(CP, "zero1", "ulysses", checkpointing="full"),
     Case((("cp", 4),), "zero3", "ulysses"),  # fewer key heads than ranks
@@ -152,6 +153,7 @@ def test_ranks_hold_and_send_what_was_promised(case: Case) -> None:
     """To the byte; of uneven parts those of the last rank along `tp`, and of those the first along data axes."""
     if case.llama:
         pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    check(case.setup)
     base(case.llama)  # before there are threads
     ranks, setup = run_in_threads(case.mesh.world_size, lambda rank: run(case, rank)), case.setup
     for sent, _, _ in ranks:
