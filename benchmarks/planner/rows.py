@@ -166,6 +166,7 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         loss="full" if family in ("aws", "hfds", "jzv100") or "DeepSpeed" in notes else "fused",
         accumulate_locally=not plan.grad.axes or family == "llama3",
         sequence_parallel="sequence-parallel=True" in notes or "+SP" in fields["ac"] or family == "llama3",
+        context="ring",
         virtual_stages=_virtual_stages(family, fields),
         offload=Offload(step="synchronous"),  # DeepSpeed updates on the spot
         coalesced=_precision(family, fields) != DEEPSPEED,

@@ -14,6 +14,7 @@ import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import Context, context_of, kernels, share_sequences, tiles
 from terrazzo.parallel.chunks import Chunks
+from terrazzo.parallel.exchanges import Peers, exchange
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -126,14 +127,22 @@ def test_other_precisions(mode: str) -> None:
 
 def test_all_backends_sum_gradients_in_rank_order() -> None:
     """Three numbers whose sum is another in another order."""
-    from terrazzo.parallel.exchanges import summed
-
     values = [2.0**24, 1.0, -(2.0**24)]
 
     def on_rank(rank: int) -> float:
-        return float(summed(torch.full((3, 1), values[rank]), dist.group.WORLD, torch.float32))
+        return float(Peers(dist.group.WORLD).summed(torch.full((3, 1), values[rank]), torch.float32))
 
     assert run_in_threads(3, on_rank) == [0.0] * 3
+
+
+def test_a_second_derivative_through_an_exchange_raises() -> None:
+    """The way back is not on autograd's tape: its own gradient would be silently wrong."""
+    values = torch.ones(3, requires_grad=True)
+    doubled = exchange(values, lambda x: 2 * x, lambda grad: 2 * grad)
+    (grad,) = torch.autograd.grad(doubled.square().sum(), values, create_graph=True)
+    assert grad.tolist() == [8.0] * 3
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
 
 
 @pytest.mark.parametrize("balance", ["head_tail", "none"])
@@ -202,9 +211,10 @@ def refused(ranks: int, work: Callable[[Context], object], mode: str = "gather")
 def test_bad_input_is_refused_on_every_rank() -> None:
     tokens = torch.zeros(1, 50, dtype=torch.int64)
     assert "Use sequences of 48 or 52 tokens." in refused(2, lambda context: context.split(tokens))
-    assert any("'gather'?" in part for part in refused(2, lambda context: Context(context.group, "gathr")))
+    assert any("'gather'?" in part for part in refused(2, lambda context: Context(dist.group.WORLD, "gathr")))
     assert any(
-        "Use one of: head_tail" in part for part in refused(2, lambda context: Context(context.group, "ring", "zigzag"))
+        "Use one of: head_tail" in part
+        for part in refused(2, lambda context: Context(dist.group.WORLD, "ring", "zigzag"))
     )
     assert any("5 heads do not divide" in part for part in refused(2, lambda c: c.check_heads(5), "ulysses"))
     positions = torch.arange(24).unsqueeze(0)

@@ -15,10 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 import terrazzo as tz
 from terrazzo.config import config_from_dict
 from terrazzo.engine import LossScaling, Precision, named_mesh
+from terrazzo.parallel import context_of
 from terrazzo.train.data import Batch
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer
+from terrazzo.train.parts import Parts
 from terrazzo.train.plan import build_plan, build_precision, mesh_shape, micro_batches_per_rank
 
 MARKER_BYTES = 77_777
@@ -46,7 +48,11 @@ def peak_bytes_of_step(raw: dict[str, Any], world_size: int, device: str = "cpu"
 
 def _train(config: Any, world_size: int, device: torch.device, steps: int) -> None:
     model: Any = prepare_model(config)
-    vocab_size = model.config.vocab_size
+    vocab_size, shared = model.config.vocab_size, config.plan.mesh.cp
+    mesh = named_mesh(device.type, mesh_shape(config.plan.mesh, world_size))
+    settings = config.parallel.context
+    tz.parallelize(model, mesh, context=settings.mode, balance=settings.balance)
+    parts = Parts(0, 1, context_of(model))
     optimizer = build_optimizer(config.optimizer, model)
     model, optimizer = tz.shard(
         model,
@@ -54,17 +60,18 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
         plan=build_plan(config),
         units=config.plan.units,
         precision=_unscaled(build_precision(config)),
-        mesh=named_mesh(device.type, mesh_shape(config.plan.mesh, world_size)),
+        mesh=mesh,
         prefetch=config.plan.prefetch,
     )
-    count = micro_batches_per_rank(config.batch, world_size)
+    count = micro_batches_per_rank(config.batch, world_size, shared)
     size = (config.batch.micro_batch, config.batch.sequence_length)
     for step in range(steps):
         if step == steps - 1:
             torch.empty(MARKER_BYTES, dtype=torch.uint8)
         for index in range(count):
             tokens = torch.randint(vocab_size, size)
-            batch = Batch(tokens, tokens, tokens.numel(), tokens.numel())
+            positions = torch.arange(size[1]).expand(size).clone() if shared > 1 or config.cuts_attention else None
+            batch = parts.of(Batch(tokens, tokens, tokens.numel(), tokens.numel(), positions=positions))
             with nullcontext() if index == count - 1 else tz.accumulate(model):
                 objective_of(config).loss(model, batch, device).backward()
         tz.clip_grad_norm_(model, config.train.clip or math.inf)

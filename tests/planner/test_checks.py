@@ -131,7 +131,7 @@ IMPOSSIBLE = [
         {"gpus": 24, "tp": 3},
         "heads 32 of llama3-8b do not divide by tp 3: 32 / 3 = 10.67. Use a tp that divides 32, suc",
     ),
-    ({"gpus": 16, "tp": 16}, "kv_heads 8 of llama3-8b do not divide by tp 16"),
+    ({"model": "qwen2.5-7b", "gpus": 7, "tp": 7}, "kv_heads 4 of qwen2.5-7b do not divide by tp 7"),
     ({"gpus": 64, "pp": 64}, "has 32 layers, too few for pp 64 stages"),
     ({"gpus": 16, "dp_replicate": 3}, "16 data ranks cannot form 3 equal groups"),
     ({"gpus": 8, "strategy": "hybrid_shard"}, "8 data ranks form 1 group(s) of 8"),
@@ -167,6 +167,7 @@ def test_impossible_input_is_refused_with_the_arithmetic(options: dict[str, Any]
         {"gpus": 32, "pp": 32},
         {"strategy": "hybrid_shard"},
         {"model": "gemma-2b", "tp": 4},  # one key-value head, on every rank
+        {"gpus": 16, "tp": 16},  # eight, likewise
         {"model": "qwen3-30b-a3b", "ep": 16},
         {"pp": 4, "virtual_stages": 2, "micro_batches": 8},
         {"model": "gpt2-1.5b", "sequence": 1024},

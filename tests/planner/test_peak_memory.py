@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from terrazzo.config import config_from_dict
 from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.memory.overheads import WORKSPACE_BYTES
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.train.promise.as_setup import setup_of
@@ -31,7 +32,8 @@ def config(plan: str, precision: str = "fp32", **options: Any) -> dict[str, Any]
     model = {"dim": found["dim"], "layers": 4, "heads": 4, "vocab_size": 700, "tie_embeddings": found.get("tied", True)}
     return {
         "model": model,
-        "plan": {"name": plan, "mesh": {"dp_replicate": found["replicas"]}},
+        "plan": {"name": plan, "mesh": {"dp_replicate": found["replicas"], "cp": found.get("cp", 1)}},
+        "parallel": {"context": {"mode": found.get("mode", "gather")}},
         "precision": precision,
         "batch": {
             "global_batch": found["batch"], "micro_batch": found["micro"], "sequence_length": found["sequence"],
@@ -74,13 +76,14 @@ def test_formulas_alone_are_close_too(measured: list[int]) -> None:
         assert memory.upper_bytes >= found, raw
 
 
-def assert_one_of_eight_takes_what_was_promised(raw: dict[str, Any]) -> None:
+def assert_one_of_eight_takes_what_was_promised(raw: dict[str, Any]) -> int:
     """One of eight ranks, whose collectives move nothing and receive nothing, as on a device of its own."""
     with fake_group(8):
         measured = peak_bytes_of_step(raw, 8)
     memory = traced_memory(config_from_dict(raw), setup_of(config_from_dict(raw), 8, Cluster(Device("device"))))
     assert memory is not None
     assert memory.allocated_bytes == pytest.approx(measured, rel=WANTED), raw
+    return measured
 
 
 VARIED = ({}, {"precision": "bf16", "tied": False}, {"precision": "bf16", "sequence": 192})
@@ -95,6 +98,25 @@ VARIED = ({}, {"precision": "bf16", "tied": False}, {"precision": "bf16", "seque
 def test_a_step_of_eight_ranks_takes_what_was_promised(plan: str, options: dict[str, Any]) -> None:
     replicas = 2 if plan in HYBRID else 1
     assert_one_of_eight_takes_what_was_promised(config(plan, replicas=replicas, batch=8, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"plan": "zero3", "mode": "gather"},
+        {"plan": "zero2", "precision": "bf16", "mode": "gather", "checkpointing": "full"},
+        {"plan": "shard_grad_op", "mode": "ring"},
+        {"plan": "zero3", "precision": "bf16", "mode": "ulysses", "checkpointing": "selective"},
+    ],
+    ids=str,
+)
+def test_a_part_of_each_sequence_takes_what_was_promised(options: dict[str, Any]) -> None:
+    """By a trace to within 5 percent; by formulas alone to within 15, and never above their upper bound."""
+    raw = config(sequence=2048, batch=2, cp=4, **options)
+    found = assert_one_of_eight_takes_what_was_promised(raw)
+    memory = memory_of(setup_of(config_from_dict(raw), 8, Cluster(Device("device"))))
+    assert memory.allocated_bytes - WORKSPACE_BYTES == pytest.approx(found, rel=0.15)
+    assert memory.upper_bytes >= found
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,8 @@ from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import disk_writes, host_writes, on_device
 from terrazzo.planner.timing.stage import Stage, slowest_stage
-from terrazzo.planner.traffic.volumes import (
-    model_parallel_moves,
-    pipeline_moves,
-    repetitions,
-    traffic_of,
-    unit_copies,
-    unit_moves,
-)
+from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
+from terrazzo.planner.traffic.volumes import repetitions, traffic_of, unit_copies, unit_moves
 
 PLANS = ("zero1", "zero3", "zero3@cpu:0.7", "zero2@nvme", "zero3@nvme-all")
 MESHES = ((16, 1), (16, 2), (32, 1), (20, 3))

@@ -168,14 +168,23 @@ def test_hybrid_plans_send_little_between_nodes() -> None:
 
 
 def test_tensor_parallel_traffic_is_four_all_reduces_a_block() -> None:
-    for sequence_parallel in (True, False):
+    """And those of embedding and head; what is recomputed ends before a block's last sum."""
+    each = 2 * 7 / 8 * 8192 * 4096 * 2
+    for sequence_parallel, again, ends in ((True, 1.5, 1), (False, 1, 0)):
         setup = llama_setup("zero0", Mesh(tp=8), micro_batches=3, sequence_parallel=sequence_parallel)
         found = traffic_of(setup)
-        each = 2 * 7 / 8 * 8192 * 4096 * 2
-        assert of(found, "tensor-parallel") == pytest.approx(3 * (32 * 4 + 2) * each)
+        assert of(found, "tensor-parallel activations") == pytest.approx(3 * (32 * 4 + 2 + ends) * each)
+        assert of(found, "logits") == 3 * 7 / 8 * 8192 * 128256 * 2
         assert set(found.links) == {"scaleup"}
-        full = of(traffic_of(replace(setup, checkpointing="full")), "tensor-parallel")
-        assert full == pytest.approx(3 * (32 * 6 + 2) * each)
+        full = of(traffic_of(replace(setup, checkpointing="full")), "tensor-parallel activations")
+        assert full == pytest.approx(3 * (32 * (4 + again) + 2 + ends) * each)
+
+
+def test_a_loss_of_parts_of_the_vocabulary_sends_three_numbers_a_token() -> None:
+    """The highest of each rank, and two sums (Megatron-LM, arXiv 1909.08053 section 3)."""
+    found = traffic_of(llama_setup("zero0", Mesh(tp=8), loss="fused"))
+    assert of(found, "logits") == 0
+    assert of(found, "numbers of the loss") == 8192 * 4 * 7 * (1 + 2 * 2 / 8)
 
 
 def test_context_parallel_ring_sends_keys_and_values() -> None:

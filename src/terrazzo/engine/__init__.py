@@ -24,7 +24,8 @@ packages:
     process.system                                    what this process may use, for those who count memory
     partition, place, spec, layout, rectangles        units, where their states rest, what moves: for the planner
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
-    links.side, links.transfer                        chains of collectives on paper, likewise
+    links.side, links.transfer, links.collectives     chains of collectives on paper, likewise
+    links.backends                                    the collectives of a group, for what modules exchange
     axes, model.materialize, model.parts              what is exchanged before a model is sharded, and of activations
     model.together                                    what ranks are told alike, or refuse as one
     border.parameter, unit                            what a forward does with a weight, whether it is compiled

@@ -5,7 +5,8 @@ shares sequences, read chunks first, which rank holds what; tiles with kernels, 
 which bring ranks together; context, the face of these; and sharing with registry, how a model is told.
 Open to other packages:
 
-    mesh    the mesh of ranks by the names of its axes
+    mesh     the mesh of ranks by the names of its axes
+    paper    a model cut for ranks that are not there, for those who count memory
 """
 
 from terrazzo.parallel.chunks import Balance, Chunks
@@ -14,9 +15,11 @@ from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.plans import check_styles
+from terrazzo.parallel.ranks import TensorRanks
 from terrazzo.parallel.registry import check_config
 from terrazzo.parallel.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
+from terrazzo.parallel.tensor import TensorPlan
 from terrazzo.parallel.tiles import Sight
 
 __all__ = [
@@ -33,6 +36,8 @@ __all__ = [
     "Sight",
     "SplitSequence",
     "Style",
+    "TensorPlan",
+    "TensorRanks",
     "Uncut",
     "VocabularyLoss",
     "check_config",

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.engine.links.transfer import Traffic
 from terrazzo.errors import BadInput, Misuse, did_you_mean
 from terrazzo.parallel.chunks import BALANCES, Chunks, Run
-from terrazzo.parallel.exchanges import gathered
+from terrazzo.parallel.exchanges import Peers
 from terrazzo.parallel.modes import Shared, by_gathering, by_heads, by_ring
 from terrazzo.parallel.tiles import Sight
 
@@ -37,7 +38,7 @@ class Context:
     """How the ranks of a process group share sequences.
 
     Args:
-        group: the ranks that share each sequence; they are given the same ones.
+        group: the ranks that share each sequence; they are given the same ones. Or peers, which stand for them.
         mode: `gather`, where each rank has all keys and values of a layer in memory while it runs; `ulysses`, where
             each has all tokens of a share of the heads; `ring`, where each has those of two ranks beside its own.
         balance: `head_tail` gives all ranks the same work under a causal mask; with `none` later ranks have more.
@@ -46,10 +47,11 @@ class Context:
         BadInput: a mode or balance that there is not.
     """
 
-    def __init__(self, group: dist.ProcessGroup, mode: str = "gather", balance: str = "head_tail") -> None:
+    def __init__(self, group: dist.ProcessGroup | Peers, mode: str = "gather", balance: str = "head_tail") -> None:
+        self._peers = group if isinstance(group, Peers) else Peers(group)
         self.mode: Mode = _one_of("context mode", mode, MODES)
-        self.chunks = Chunks(group.size(), _one_of("context balance", balance, BALANCES))
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.chunks = Chunks(self._peers.size, _one_of("context balance", balance, BALANCES))
+        self.rank, self.size = self._peers.rank, self._peers.size
         self._is_split = True
         self._last: tuple[weakref.ref[Tensor], tuple[int, int | None], Sight] | None = None
 
@@ -81,6 +83,11 @@ class Context:
             yield
         finally:
             self._is_split = before
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent."""
+        return self._peers.traffic
 
     @property
     def is_split(self) -> bool:
@@ -133,7 +140,7 @@ class Context:
             return by_gathering(query, key, value, Shared(None, Chunks(1), tokens), sight, scale)
         if self.mode == "ulysses":
             self.check_heads(query.shape[1])
-        shared = Shared(self.group, self.chunks, tokens * self.size)
+        shared = Shared(self._peers, self.chunks, tokens * self.size)
         return _COMPUTED[self.mode](query, key, value, shared, sight, scale)
 
     def check_heads(self, heads: int) -> None:
@@ -183,7 +190,7 @@ class Context:
         begins = _begins(runs, positions, window)
         if self.mode != "ulysses" or begins is None:
             return Sight.of(runs, begins)
-        return Sight.of([Run(0, 0, length)], self.chunks.in_order(gathered(begins, self.group), dim=1))
+        return Sight.of([Run(0, 0, length)], self.chunks.in_order(self._peers.gathered(begins), dim=1))
 
 
 def _begins(runs: list[Run], positions: Tensor | None, window: int | None) -> Tensor | None:

@@ -1,57 +1,129 @@
-"""What context-parallel ranks send each other: plain tensors over a process group, of any backend."""
+"""What modules exchange with other ranks: plain tensors, every byte counted, with another exchange on the way back."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-__all__ = ["gathered", "pass_on", "summed", "swap"]
+from terrazzo.engine.links.backends import collectives_for
+from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
 
-# torch 2.13 renamed it; the old name warns there and is the only one before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+__all__ = ["Move", "Peers", "exchange"]
 
-
-def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's `own`, `[ranks, ...]`."""
-    full = own.new_empty((group.size(), *own.shape))
-    _all_gather(full.view(-1), own.contiguous().view(-1), group=group)
-    return full
+Move = Callable[[Tensor], Tensor]
 
 
-def swap(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`parts` `[ranks, ...]` has one for each rank; the result has one of each rank."""
-    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received.view(-1), parts.contiguous().view(-1), group=group)
-    return received
+def exchange(values: Tensor, there: Move, back: Move) -> Tensor:
+    """`there(values)`; its gradient goes through `back`.
 
-
-def summed(parts: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
-    """The sum of what each rank has for this one in `parts` `[ranks, ...]`.
-
-    Sent in `dtype`, and added in rank order in the dtype of `parts`: the same bits on every backend.
+    The gradient has none itself: what `back` exchanges is not on autograd's tape. A second derivative raises torch's
+    `RuntimeError`.
     """
-    received = swap(parts.to(dtype), group)
-    return functools.reduce(torch.add, received.to(parts.dtype).unbind())
+    exchanged: Tensor = _Exchange.apply(values, there, back)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
-def pass_on(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Send `own` to the next rank; the result waits for the last one's, of the same shape.
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(values)
 
-    An exchange of all with all in which others get nothing: all backends have it, and it cannot wait in a circle.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.back(grad), None, None
+
+
+class Peers:
+    """The ranks that share sequences, and this one's place among them.
+
+    Attributes:
+        traffic: what this rank has sent them: `all_gather`, `all_to_all`, and `send` to the next rank.
     """
-    rank, size = group.rank(), group.size()
-    sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
-    going, coming = [0] * size, [0] * size
-    going[(rank + 1) % size] = coming[(rank - 1) % size] = own.numel()
-    work = dist.all_to_all_single(received.view(-1), sent.view(-1), coming, going, group=group, async_op=True)
 
-    def arrived() -> Tensor:
-        work.wait()
-        return received if sent is not None else own  # keeps what is being sent
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.size, self.rank = group, group.size(), group.rank()
+        self.traffic = Traffic()
+        self._collectives: Collectives | None = None
 
-    return arrived
+    def gathered(self, own: Tensor) -> Tensor:
+        """Every rank's `own`, `[ranks, ...]`."""
+        full = own.new_empty((self.size, *own.shape))
+        full[self.rank] = own
+        if self._collectives is None:
+            self._collectives = self._joined(own.device)
+        Transfer(self._collectives.all_gather(full.view(-1))).finish()
+        return full
+
+    def swap(self, parts: Tensor) -> Tensor:
+        """`parts` `[ranks, ...]` has one for each rank; the result has one of each rank."""
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        self.traffic.record("all_to_all", parts.nbytes // self.size * (self.size - 1))
+        with self._waiting():
+            self._all_to_all(received.view(-1), parts.contiguous().view(-1))
+        return received
+
+    def summed(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of what each rank has for this one in `parts` `[ranks, ...]`.
+
+        Sent in `dtype`, and added in rank order in the dtype of `parts`: the same bits on every backend.
+        """
+        received = self.swap(parts.to(dtype))
+        return functools.reduce(torch.add, received.to(parts.dtype).unbind())
+
+    def pass_on(self, own: Tensor) -> Callable[[], Tensor]:
+        """Send `own` to the next rank; the result waits for the last one's, of the same shape.
+
+        An exchange of all with all in which others get nothing: all backends have it, and it cannot wait in a circle.
+        """
+        sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+        going, coming = [0] * self.size, [0] * self.size
+        going[(self.rank + 1) % self.size] = coming[(self.rank - 1) % self.size] = own.numel()
+        self.traffic.record("send", own.nbytes)
+        arrive = self._send(received.view(-1), sent.view(-1), coming, going)
+
+        def arrived() -> Tensor:
+            with self._waiting():
+                arrive()
+            return received if sent is not None else own  # keeps what is being sent
+
+        return arrived
+
+    def _waiting(self) -> _Waiting:
+        return _Waiting(self.traffic)
+
+    # -- the backend -------------------------------------------------------------------------------------------
+
+    def _joined(self, device: torch.device) -> Collectives:
+        """The engine's own: gloo's all-gather goes through a copy, which it keeps for a while."""
+        return collectives_for(self._group, device, self.traffic, Ledger())
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        dist.all_to_all_single(received, sent, group=self._group)
+
+    def _send(self, received: Tensor, sent: Tensor, coming: list[int], going: list[int]) -> Callable[[], object]:
+        work = dist.all_to_all_single(received, sent, coming, going, group=self._group, async_op=True)
+        wait: Callable[[], object] = work.wait
+        return wait
+
+
+class _Waiting:
+    """Counts how long the host waits inside."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._traffic.wait_s += time.perf_counter() - self._start

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.model.parts import check_uncut
+from terrazzo.engine.model.parts import SHARES_MATRICES, check_uncut
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.errors import BadInput
 from terrazzo.parallel.chunks import Balance
@@ -83,6 +83,7 @@ def parallelize(
     facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
     check_agreement(ranks.axes, facts)
     cut_model(model, ranks, plan, sequence)
+    vars(model)[SHARES_MATRICES] = ranks
     for module, attribute, value in changed:
         setattr(module, attribute, value)
     return model

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import BadInput
-from terrazzo.parallel.ranks import runs_of, tensor_ranks
+from terrazzo.parallel.ranks import TensorRanks, runs_of, tensor_ranks
 
 __all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]
 
@@ -23,13 +23,14 @@ class VocabularyLoss:
     For a head of style `column`. Ranks along `tp` exchange three numbers for each position. Collective.
 
     Args:
-        mesh: that the model was cut for.
+        mesh: that the model was cut for; or its ranks along `tp`.
         vocabulary: tokens in it.
         ignore_index: the target of positions that do not count.
     """
 
-    def __init__(self, mesh: DeviceMesh, vocabulary: int, ignore_index: int = -100) -> None:
-        self._ranks, self._vocabulary, self._ignored = tensor_ranks(mesh), vocabulary, ignore_index
+    def __init__(self, mesh: DeviceMesh | TensorRanks, vocabulary: int, ignore_index: int = -100) -> None:
+        self._ranks = mesh if isinstance(mesh, TensorRanks) else tensor_ranks(mesh)
+        self._vocabulary, self._ignored = vocabulary, ignore_index
         self._start, self._stop = runs_of(vocabulary, self._ranks.size)[self._ranks.rank]
 
     def __call__(self, logits: Tensor, targets: Tensor, reduction: Literal["sum", "none"] = "sum") -> Tensor:

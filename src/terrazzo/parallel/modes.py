@@ -9,18 +9,18 @@ Queries, keys and values are `[B, heads, tokens, head_dim]`; keys and values may
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terrazzo.parallel.chunks import Chunks, Run
-from terrazzo.parallel.exchanges import gathered, pass_on, summed, swap
+from terrazzo.parallel.exchanges import Peers, exchange
 from terrazzo.parallel.kernels import Result
 from terrazzo.parallel.tiles import Gradients, Outputs, Sight
 
@@ -29,9 +29,9 @@ __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
 
 @dataclass(frozen=True)
 class Shared:
-    """Sequences of `length` tokens that the ranks of `group` share; None where one rank has them alone."""
+    """Sequences of `length` tokens that `peers` share; None where one rank has them alone."""
 
-    group: dist.ProcessGroup | None
+    peers: Peers | None
     chunks: Chunks
     length: int
 
@@ -61,10 +61,10 @@ def by_heads(query: Tensor, key: Tensor, value: Tensor, shared: Shared, sight: S
     repeats = math.lcm(kv_heads, ranks) // kv_heads
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    query, key, value = (_ToHeads.apply(each, shared) for each in (query, key, value))  # type: ignore[no-untyped-call]
+    to_heads, to_tokens = functools.partial(_to_heads, shared), functools.partial(_to_tokens, shared)
+    query, key, value = (exchange(each, to_heads, to_tokens) for each in (query, key, value))
     alone = Shared(None, Chunks(1), shared.length)
-    found: Tensor = _ToTokens.apply(by_gathering(query, key, value, alone, sight, scale), shared)  # type: ignore[no-untyped-call]
-    return found
+    return exchange(by_gathering(query, key, value, alone, sight, scale), to_tokens, to_heads)
 
 
 class _Gathering(torch.autograd.Function):
@@ -85,8 +85,8 @@ class _Gathering(torch.autograd.Function):
         totals = torch.zeros_like(both, dtype=gradients.of_query.dtype)
         gradients.add(_halves(both, key), _halves(totals, key), ctx.sight, [Run(0, 0, shared.length)])
         del both
-        if shared.group is not None:
-            totals = summed(shared.chunks.by_rank(totals, dim=2), shared.group, query.dtype)
+        if shared.peers is not None:
+            totals = shared.peers.summed(shared.chunks.by_rank(totals, dim=2), query.dtype)
         return _given(query, key, gradients.of_query, totals)
 
 
@@ -94,10 +94,10 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         query, key, value, shared, sight, scale = args
-        group, outputs, both = shared.group, Outputs(query, scale), torch.cat((key, value), dim=-1)
-        for step in range(group.size()):
-            arriving = pass_on(both, group) if step < group.size() - 1 else None
-            outputs.add(*_halves(both, key), sight, shared.runs(_owner(group, step)))
+        peers, outputs, both = shared.peers, Outputs(query, scale), torch.cat((key, value), dim=-1)
+        for step in range(peers.size):
+            arriving = peers.pass_on(both) if step < peers.size - 1 else None
+            outputs.add(*_halves(both, key), sight, shared.runs(_owner(peers, step)))
             both = arriving() if arriving else both
         return _keep(ctx, args, outputs)
 
@@ -107,28 +107,28 @@ class _Ring(torch.autograd.Function):
         """Keys and values go round once more, and behind them their gradients, which end where they belong."""
         (query, key, value, *_), gradients = _kept(ctx, grad)
         shared: Shared = ctx.shared
-        group, both, totals = shared.group, torch.cat((key, value), dim=-1), None
-        assert group is not None
-        for step in range(group.size()):
-            arriving = pass_on(both, group) if step < group.size() - 1 else None
+        peers, both, totals = shared.peers, torch.cat((key, value), dim=-1), None
+        assert peers is not None
+        for step in range(peers.size):
+            arriving = peers.pass_on(both) if step < peers.size - 1 else None
             own = torch.zeros_like(both, dtype=gradients.of_query.dtype)
-            gradients.add(_halves(both, key), _halves(own, key), ctx.sight, shared.runs(_owner(group, step)))
+            gradients.add(_halves(both, key), _halves(own, key), ctx.sight, shared.runs(_owner(peers, step)))
             if totals is not None:
                 own += totals()
-            totals = pass_on(own, group)
+            totals = peers.pass_on(own)
             both = arriving() if arriving else both
         assert totals is not None
         return _given(query, key, gradients.of_query, totals())
 
 
-def _owner(group: dist.ProcessGroup, step: int) -> int:
+def _owner(peers: Peers, step: int) -> int:
     """Whose keys and values are here after so many steps."""
-    return (group.rank() - step) % group.size()
+    return (peers.rank - step) % peers.size
 
 
 def _whole(own: Tensor, shared: Shared) -> Tensor:
     """What all ranks have, in the order of the sequence."""
-    return own if shared.group is None else shared.chunks.in_order(gathered(own, shared.group), dim=2)
+    return own if shared.peers is None else shared.chunks.in_order(shared.peers.gathered(own), dim=2)
 
 
 def _halves(both: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,41 +155,15 @@ def _given(query: Tensor, key: Tensor, of_query: Tensor, of_both: Tensor) -> tup
     return of_query.to(query.dtype), of_key, of_value, None, None, None
 
 
-class _ToHeads(torch.autograd.Function):
+def _to_heads(shared: Shared, tokens: Tensor) -> Tensor:
     """This rank's tokens of all heads to all tokens of its share of the heads."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, shared: Shared) -> Tensor:
-        ctx.shared = shared
-        return _to_heads(tokens, shared)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_tokens(grad, ctx.shared), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """The inverse of `_ToHeads`."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, shared: Shared) -> Tensor:
-        ctx.shared = shared
-        return _to_tokens(heads, shared)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_heads(grad, ctx.shared), None
-
-
-def _to_heads(tokens: Tensor, shared: Shared) -> Tensor:
-    assert shared.group is not None
+    assert shared.peers is not None
     shares = tokens.unflatten(1, (shared.chunks.ranks, -1)).movedim(1, 0)
-    return shared.chunks.in_order(swap(shares, shared.group), dim=2)
+    return shared.chunks.in_order(shared.peers.swap(shares), dim=2)
 
 
-def _to_tokens(heads: Tensor, shared: Shared) -> Tensor:
-    assert shared.group is not None
-    parts = swap(shared.chunks.by_rank(heads, dim=2), shared.group)
+def _to_tokens(shared: Shared, heads: Tensor) -> Tensor:
+    """The inverse of `_to_heads`."""
+    assert shared.peers is not None
+    parts = shared.peers.swap(shared.chunks.by_rank(heads, dim=2))
     return parts.movedim(0, 1).flatten(1, 2)

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.links.transfer import Moves, Traffic, Transfer
+from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.transfer import Moves, Transfer
 from terrazzo.engine.tally import Tally
+from terrazzo.parallel.exchanges import Move, exchange
 
 __all__ = ["SEQUENCE", "TensorRanks", "runs_of", "tensor_ranks"]
 
 SEQUENCE = -2
 """The dim of activations `[..., T, channels]` that is split over ranks between matrices."""
-
-Exchange = Callable[[Tensor], Tensor]
 
 
 def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
@@ -46,13 +46,14 @@ class TensorRanks:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        tally = Tally()
-        self.axes = Axes(mesh["tp"], tally)
-        self.traffic: Traffic = tally.traffic
-        self._collectives = self.axes.along("tp")
-        self.size, self.rank = self._collectives.size, self._collectives.rank
+        self.axes = Axes(mesh["tp"], Tally())
+        self._join(self.axes.along("tp"))
+
+    def _join(self, collectives: Collectives) -> None:
+        self._collectives, self.traffic = collectives, collectives.traffic
+        self.size, self.rank = collectives.size, collectives.rank
         # No part of compiled graphs, whose compiler would run it to see what it does; to import that takes a second.
-        self._exchange: Callable[[Tensor, Exchange, Exchange], Tensor] = torch.compiler.disable(_apply)
+        self._exchange: Callable[[Tensor, Move, Move], Tensor] = torch.compiler.disable(exchange)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         return self
@@ -148,19 +149,3 @@ def _sum_dtype(values: Tensor) -> torch.dtype:
 
 def _finished(moves: Moves) -> Tensor:
     return Transfer(moves).finish()
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, there: Exchange, back: Exchange) -> Tensor:
-        ctx.back = back
-        return there(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.back(grads[0]), None, None
-
-
-def _apply(values: Tensor, there: Exchange, back: Exchange) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(values, there, back)  # type: ignore[no-untyped-call]
-    return exchanged

@@ -273,7 +273,8 @@ def _uncut(cuts: _Cuts, name: str, attribute: str, parameter: nn.Parameter) -> R
 def _replace_parameters(cuts: _Cuts) -> None:
     """Leave records, and this rank's parts in the place of what is cut: of a tied parameter one for all modules."""
     real: list[Tensor] = [parameter for parameter in cuts.model.parameters() if not parameter.is_meta]
-    synchronize(real, cuts.ranks.axes)
+    if real:
+        synchronize(real, cuts.ranks.axes)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for (name, attribute), record in cuts.records.items():
         module = cuts.model.get_submodule(name)

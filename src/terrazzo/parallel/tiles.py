@@ -39,6 +39,12 @@ class Sight:
         bounds = torch.stack([torch.stack(block.aminmax()) for block in blocks]).tolist()
         return cls(tuple(runs), begins, tuple((low, high) for low, high in bounds))
 
+    @classmethod
+    def unknown(cls, runs: Sequence[Run], begins: Tensor) -> Sight:
+        """As `of`, where the values of `begins` are not known."""
+        bounds = [(0, rows.end) for run in runs for rows in _blocks(run)]
+        return cls(tuple(runs), begins, tuple(bounds))
+
     def tiles(self, keys: Sequence[Run]) -> Iterator[tuple[slice, slice, Seen]]:
         """Queries and keys, by their offsets, of which some see some, and which; `keys` are where the keys are."""
         bounds = iter(self.bounds)

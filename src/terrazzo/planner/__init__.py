@@ -27,6 +27,7 @@ Open to other packages:
     timing.calibration                         what was measured
     timing.compute, timing.measured            what a benchmark of a device is compared with
     timing.step                                the same of a step
+    traffic.volumes                            what a run is to have sent
 """
 
 from terrazzo.planner.api import estimate, estimate_request, plan

@@ -90,7 +90,7 @@ class Trainer:
         session.tokens += batch.valid_tokens
         self.losses.append(total / max(1, batch.samples))
         self.norms.append(norm)
-        self.wait_s += self.engine.traffic.wait_s
+        self.wait_s += self.engine.traffic.total_wait_s
         self.report.step_done(self.engine.traffic)
 
     def log(self) -> None:

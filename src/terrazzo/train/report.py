@@ -66,7 +66,7 @@ class Report:
         self._sinks: list[Sink] = []
         self._metrics_file: JsonLines | None = None
         self._start = time.perf_counter()
-        self._traffic: dict[str, int] = {}  # bytes of the newest step, by kind of collective
+        self._traffic: dict[str, int] = {}  # bytes of the newest step, as `Traffic.by_name`
         self._pace, self._peak_bytes = Pace(), 0
         self._usage = self._engine.usage()  # of memory and files beside the device, at the last log step
         self._first_validation: tuple[int, Validation] | None = None  # of the run, where its metrics are here
@@ -179,7 +179,7 @@ class Report:
 
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""
-        self._traffic = dict(traffic.bytes)
+        self._traffic = traffic.by_name()
         if self._console is not None:
             self._console.advance()
 

@@ -46,11 +46,17 @@ __all__ = [
 
 @dataclass
 class Traffic:
-    """Collectives that one rank took part in, bytes that it sent, and how long it waited; the first two are exact."""
+    """Collectives that one rank took part in, bytes that it sent, and how long it waited; the first two are exact.
+
+    Attributes:
+        count, bytes: by kind of collective.
+        along: beside these, what modules exchange of activations, by mesh axis: `tp`, `cp`.
+    """
 
     count: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     wait_s: float = 0.0
+    along: dict[str, Traffic] = field(default_factory=dict)
 
     def record(self, kind: str, sent_bytes: int, count: int = 1) -> None:
         self.count[kind] += count
@@ -60,10 +66,25 @@ class Traffic:
         self.count.clear()
         self.bytes.clear()
         self.wait_s = 0.0
+        for each in self.along.values():
+            each.reset()
+
+    def by_name(self) -> dict[str, int]:
+        """Bytes by kind; of what modules exchange by axis and kind, such as `tp all_gather`, flags left out."""
+        found = dict(self.bytes)
+        for axis, traffic in self.along.items():
+            found |= {f"{axis} {kind}": sent for kind, sent in traffic.bytes.items() if kind != "control"}
+        return found
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.bytes.values())
+        """Of all kinds, along all axes."""
+        return sum(self.bytes.values()) + sum(each.total_bytes for each in self.along.values())
+
+    @property
+    def total_wait_s(self) -> float:
+        """Likewise."""
+        return self.wait_s + sum(each.total_wait_s for each in self.along.values())
 
 
 @dataclass

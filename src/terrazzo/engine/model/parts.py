@@ -10,13 +10,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.family import Family, record_of
+from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput, Misuse, listed
 
-__all__ = ["SHARES_SEQUENCES", "check_parts", "check_sequences", "check_uncut"]
+__all__ = [
+    "SHARES_MATRICES",
+    "SHARES_SEQUENCES",
+    "check_parts",
+    "check_sequences",
+    "check_uncut",
+    "exchanged_along",
+]
 
-SHARES_SEQUENCES = "terrazzo_context"
-"""What a module that shares sequences has been given has this name among its attributes."""
+SHARES_MATRICES, SHARES_SEQUENCES = "terrazzo_tensor_ranks", "terrazzo_context"
+"""What a module that shares matrices, or sequences, has been given has this name among its attributes."""
+
+
+def exchanged_along(model: nn.Module) -> dict[str, Traffic]:
+    """By mesh axis, where it is counted what modules of `model` send of activations along it."""
+    marks = {"tp": SHARES_MATRICES, "cp": SHARES_SEQUENCES}
+    held = [vars(module) for module in model.modules()]
+    return {axis: each[mark].traffic for axis, mark in marks.items() for each in held if mark in each}
 
 
 def check_sequences(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -27,6 +27,7 @@ from terrazzo.engine.model.materialize import (
 )
 from terrazzo.engine.model.measured import let_measure
 from terrazzo.engine.model.module import make_sharded_module
+from terrazzo.engine.model.parts import exchanged_along
 from terrazzo.engine.model.prepare import OptimizerLike, Options, prepare
 from terrazzo.engine.model.stand_in import show_gradients
 from terrazzo.engine.model.together import together
@@ -102,6 +103,7 @@ def shard(  # structure: signature fixed by the design
     made = _build_units(model, planned, store)
     for built in prepared.optimizers:
         step_real(built, made)
+    prepared.tally.traffic.along |= exchanged_along(model)
     prepared.tally.reset()
 
     progress = Progress(Denominator(axes.size()))

@@ -12,7 +12,7 @@ from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
-from terrazzo.planner.traffic.volumes import model_parallel_moves
+from terrazzo.planner.traffic.exchanges import model_parallel_moves
 
 __all__ = ["Finding", "Rule", "in_shares", "on_disk", "tiers", "zero_stage"]
 

@@ -29,7 +29,8 @@ FORMULAS |= {
     ),
     "memory.working": Formula(
         "what the backward of one block needs beside what was saved: what it recomputes, gradients of its widest "
-        "activations, and the largest gradient of a single parameter",
+        "activations or, where sequences are shared, what attention exchanges, and the largest gradient of a single "
+        "parameter",
         "arXiv 2205.05198, section 5; order of operations in backward",
     ),
     "memory.logits": Formula(
@@ -79,6 +80,8 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
     local = _Local(
         tokens=setup.tokens / mesh.cp,
         sequence=setup.sequence,
+        cp=mesh.cp,
+        context=setup.context,
         tp=mesh.tp,
         ep=mesh.ep,
         sequence_parallel=setup.sequence_parallel,
@@ -99,6 +102,8 @@ class _Local:
 
     tokens: float
     sequence: int
+    cp: int
+    context: str
     tp: int
     ep: int
     sequence_parallel: bool
@@ -123,7 +128,8 @@ def _block(local: _Local, block: BlockShape) -> BlockActivations:
     saved = share * kept + (1 - share) * everything
     more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
     recomputed, moved = (everything - kept if share else 0.0), local.moves * share * _input(local, block)
-    return BlockActivations(saved, saved + more, recomputed, _gradients(local, block), moved)
+    gradients = max(_gradients(local, block), _exchanged(local, block))
+    return BlockActivations(saved, saved + more, recomputed, gradients, moved)
 
 
 def _expanded(local: _Local, block: BlockShape) -> float:
@@ -235,6 +241,25 @@ def _products(local: _Local, block: BlockShape) -> float:
     return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
 
 
+def _exchanged(local: _Local, block: BlockShape) -> float:
+    """Bytes that attention over shared sequences needs in its backward.
+
+    Gathered keys and values, with their sums in fp32 there and in the order of the ranks; going round, those of two
+    ranks with two such sums; of a share of the heads, whole sequences of all that goes there and back.
+    Beside them the gradients of the residual stream.
+    """
+    if local.cp == 1:
+        return 0.0
+    queries, keys = (heads * (block.head_dim + block.value_dim) / local.tp for heads in (block.heads, block.kv_heads))
+    wide = max(FP32_BYTES, local.itemsize)
+    per_token = {
+        "gather": local.cp * keys * (local.itemsize + 2 * wide) + queries * (local.itemsize + wide),
+        "ring": keys * (3 * local.itemsize + 2 * wide) + queries * (local.itemsize + wide),
+        "ulysses": 2 * queries * (local.itemsize + wide),
+    }
+    return local.tokens * (per_token[local.context] + 2 * block.hidden * local.itemsize)
+
+
 def _gradients(local: _Local, block: BlockShape) -> float:
     """Bytes of the gradients of activations that are there at once: of the block's output and of its widest tensors."""
     copies = 2 if block.gated else 1
@@ -261,7 +286,8 @@ def head_activations(setup: Setup) -> HeadActivations:
     """What lies between the last block and the gradient of the logits."""
     tokens, item = setup.tokens / setup.mesh.cp, setup.precision.compute.itemsize
     chunks = LOSS_CHUNKS if setup.loss == "chunked" else 1
-    logits = tokens * setup.model.logits / setup.mesh.tp / chunks
+    parts = 1 if setup.loss == "full" and not setup.as_megatron else setup.mesh.tp  # else put together for the loss
+    logits = tokens * setup.model.logits / parts / chunks
     fused = setup.loss == "fused" or setup.compile
     plain = max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
     inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)

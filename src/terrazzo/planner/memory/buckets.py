@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
@@ -11,37 +12,53 @@ import torch
 from terrazzo.engine.layout import ALIGN, padded_bytes, round_up
 from terrazzo.engine.spec import BucketSpec
 from terrazzo.planner.memory.placement import Placement
-from terrazzo.planner.model.shapes import TensorShape, UnitShape
+from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 
 __all__ = ["PlannedBucket", "buckets"]
 
 
 @lru_cache(maxsize=8192)
 def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
-    """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them."""
-    groups: dict[tuple[bool, bool], list[TensorShape]] = {}
+    """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them.
+
+    Likewise what tensor-parallel ranks have parts of, and what all of them have whole.
+    """
+    groups: dict[tuple[bool, bool, bool], list[TensorShape]] = {}
     for tensor in unit.tensors:
         dealt_out = placement.ep > 1 and tensor.role == "expert"
-        groups.setdefault((not tensor.trainable, dealt_out), []).append(tensor)
-    return tuple(PlannedBucket(groups[key], placement, unit.is_root) for key in sorted(groups))
+        is_shared = placement.padded and placement.tp > 1 and not _is_cut(tensor, unit.block, placement)
+        groups.setdefault((not tensor.trainable, is_shared, dealt_out), []).append(tensor)
+    return tuple(PlannedBucket(groups[key], placement, unit.is_root, shared=key[1]) for key in sorted(groups))
+
+
+def _is_cut(tensor: TensorShape, block: BlockShape | None, placement: Placement) -> bool:
+    """Whether each tensor-parallel rank has a part of it; of fewer key heads than ranks all have all."""
+    if block is not None and block.kv_heads < placement.tp and _KEYS.search(tensor.name):
+        return False
+    return tensor.split != "none"
+
+
+_KEYS = re.compile(r"\b(key|value|k_proj|v_proj)\.(weight|bias)$")
 
 
 class PlannedBucket(BucketSpec):
     """A bucket of these tensors.
 
     Attributes:
+        shared: all tensor-parallel ranks have it whole, and their gradients are summed.
         dealt: ranks of data axes among which whole tensors are dealt out (experts): so many fewer split each of them.
         padded: as the engine pads; a bare number of parameters is not.
         end: elements of the flat space up to the padding at its end.
         moments: bytes per element of each state that the optimizer keeps for every element.
     """
 
-    def __init__(self, tensors: Sequence[TensorShape], placement: Placement, keep: bool) -> None:
+    def __init__(self, tensors: Sequence[TensorShape], placement: Placement, keep: bool, shared: bool) -> None:
         recipe, precision = placement.optimizer, placement.precision
-        self.tensors, self._tp, self._fixed_bytes = tensors, placement.tp, recipe.fixed_bytes
+        self.tensors, self.shared, self._fixed_bytes = tensors, shared, recipe.fixed_bytes
+        self._tp = 1 if shared else placement.tp
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
         self.end = sum(round_up(self.share(tensor), ALIGN if self.padded else 1) for tensor in tensors)
-        axes = placement.axes(self.dealt)
+        axes = placement.axes(self.dealt, shared)
         split = math.prod(axis.size for axis in axes.values())
         super().__init__(
             round_up(self.end, ALIGN * split) if self.padded else self.end,
@@ -61,9 +78,11 @@ class PlannedBucket(BucketSpec):
         return super().shares_memory(stored) and (self.padded or stored == self.precision.master)
 
     def share(self, tensor: TensorShape) -> int:
-        """Elements of a tensor on a rank, before data ranks divide it."""
-        parts = (self._tp if tensor.split != "none" else 1) * self.dealt
-        return -(-tensor.numel // parts)
+        """Elements of a tensor on a rank, before data ranks divide it; of uneven parts the largest, the last rank's."""
+        if tensor.split == "none" or self._tp == 1 or tensor.role == "expert" or not self.padded:
+            return -(-tensor.numel // ((self._tp if tensor.split != "none" else 1) * self.dealt))
+        whole = tensor.shape[-1 if tensor.split == "row" else 0]
+        return tensor.numel // whole * -(-whole // self._tp)
 
     @property
     def updated_numel(self) -> int:

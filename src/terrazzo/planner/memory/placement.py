@@ -56,19 +56,22 @@ class Placement:
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
-    def axes(self, dealt: int = 1) -> Mapping[str, PaperAxis]:
+    def axes(self, dealt: int = 1, shared: bool = False) -> Mapping[str, PaperAxis]:
         """The axes of `sizes`, as they split a tensor.
 
         Args:
             dealt: ranks among which whole tensors are dealt out, which uses up the innermost axes first.
+            shared: gradients are summed along `tp` too, whose ranks have the same.
         """
         found: dict[str, PaperAxis] = {}
-        inner = 1
+        inner = self.tp
         for axis, size in self.sizes:
             taken = math.gcd(size, dealt)
             inner, dealt, size = inner * taken, dealt // taken, size // taken
             found[axis] = PaperAxis(size, self.host and max(1, min(size, self.host // inner)))
             inner *= size
+        if shared:
+            found["tp"] = PaperAxis(self.tp, self.host and min(self.tp, self.host))
         return found
 
 

@@ -39,7 +39,7 @@ def check(setup: Setup) -> None:
     _check_plan(setup)
     if setup.model.layers:
         _check_sequence(setup)
-        _check_blocks(setup.model, setup.mesh)
+        _check_blocks(setup)
         _check_pipeline(setup)
         _check_experts(setup.model, setup.mesh)
 
@@ -97,20 +97,22 @@ def _learned_positions(model: ModelShape) -> bool:
     return any(len(shape) == 2 and shape[0] >= (model.positions or 0) and shape[1] == model.hidden for shape in shapes)
 
 
-def _check_blocks(model: ModelShape, mesh: Mesh) -> None:
-    """Tensor parallelism gives each rank whole heads and an equal part of the inner width.
+def _check_blocks(setup: Setup) -> None:
+    """Tensor parallelism gives each rank whole heads; in Megatron-core also an equal part of the inner width.
 
-    A single key-value head (multi-query attention, arXiv 1911.02150) is not divided but held by every rank.
+    Of fewer key-value heads than ranks every rank holds all, and computes the one that its query heads share.
     """
-    if mesh.tp == 1:
+    model, tp = setup.model, setup.mesh.tp
+    if tp == 1:
         return
     for unit in model.blocks:
         if unit.block is None:
             continue
-        sizes = {"heads": unit.block.heads, "kv_heads": unit.block.kv_heads, "ffn": unit.block.ffn}
+        sizes = {"heads": unit.block.heads, "kv_heads": unit.block.kv_heads}
+        sizes |= {"ffn": unit.block.ffn} if setup.as_megatron else {}
         for name, size in sizes.items():
-            if size % mesh.tp and not (name == "kv_heads" and size == 1):
-                raise BadInput(_indivisible(model.name, name, size, mesh.tp))
+            if size % tp and not (name == "kv_heads" and tp % size == 0):
+                raise BadInput(_indivisible(model.name, name, size, tp))
 
 
 def _indivisible(model: str, name: str, size: int, tp: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from terrazzo.engine import Offload, Plan, Precision
+from terrazzo.parallel import Mode
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import ModelShape
@@ -35,6 +36,7 @@ class Setup:
             compiled one; `chunked` never holds all logits at once.
         accumulate_locally: micro-batches before the last send nothing, and whole gradients are kept.
         sequence_parallel: tensor-parallel ranks also split what lies between their matrices.
+        context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`.
         virtual_stages: model chunks per pipeline rank (interleaved schedule).
         whole_gradients: buffers of whole gradients stay allocated from step to step (NVIDIA/Megatron-LM
             param_and_grad_buffer.py). fused_update: the optimizer updates without memory of its own (torch's
@@ -62,6 +64,7 @@ class Setup:
     prefetch: int = 1
     accumulate_locally: bool = False
     sequence_parallel: bool = True
+    context: Mode = "gather"
     virtual_stages: int = 1
     pipeline: Pipeline = "1f1b"
     offload: Offload = field(default_factory=Offload)
@@ -74,6 +77,11 @@ class Setup:
     def sums_locally(self) -> bool:
         """Whether micro-batches before the last only add up on each rank: asked for, or gradients are not split."""
         return self.accumulate_locally or not self.plan.grad.among(self.mesh.sizes())
+
+    @property
+    def as_megatron(self) -> bool:
+        """Whether the axes beside data are those of Megatron-core, as published runs had them, and not the engine's."""
+        return self.whole_gradients
 
     @property
     def tokens(self) -> int:

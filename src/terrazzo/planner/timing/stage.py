@@ -27,18 +27,14 @@ from terrazzo.planner.timing.compute import (
 )
 from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, block_exposure, root_exposure
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
-from terrazzo.planner.traffic.volumes import (
-    model_parallel_moves,
-    pipeline_moves,
-    repetitions,
-    unit_copies,
-    unit_moves,
-)
+from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
+from terrazzo.planner.traffic.volumes import repetitions, unit_copies, unit_moves
 
 __all__ = ["PCIE_COPY_SHARE", "Stage", "slowest_stage"]
 
 TENSOR_HIDDEN = 0.5
-"""Of tensor-parallel communication in backward, what the weight gradients' products hide (Megatron-LM's default)."""
+"""Of tensor-parallel communication in backward, what the weight gradients' products hide where it runs beside them
+(Megatron-LM's default). The engine waits for each of these exchanges."""
 
 PCIE_COPY_SHARE = 0.80
 """Of a PCIe link's bandwidth, what pinned copies reach: 24.8 of 31.5 GB/s, 55.6 of 63 (forums.developer.nvidia.com,
@@ -98,16 +94,19 @@ class Stage:
         return _Blocks(unit, count, placement, seconds, before, after)
 
     def _waits(self, unit: UnitShape, seconds: Seconds) -> tuple[float, float]:
-        """Exposed communication of tensor, context and expert parallelism, forward and backward."""
-        waits = {"forward": 0.0, "backward": 0.0}
-        attention = seconds.attention * seconds.forward_share
+        """Exposed communication of tensor, context and expert parallelism, forward and backward.
+
+        Attention hides what goes round a ring, and nothing else.
+        """
+        waits, rounds = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
         for move in model_parallel_moves(self._setup, unit):
             spent = self._network.move_s(move)
-            if move.purpose == "tensor" and move.when == "backward":
+            if move.purpose == "tensor" and move.when == "backward" and self._setup.as_megatron:
                 spent *= 1 - TENSOR_HIDDEN
-            elif move.purpose == "context":
-                spent = max(0.0, spent - (attention if move.when == "forward" else seconds.attention - attention))
-            waits[move.when] += spent
+            (rounds if move.purpose == "context" and move.kind == "send" else waits)[move.when] += spent
+        attention = seconds.attention * seconds.forward_share
+        waits["forward"] += max(0.0, rounds["forward"] - attention)
+        waits["backward"] += max(0.0, rounds["backward"] - (seconds.attention - attention))
         return waits["forward"], waits["backward"]
 
     @cached_property

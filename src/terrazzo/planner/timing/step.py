@@ -50,8 +50,8 @@ FORMULAS |= {
         "the host cannot launch kernels faster; set on vTrain's runs of small GPTs",
     ),
     "time.tensor": Formula(
-        "micro_batches * layers * waits_s; seconds of a layer's collectives, half of those in backward hidden; of "
-        "context parallelism what attention does not hide",
+        "micro_batches * layers * waits_s; seconds of a layer's collectives; half of those of tp in backward hidden "
+        "where it is Megatron-core's, and of what goes round a ring what attention hides",
         "arXiv 2205.05198 section 4; ring attention, arXiv 2310.01889",
     ),
     "time.data": Formula(

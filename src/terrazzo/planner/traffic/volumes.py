@@ -1,12 +1,10 @@
 """What one rank sends in one optimizer step, by collective and by link.
 
 Data-parallel traffic, and what comes and goes between the device, the host and its disks, is what the engine's own
-description of each bucket says. The other axes follow their papers.
+description of each bucket says. The other axes are in `exchanges`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from terrazzo.engine.place import ON_DEVICE
 from terrazzo.engine.spec import When
@@ -15,18 +13,12 @@ from terrazzo.planner.formulas import FORMULAS, Formula
 from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
-from terrazzo.planner.model.shapes import BlockShape, UnitShape
+from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.copies import copies
+from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 
-__all__ = [
-    "model_parallel_moves",
-    "pipeline_moves",
-    "repetitions",
-    "traffic_of",
-    "unit_copies",
-    "unit_moves",
-]
+__all__ = ["expected_exchanges", "repetitions", "traffic_of", "unit_copies", "unit_moves"]
 
 FORMULAS |= {
     "traffic.all_gather": Formula(
@@ -40,24 +32,6 @@ FORMULAS |= {
     "traffic.all_reduce": Formula(
         "sum over units and axes of n ranks: 2 * elements * bytes_per_element * (n - 1) / n",
         "ring all-reduce; equals the engine's count",
-    ),
-    "traffic.tensor": Formula(
-        "4 all-reduces, or pairs of all-gather and reduce-scatter, per block and micro-batch (6 with full activation "
-        "checkpointing): each 2 * tokens * hidden * bytes_per_element * (tp - 1) / tp",
-        "Megatron-LM, arXiv 1909.08053 section 3; sequence parallelism, arXiv 2205.05198 section 4.2",
-    ),
-    "traffic.context": Formula(
-        "per block and micro-batch, keys and values (cp - 1) / cp once forward and twice backward",
-        "ring attention, arXiv 2310.01889",
-    ),
-    "traffic.pipeline": Formula(
-        "boundaries * micro_batches * tokens * hidden * bytes_per_element / tp, activations onward and gradients back",
-        "Megatron-LM, arXiv 2104.04473 sections 2.2 and 4.1",
-    ),
-    "traffic.expert": Formula(
-        "per block and micro-batch, tokens * active_experts * hidden * bytes_per_element * (ep - 1) / ep, for dispatch "
-        "and combine, forward and backward",
-        "GShard, arXiv 2006.16668",
     ),
     "traffic.offload": Formula(
         "elements of this rank's shard * bytes_per_element, for each copy between device, host and disk",
@@ -77,6 +51,16 @@ def traffic_of(setup: Setup) -> Traffic:
         for link, sent in links.items():
             by_link[link] += sent
     return Traffic(tuple(terms), {link: sent for link, sent in by_link.items() if sent})
+
+
+def expected_exchanges(setup: Setup) -> dict[str, int]:
+    """What modules send of activations along `tp` and `cp` in a step, in bytes, by the names of `Traffic.by_name`."""
+    axes, found = {"tensor": "tp", "context": "cp"}, dict[str, int]()
+    for term in traffic_of(setup).collectives:
+        if (axis := axes.get(term.purpose)) is not None:
+            name = f"{axis} {term.name.split()[0]}"
+            found[name] = found.get(name, 0) + round(term.value)
+    return found
 
 
 Collected = dict[str, tuple[Transfer, dict[str, float]]]
@@ -150,76 +134,3 @@ def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:
         for move in copies(bucket, when)
         if move.sent_bytes
     )
-
-
-# -- the other axes --------------------------------------------------------------------------------------------
-
-
-def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[Transfer]:
-    """Tensor, context and expert parallelism in one unit and one micro-batch.
-
-    Moves of forward and backward are told apart by `when`; what activation checkpointing repeats counts as backward.
-    """
-    block = unit.block
-    if setup.mesh.tp > 1:
-        yield from _tensor_moves(setup, block)
-    if block is None:
-        return
-    if setup.mesh.cp > 1:
-        yield from _context_moves(setup, block)
-    if setup.mesh.ep > 1 and block.experts:
-        yield from _expert_moves(setup, block)
-
-
-def activation_bytes(setup: Setup) -> float:
-    """Of the residual stream of one micro-batch on one rank, whole over tensor-parallel ranks: [tokens, hidden]."""
-    return setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
-
-
-def _tensor_moves(setup: Setup, block: BlockShape | None) -> Iterator[Transfer]:
-    """All-reduces, or as many pairs of all-gather and reduce-scatter.
-
-    Two a block forward and two backward, two more where forward is repeated; one each way for embedding and head.
-    """
-    group = group_of(setup.mesh, "tp")
-    once = 2 * activation_bytes(setup) * (group.size - 1) / group.size
-    again = 2 / setup.every if setup.checkpointing == "full" and block else 0.0
-    each = 2 if block else 1
-    kind = "all_gather + reduce_scatter" if setup.sequence_parallel else "all_reduce"
-    link = Network(setup.cluster.device).link(group)
-    for when, count in (("forward", each), ("backward", each + again)):
-        messages = round(2 * count) if setup.sequence_parallel else round(count)
-        yield Transfer(kind, "tensor-parallel activations", "tensor", when, count * once, group, link, messages)
-
-
-def _context_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
-    group = group_of(setup.mesh, "cp")
-    heads = max(1.0, block.kv_heads / setup.mesh.tp)
-    channels = block.kv_latent or heads * (block.head_dim + block.value_dim)
-    once = setup.tokens * channels * setup.precision.compute.itemsize * (group.size - 1) / group.size
-    again = 1 / setup.every if setup.checkpointing == "full" else 0.0
-    link = Network(setup.cluster.device).link(group)
-    for when, count in (("forward", 1), ("backward", 2 + again)):
-        yield Transfer("send", "keys and values", "context", when, count * once, group, link)
-
-
-def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
-    group = group_of(setup.mesh, "ep")
-    once = activation_bytes(setup) * block.active_experts * (group.size - 1) / group.size
-    again = 2 / setup.every if setup.checkpointing == "full" else 0.0
-    link = Network(setup.cluster.device).link(group)
-    for when, count in (("forward", 2), ("backward", 2 + again)):
-        yield Transfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, round(count))
-
-
-def pipeline_moves(setup: Setup) -> Iterator[Transfer]:
-    """What a middle stage sends of each micro-batch: activations onward, their gradients back."""
-    stages = setup.mesh.pp
-    if stages == 1:
-        return
-    group = group_of(setup.mesh, "pp")
-    neighbours = Group("pp", 2, group.stride)
-    once = activation_bytes(setup) / setup.mesh.tp * setup.virtual_stages
-    link = Network(setup.cluster.device).link(neighbours)
-    for when in ("forward", "backward") if stages > 2 or setup.virtual_stages > 1 else ("forward",):
-        yield Transfer("send", "pipeline activations", "pipeline", when, once, neighbours, link)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
 from terrazzo.config import Config
-from terrazzo.parallel import VocabularyLoss, leave_vocabulary
+from terrazzo.parallel import TensorPlan, TensorRanks, VocabularyLoss, leave_vocabulary
 from terrazzo.train.model.decoder import Decoder
 
-__all__ = ["parallelize_model"]
+__all__ = ["keep_logits_apart", "parallelize_model", "plan_of"]
 
 
 def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
@@ -22,14 +24,24 @@ def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> Non
         BadInput: on every rank, a model that cannot be cut so.
     """
     settings = config.parallel
-    decoder = model if config.plan.mesh.tp > 1 and isinstance(model, Decoder) else None
     tz.parallelize(
         model,
         mesh,
-        tensor="auto" if decoder is None else decoder.tensor_plan(gathered=False),
+        tensor=plan_of(model) if config.plan.mesh.tp > 1 else "auto",
         sequence=settings.tensor.sequence,
         context=settings.context.mode,
         balance=settings.context.balance,
     )
-    if decoder is not None:
-        leave_vocabulary(model, VocabularyLoss(mesh, decoder.config.vocab_size))
+    if config.plan.mesh.tp > 1:
+        keep_logits_apart(model, mesh)
+
+
+def plan_of(model: nn.Module) -> TensorPlan | Literal["auto"]:
+    """How its matrices are cut."""
+    return model.tensor_plan(gathered=False) if isinstance(model, Decoder) else "auto"
+
+
+def keep_logits_apart(model: nn.Module, ranks: DeviceMesh | TensorRanks) -> None:
+    """Have the loss of the built-in decoder be taken from parts of the vocabulary, as `plan_of` leaves them."""
+    if isinstance(model, Decoder):
+        leave_vocabulary(model, VocabularyLoss(ranks, model.config.vocab_size))

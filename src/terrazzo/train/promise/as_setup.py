@@ -41,12 +41,13 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     precision = build_precision(config)
     mode, every = config.train.checkpointing
+    mesh = _mesh(config, world_size)
     found = machine_of(config) if cluster is None else cluster
     return Setup(
         model=_shape_of(config),
         cluster=replace(found, device=_of_one_rank(found.device, world_size), count=world_size),
         plan=build_plan(config),
-        mesh=_mesh(config, world_size),
+        mesh=mesh,
         sequence=config.batch.sequence_length,
         micro_batch=config.batch.micro_batch * config.sequences_per_sample,
         micro_batches=micro_batches,
@@ -56,6 +57,9 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         checkpointing=mode,
         every=every,
         compile=config.train.compile,
+        context=config.parallel.context.mode,
+        sequence_parallel=config.parallel.tensor.sequence,
+        loss="fused" if mesh.tp > 1 and config.model.kind == "decoder" else "full",  # from parts of the vocabulary
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
         offload_activations=config.offload.activations == "cpu",

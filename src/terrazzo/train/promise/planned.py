@@ -13,6 +13,8 @@ from torch import nn
 
 from terrazzo.config import Config
 from terrazzo.engine import find_units
+from terrazzo.parallel import share_sequences
+from terrazzo.parallel.paper import PaperContext, cut_on_paper
 from terrazzo.planner import Cluster, Estimate, Memory, Setup, estimate
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
@@ -20,6 +22,7 @@ from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.train.data import Batch
+from terrazzo.train.model.parallel import keep_logits_apart, plan_of
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import construct
@@ -54,18 +57,19 @@ def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estim
 def traced_memory(config: Config, setup: Setup) -> Memory | None:
     """From the model's own operators.
 
-    None where these are compiled, exchange with other ranks, or depend on values, which a trace does not have, or where
-    the units are not those of `setup`.
+    None where these are compiled, or depend on values, which a trace does not have, or where the units are not those of
+    `setup`.
     """
     layers = setup.model.layers
-    if config.train.compile or config.plan.mesh.ranks_per_batch > 1:
+    if config.train.compile:
         return None
     shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
     model = prepare_model(_traced(config, setup, shortened))
     names, _ = find_units(model, None)
     try:
+        _share_on_paper(model, config, setup)
         with nullcontext() if config.cuts_attention else _one_sequence_per_row():
-            trace = traced_activations(model, names, setup.precision.compute, _training_pass(config))
+            trace = traced_activations(model, names, setup.precision.compute, _training_pass(config, setup))
     except Exception:  # anything: a stranger's forward has been given tensors without values
         return None
     if find_units(model, config.plan.units)[0] != names or (not shortened and len(names) != layers):
@@ -76,6 +80,16 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     memory, apart_bytes = memory_of_trace(setup, trace, _update_bytes(config, setup)), _apart_bytes(config, setup)
     update = (Term("update", apart_bytes, apart_bytes, "memory.traced"),) if apart_bytes else ()
     return replace(memory, host=(*memory.host, *update))
+
+
+def _share_on_paper(model: nn.Module, config: Config, setup: Setup) -> None:
+    """Have it compute as one rank of those that share its sequences and matrices."""
+    if setup.mesh.cp > 1:
+        settings = config.parallel.context
+        share_sequences(model, PaperContext(setup.mesh.cp, settings.mode, settings.balance, config.cuts_attention))
+    if setup.mesh.tp > 1:
+        ranks = cut_on_paper(model, setup.mesh.tp, setup.sequence_parallel, plan_of(model))
+        keep_logits_apart(model, ranks)
 
 
 @contextmanager
@@ -106,14 +120,14 @@ def _traced(config: Config, setup: Setup, shortened: bool) -> Config:
     return config.model_copy(update={"model": model, "offload": offload})
 
 
-def _training_pass(config: Config) -> Callable[[nn.Module], torch.Tensor]:
-    """Forward and loss of one micro-batch, as the loop runs them."""
-    size = (config.batch.micro_batch * config.sequences_per_sample, config.batch.sequence_length)
+def _training_pass(config: Config, setup: Setup) -> Callable[[nn.Module], torch.Tensor]:
+    """Forward and loss of one micro-batch, as the loop runs them, with this rank's part of each sequence."""
+    size = (setup.micro_batch, setup.sequence // setup.mesh.cp)
     reference = torch.zeros(config.batch.micro_batch, 2)
 
     def run(model: nn.Module) -> torch.Tensor:
         tokens = torch.zeros(size, dtype=torch.int64)
-        positions = torch.zeros_like(tokens) if config.cuts_attention else None
+        positions = torch.zeros_like(tokens) if config.cuts_attention or setup.mesh.cp > 1 else None
         batch = Batch(tokens, torch.zeros_like(tokens), tokens.numel(), config.batch.micro_batch, reference, positions)
         return objective_of(config).loss(model, batch, torch.device("cpu"))
 

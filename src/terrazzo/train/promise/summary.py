@@ -8,6 +8,7 @@ from typing import Any
 
 from terrazzo.engine import engine_of
 from terrazzo.planner import Estimate
+from terrazzo.planner.traffic.volumes import expected_exchanges
 from terrazzo.train.promise.planned import planned
 from terrazzo.train.session import Session
 
@@ -47,7 +48,7 @@ def summarize(
     """Promised and measured, on this rank; None where something is not known. Traffic is that of one optimizer step.
 
     Args:
-        traffic: bytes of the newest step, by kind of collective.
+        traffic: bytes of the newest step, as `Traffic.by_name`.
         peak_bytes: the highest memory use, as `PeakMemory` has it.
         peak_flops: of the device, for MFU.
     """
@@ -55,8 +56,9 @@ def summarize(
     bill = engine.memory_bill(session.micro_batches)
     expected = engine.expected_traffic(micro_batches=session.micro_batches)
     usage = engine.usage()
-    kinds = [kind for kind in expected.bytes if kind != "control"]  # flags and norms: a few bytes
     estimate, why = _promise(session)
+    sent = {kind: count for kind, count in expected.bytes.items() if kind != "control"}  # flags and norms: a few bytes
+    sent |= expected_exchanges(estimate.setup) if estimate else {}
     return {
         "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
         "state_bytes_measured": engine.state_bytes(),
@@ -68,8 +70,8 @@ def summarize(
         "disk_bytes_measured": usage["disk_bytes"],
         "pinned_bytes": usage["pinned_bytes"],
         "offload": {name: usage[name] for name in (*TRAFFIC, *UPDATES)},
-        "traffic_bytes_promised": {kind: expected.bytes[kind] for kind in kinds},
-        "traffic_bytes_measured": {kind: traffic.get(kind, 0) for kind in kinds},
+        "traffic_bytes_promised": sent,
+        "traffic_bytes_measured": {kind: traffic.get(kind, 0) for kind in sent},
         "peak_memory_bytes_promised": round(estimate.memory.near_bytes) if estimate else None,
         "peak_memory_bytes_measured": max(0, peak_bytes - session.base_bytes),
         "base_memory_bytes": session.base_bytes,

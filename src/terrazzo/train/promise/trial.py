@@ -73,14 +73,14 @@ def _measure(session: Session) -> Trial:
     waits: list[float] = []
     while _goes_on(steps):
         steps.append(_timed_step(session))
-        waits.append(traffic.wait_s)
+        waits.append(traffic.total_wait_s)
     on_cuda = devices.is_cuda(session.ranks.device)
     return Trial(
         sequence_length=session.config.batch.sequence_length,
         steps=len(steps),
         step_s=_mean_over_ranks(statistics.median(steps)),
         wait_s=None if on_cuda else _mean_over_ranks(statistics.median(waits)),
-        traffic_bytes=sum(sent for kind, sent in traffic.bytes.items() if kind != "control"),
+        traffic_bytes=sum(sent for kind, sent in traffic.by_name().items() if kind != "control"),
         peak_bytes=memory.peak_bytes,
     )
 

@@ -1,0 +1,108 @@
+"""Stand-ins for the other ranks: a model is cut, and computes, as one rank of several does, and nothing is sent.
+
+Values are of no use, shapes are those of a run: the planner looks at what memory they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
+from terrazzo.engine.links.transfer import Ledger, Moves, Traffic
+from terrazzo.parallel.chunks import Run
+from terrazzo.parallel.context import Context
+from terrazzo.parallel.exchanges import Peers
+from terrazzo.parallel.plans import own_plan
+from terrazzo.parallel.ranks import TensorRanks
+from terrazzo.parallel.tensor import TensorPlan, cut_model
+from terrazzo.parallel.tiles import Sight
+
+__all__ = ["PaperContext", "cut_on_paper"]
+
+
+class PaperContext(Context):
+    """The first of `ranks` that share sequences.
+
+    Args:
+        documents: whether sequences have several, whose bounds nobody knows.
+    """
+
+    def __init__(self, ranks: int, mode: str, balance: str, documents: bool) -> None:
+        super().__init__(_PaperPeers(ranks), mode, balance)
+        self._documents = documents
+
+    def sight(self, positions: Tensor | None, tokens: int, window: int | None = None) -> Sight:
+        """With documents or a window every tile has a mask, and none is left out."""
+        length = tokens * self.size
+        runs = [Run(0, 0, length)] if self.mode == "ulysses" else self.chunks.runs(self.rank, length)
+        if positions is None or not (self._documents or window):
+            return Sight.of(runs, None)
+        held = sum(run.length for run in runs)
+        return Sight.unknown(runs, positions.new_zeros((positions.shape[0], held)))
+
+
+class _PaperPeers(Peers):
+    def __init__(self, size: int) -> None:
+        self.size, self.rank, self.traffic = size, 0, Traffic()
+        self._collectives = _PaperCollectives(size)
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        pass
+
+    def _send(self, received: Tensor, sent: Tensor, coming: list[int], going: list[int]) -> Callable[[], object]:
+        return lambda: None
+
+
+def cut_on_paper(
+    model: nn.Module, size: int, sequence: bool = True, tensor: TensorPlan | Literal["auto"] = "auto"
+) -> TensorRanks:
+    """Cut `model`, on the meta device, as `tz.parallelize` does for one of `size` ranks along `tp`.
+
+    Returns:
+        What stands in for the ranks.
+
+    Raises:
+        BadInput: as there.
+    """
+    plan, changed = own_plan(model, size) if isinstance(tensor, str) else (tensor, [])
+    ranks = _PaperTensorRanks(size)
+    cut_model(model, ranks, plan, sequence)
+    for module, attribute, value in changed:
+        setattr(module, attribute, value)
+    return ranks
+
+
+class _PaperTensorRanks(TensorRanks):
+    """The last of `ranks`, whose parts are the largest where sizes do not divide."""
+
+    def __init__(self, ranks: int) -> None:
+        self._join(_PaperCollectives(ranks))
+
+    def equal(self, number: int) -> bool:
+        return True
+
+
+class _PaperCollectives(Collectives):
+    """Allocates what those of ranks on one CPU host do."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank, self.traffic, self.ledger = size, size - 1, Traffic(), Ledger()
+
+    def _all_gather(self, full: Tensor) -> Moves:
+        yield from ()
+        return full
+
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
+        yield from ()
+        received = full.new_empty(self.receive_bytes(full.nbytes) // full.itemsize)
+        total = full.new_empty(full.numel() // self.size, dtype=dtype)
+        del received
+        return total
+
+    def receive_bytes(self, full_bytes: int) -> int:
+        return (self.size - 1) * min(full_bytes // self.size, NEAR_BLOCK_BYTES)

@@ -1,0 +1,209 @@
+"""What ranks beside the data axes exchange of activations, from shapes alone.
+
+Along `tp` and `cp` it is what the engine's modules count, to the byte (`terrazzo.parallel.ranks`, `.exchanges`), of a
+model whose parameters all train. Expert and pipeline parallelism follow their papers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from terrazzo.planner.formulas import FORMULAS, Formula
+from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
+from terrazzo.planner.model.shapes import BlockShape, UnitShape
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["model_parallel_moves", "pipeline_moves"]
+
+FORMULAS |= {
+    "traffic.tensor": Formula(
+        "tokens * hidden * bytes_per_element * (tp - 1) / tp for each all-gather and each reduce-scatter, twice that "
+        "for an all-reduce: per block and micro-batch four of each, and with activation checkpointing two and one "
+        "more; without sequence parallelism four all-reduces, and one more; the embedding's sum, the head's on the way "
+        "back, the sequence's split and end, and the logits that are put together",
+        "Megatron-LM, arXiv 1909.08053 section 3; sequence parallelism, arXiv 2205.05198 section 4.2; equals the "
+        "engine's count",
+    ),
+    "traffic.context": Formula(
+        "per block and micro-batch, keys and values * (cp - 1) / cp: gather: gathered forward and again backward, "
+        "their gradients back; ring: sent on forward and backward, and gradients in fp32 all the way round; ulysses: "
+        "queries, repeated keys and values, and outputs there and back, and where documents begin once",
+        "terrazzo/parallel/modes.py; ring attention, arXiv 2310.01889; Ulysses, arXiv 2309.14509; equals the "
+        "engine's count",
+    ),
+    "traffic.pipeline": Formula(
+        "boundaries * micro_batches * tokens * hidden * bytes_per_element / tp, activations onward and gradients back",
+        "Megatron-LM, arXiv 2104.04473 sections 2.2 and 4.1",
+    ),
+    "traffic.expert": Formula(
+        "per block and micro-batch, tokens * active_experts * hidden * bytes_per_element * (ep - 1) / ep, for dispatch "
+        "and combine, forward and backward",
+        "GShard, arXiv 2006.16668",
+    ),
+}
+
+WIDE_BYTES, PLACE_BYTES = 4, 8
+"""Of sums, which are fp32, and of a token's place in its sequence."""
+
+
+def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[Transfer]:
+    """Tensor, context and expert parallelism in one unit and one micro-batch.
+
+    Moves of forward and backward are told apart by `when`; what activation checkpointing repeats counts as backward.
+    """
+    block = unit.block
+    if setup.mesh.tp > 1:
+        yield from _TensorMoves(setup).of_root(unit) if block is None else _TensorMoves(setup).of_block(block)
+    if setup.mesh.cp > 1:
+        yield from _context_moves(setup, unit)
+    if block is not None and setup.mesh.ep > 1 and block.experts:
+        yield from _expert_moves(setup, block)
+
+
+def _repeated(setup: Setup) -> float:
+    """The share of blocks whose forward runs again in backward."""
+    layers = setup.model.layers
+    return 0.0 if setup.checkpointing == "none" else -(-layers // setup.every) / layers
+
+
+def _own_tokens(setup: Setup) -> int:
+    """Of one micro-batch, what a rank has where sequences are shared."""
+    return -(-setup.tokens // setup.mesh.cp)
+
+
+class _TensorMoves:
+    """Exchanges between `tp` ranks, each with its way back."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._group = setup, group_of(setup.mesh, "tp")
+        self._link = Network(setup.cluster.device).link(self._group)
+        self._tokens, self._itemsize = _own_tokens(setup), setup.precision.compute.itemsize
+        self._residual = self._tokens * setup.model.hidden
+
+    def of_block(self, block: BlockShape) -> Iterator[Transfer]:
+        """Two sums and, where sequences are split, two gatherings, and each the other way round on the way back.
+
+        What is recomputed ends where nothing is kept of what follows: before the last sum.
+        """
+        again = _repeated(self._setup)
+        sums = 2 if block.dropout or block.norms > 2 else 1
+        if not self._setup.sequence_parallel:
+            yield self._reduced("forward", self._residual, 2)
+            yield self._reduced("backward", self._residual, 2 + sums * again)
+            return
+        for when, gathered, summed in (("forward", 2.0, 2.0), ("backward", 2 + 2 * again, 2 + sums * again)):
+            yield self._gathered(when, self._residual, gathered)
+            yield self._move("reduce_scatter", when, self._share(self._residual), summed)
+
+    def of_root(self, unit: UnitShape) -> Iterator[Transfer]:
+        """Around the blocks: the embedding's look-up, the sequence's two ends, the head and its loss."""
+        setup, roles = self._setup, {tensor.role for tensor in unit.tensors}
+        if "embedding" in roles:
+            yield self._reduced("forward", self._residual)
+            if setup.sequence_parallel:
+                yield self._gathered("backward", self._residual)
+        if "head" in roles or (setup.model.tied and "embedding" in roles):
+            if setup.sequence_parallel:
+                yield self._gathered("forward", self._residual)
+            yield self._reduced("backward", self._residual)
+            yield from self._of_loss()
+
+    def _of_loss(self) -> Iterator[Transfer]:
+        """Logits put together; or three numbers of each token, of which two are summed."""
+        tokens, size = self._tokens, self._group.size
+        if self._setup.loss == "full":
+            yield self._gathered("forward", size * tokens * -(-self._setup.model.logits // size), what="logits")
+            return
+        highest = size * tokens * WIDE_BYTES // self._itemsize
+        yield self._gathered("forward", highest, what="numbers of the loss")
+        padded = -(-tokens // size) * WIDE_BYTES
+        yield self._move("all_reduce", "forward", 2 * padded * (size - 1), 2, "numbers of the loss")
+
+    def _share(self, numel: int) -> int:
+        """Bytes of all parts but one."""
+        return -(-numel // self._group.size) * self._itemsize * (self._group.size - 1)
+
+    def _gathered(self, when: str, numel: int, count: float = 1, what: str = "activations") -> Transfer:
+        return self._move("all_gather", when, self._share(numel), count, what)
+
+    def _reduced(self, when: str, numel: int, count: float = 1) -> Transfer:
+        return self._move("all_reduce", when, 2 * self._share(numel), count)
+
+    def _move(self, kind: str, when: str, sent: int, count: float, what: str = "activations") -> Transfer:
+        name, messages = f"tensor-parallel {what}", math.ceil(count)
+        return Transfer(kind, name, "tensor", when, sent * count, self._group, self._link, messages)
+
+
+def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[Transfer]:
+    """Of the root where documents begin, of blocks keys and values, or heads."""
+    group, tokens = group_of(setup.mesh, "cp"), _own_tokens(setup)
+    link, again = Network(setup.cluster.device).link(group), _repeated(setup)
+
+    def move(kind: str, when: str, what: str, sent: float, count: float = 1) -> Transfer:
+        return Transfer(kind, what, "context", when, sent * count, group, link, math.ceil(count))
+
+    others, block = group.size - 1, unit.block
+    if block is None:
+        if setup.context == "ulysses" and unit.is_root:
+            yield move("all_gather", "forward", "places of documents", tokens * PLACE_BYTES * others)
+        return
+    heads = _KeyHeads(setup, block)
+    own = tokens * heads.channels * setup.precision.compute.itemsize
+    if setup.context == "gather":
+        yield move("all_gather", "forward", "keys and values", own * others)
+        yield move("all_gather", "backward", "keys and values", own * others, 1 + again)
+        yield move("all_to_all", "backward", "gradients of keys and values", own * others)
+    elif setup.context == "ring":
+        wide = tokens * heads.channels * max(WIDE_BYTES, setup.precision.compute.itemsize)
+        yield move("send", "forward", "keys and values", own, others)
+        yield move("send", "backward", "keys and values", own, others * (1 + again))
+        yield move("send", "backward", "gradients of keys and values", wide, group.size)
+    else:
+        queries = tokens * heads.queries * setup.precision.compute.itemsize
+        sent = (heads.repeats * own + queries) // group.size * others
+        yield move("all_to_all", "forward", "heads", sent)
+        yield move("all_to_all", "backward", "heads", sent, 1 + again)
+
+
+class _KeyHeads:
+    """Of one block's attention on one rank, elements per token.
+
+    Attributes:
+        channels: of keys and values. `queries`: of queries and outputs.
+        repeats: how often each key head goes out, so that ranks have one for each of their query heads.
+    """
+
+    def __init__(self, setup: Setup, block: BlockShape) -> None:
+        tp, both = setup.mesh.tp, block.head_dim + block.value_dim
+        kv_heads = max(1, block.kv_heads // tp)
+        self.channels = block.kv_latent or kv_heads * both
+        self.queries = block.heads // tp * both
+        self.repeats = math.lcm(kv_heads, setup.mesh.cp) // kv_heads
+
+
+def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
+    group = group_of(setup.mesh, "ep")
+    once = _activation_bytes(setup) * block.active_experts * (group.size - 1) / group.size
+    again = 2 / setup.every if setup.checkpointing == "full" else 0.0
+    link = Network(setup.cluster.device).link(group)
+    for when, count in (("forward", 2), ("backward", 2 + again)):
+        yield Transfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, round(count))
+
+
+def _activation_bytes(setup: Setup) -> float:
+    """Of the residual stream of one micro-batch on one rank, whole over tensor-parallel ranks: [tokens, hidden]."""
+    return setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
+
+
+def pipeline_moves(setup: Setup) -> Iterator[Transfer]:
+    """What a middle stage sends of each micro-batch: activations onward, their gradients back."""
+    stages = setup.mesh.pp
+    if stages == 1:
+        return
+    group = group_of(setup.mesh, "pp")
+    neighbours = Group("pp", 2, group.stride)
+    once = _activation_bytes(setup) / setup.mesh.tp * setup.virtual_stages
+    link = Network(setup.cluster.device).link(neighbours)
+    for when in ("forward", "backward") if stages > 2 or setup.virtual_stages > 1 else ("forward",):
+        yield Transfer("send", "pipeline activations", "pipeline", when, once, neighbours, link)
