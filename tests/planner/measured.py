@@ -17,6 +17,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.engine import LossScaling, Precision, named_mesh
 from terrazzo.parallel import context_of
 from terrazzo.train.data import Batch
+from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer
@@ -48,10 +49,9 @@ def peak_bytes_of_step(raw: dict[str, Any], world_size: int, device: str = "cpu"
 
 def _train(config: Any, world_size: int, device: torch.device, steps: int) -> None:
     model: Any = prepare_model(config)
-    vocab_size, shared = model.config.vocab_size, config.plan.mesh.cp
+    vocab_size, shared = model.config.vocab_size, config.plan.mesh.cp > 1
     mesh = named_mesh(device.type, mesh_shape(config.plan.mesh, world_size))
-    settings = config.parallel.context
-    tz.parallelize(model, mesh, context=settings.mode, balance=settings.balance)
+    parallelize_model(model, config, mesh)
     parts = Parts(0, 1, context_of(model))
     optimizer = build_optimizer(config.optimizer, model)
     model, optimizer = tz.shard(
@@ -63,14 +63,14 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
         mesh=mesh,
         prefetch=config.plan.prefetch,
     )
-    count = micro_batches_per_rank(config.batch, world_size, shared)
+    count = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     size = (config.batch.micro_batch, config.batch.sequence_length)
     for step in range(steps):
         if step == steps - 1:
             torch.empty(MARKER_BYTES, dtype=torch.uint8)
         for index in range(count):
             tokens = torch.randint(vocab_size, size)
-            positions = torch.arange(size[1]).expand(size).clone() if shared > 1 or config.cuts_attention else None
+            positions = torch.arange(size[1]).expand(size).clone() if shared or config.cuts_attention else None
             batch = parts.of(Batch(tokens, tokens, tokens.numel(), tokens.numel(), positions=positions))
             with nullcontext() if index == count - 1 else tz.accumulate(model):
                 objective_of(config).loss(model, batch, device).backward()
