@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from tests.engine.toys import Net, assert_equal, follows_one_process, on_ranks, plain_loop, sharded
+from tests.engine.toys import Net, assert_equal, batch, follows_one_process, on_ranks, plain_loop, sharded
 
 
 class Positions(nn.Module):
@@ -110,5 +111,48 @@ def test_tied_weights_share_their_copy_and_whole_ones_are_none() -> None:
             if plan == "zero3":
                 assert again["a.weight"].data_ptr() != state["a.weight"].data_ptr()
             assert torch.equal(first, again["b.weight"])
+
+    on_ranks(2, body)
+
+
+class ByNumpy(Net):
+    """Looks at weights in its forward, from before they are put down until behind their next gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen.append(numpy.asarray(self.head.weight.detach()))
+        output: Tensor = super().forward(tokens)
+        return output
+
+
+def read_by_numpy(model: Any, optimizer: Any, data: Any) -> None:
+    for number in range(3):
+        model(data(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0 and hasattr(model, "_terrazzo"):
+            with tz.gathered(model) as parameters:
+                model.seen += [each.detach().numpy() for each in parameters.values()]
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "shard_grad_op", "zero3@cpu"])
+def test_weights_that_numpy_has_read_train_on(plan: str) -> None:
+    """It forbids torch to resize their memory."""
+    follows_one_process(ByNumpy(), read_by_numpy, plan)
+
+
+def test_what_numpy_holds_stays() -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(base, "zero3")
+        with tz.gathered(model) as parameters:
+            held = {name: each.detach().numpy() for name, each in parameters.items()}
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        assert_equal({name: torch.from_numpy(each) for name, each in held.items()}, dict(base.named_parameters()))
 
     on_ranks(2, body)

@@ -75,6 +75,7 @@ class Bucket(BucketSpec):
         self._moment_homes: list[Resting] = []
         self._held: Buffer | None = None
         self._present = True
+        self._storages: dict[int, int] = {}
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -230,12 +231,32 @@ class Bucket(BucketSpec):
                 "plan that keeps them whole, such as zero2."
             )
         storage = self.full.data.untyped_storage()
-        if storage.size():
+        if not storage.resizable():  # numpy has it
+            self.leave()
+        elif storage.size():
             self.ledger.give(self.full.data.nbytes)
             storage.resize_(0)
         if self._present:
             self._present = False
             self._guard.close()
+
+    def leave(self) -> None:
+        """Let go of the memory of the full weights, which stays with whoever has views of it: the next have another."""
+        if self.resident or not self.full.data.untyped_storage().size():
+            return
+        self.ledger.give(self.full.data.nbytes)
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            left, fresh = self.full.data.untyped_storage(), torch.empty_like(self.full.data)
+            self.full.data.data = fresh
+            self.edits.move()
+            fresh.untyped_storage().resize_(0)
+        if left._cdata in self._storages:
+            self.list_storage(self._storages, self._storages.pop(left._cdata))
+
+    def list_storage(self, storages: dict[int, int], unit: int) -> None:
+        """Have `storages` say that the full weights of `unit` are in this bucket's, by its address, which may change."""
+        self._storages = storages
+        storages[self.full.data.untyped_storage()._cdata] = unit
 
     def rest(self) -> None:
         """Release everything that is not `weight`'s own place: the weights have changed or the step is over."""

@@ -126,6 +126,14 @@ class Edits:
             displaced.held.parameter.data = place
         self._versions = []  # the same as written to in place
 
+    def move(self) -> None:
+        """The full weights have come to other memory: places follow, and the parameters that are in them."""
+        for held in self._members:
+            place, is_there = held.place, held.parameter.data_ptr() == held.place.data_ptr()
+            place.data = self._flat.as_strided(place.shape, place.stride(), place.storage_offset())
+            if is_there:
+                held.parameter.data = place
+
     def _check_kept(self, member: Held, registered: Mapping[str, Any], attribute: str) -> None:
         if member.parameter.requires_grad != self._trainable:
             raise Misuse(

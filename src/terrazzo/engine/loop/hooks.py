@@ -64,12 +64,10 @@ class Hooks:
         self._passes = 0
         self._regions = Regions()
         self._surprised = False  # whether backward has come to a unit unannounced
-        storages = {
-            bucket.full.data.untyped_storage()._cdata: unit.index
-            for unit in units
-            for bucket in unit.buckets
-            if not bucket.resident
-        }
+        storages: dict[int, int] = {}
+        for unit in units:
+            for bucket in (bucket for bucket in unit.buckets if not bucket.resident):
+                bucket.list_storage(storages, unit.index)
         self._saved = SavedWeights(storages, weakly(self, Hooks.use_saved))
         self._copies = Copies(storages)
 
