@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 from typing import Any
 
@@ -11,7 +13,21 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from tests.engine.toys import Net, assert_equal, batch, follows_one_process, on_ranks, plain_loop, sharded
+from terrazzo.engine.border.parameter import AtRest
+from tests.engine.toys import (
+    Net,
+    adamw,
+    assert_close,
+    assert_equal,
+    batch,
+    follows_one_process,
+    full_parameters,
+    loss_of,
+    on_ranks,
+    plain_loop,
+    sharded,
+)
+from tests.helpers.cover import places
 
 
 class Positions(nn.Module):
@@ -144,15 +160,114 @@ def test_weights_that_numpy_has_read_train_on(plan: str) -> None:
     follows_one_process(ByNumpy(), read_by_numpy, plan)
 
 
-def test_what_numpy_holds_stays() -> None:
+TAKEN: dict[str, Any] = {
+    "views": lambda parameter: parameter.detach().view(-1)[1:],
+    "numpy": lambda parameter: torch.from_numpy(parameter.detach().numpy()).view(-1)[1:],
+    "dlpack": lambda parameter: torch.from_dlpack(parameter.detach()).view(-1)[1:],
+}
+
+
+@pytest.mark.parametrize("taken", TAKEN)
+def test_what_is_taken_from_gathered_stays(taken: str) -> None:
     base = Net()
 
     def body(rank: int) -> None:
         model, optimizer = sharded(base, "zero3")
         with tz.gathered(model) as parameters:
-            held = {name: each.detach().numpy() for name, each in parameters.items()}
+            kept = {name: TAKEN[taken](each) for name, each in parameters.items()}
         model(batch()).square().mean().backward()
         optimizer.step()
-        assert_equal({name: torch.from_numpy(each) for name, each in held.items()}, dict(base.named_parameters()))
+        assert_equal(kept, {name: each.detach().view(-1)[1:] for name, each in base.named_parameters()})
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("use", [lambda m: m(batch()), lambda m: tz.gathered(m, write=True).__enter__()])
+def test_a_write_into_what_was_taken_is_not_lost_in_silence(use: Any) -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero3")
+        with tz.gathered(model, write=True) as parameters:
+            taken = parameters["head.weight"].detach()
+        taken.zero_()
+        with pytest.raises(tz.Misuse, match=r"'head\.weight' written to"), torch.no_grad():
+            use(model)
+
+    on_ranks(2, body)
+
+
+def test_a_graph_from_before_gathered_and_one_from_inside_go_on() -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        for number in range(4):
+            whole = tz.gathered(model) if hasattr(model, "_terrazzo") else contextlib.nullcontext()
+            if number % 2:
+                loss = model(data(number)).square().mean()
+                with whole:
+                    pass
+            else:
+                with whole:
+                    loss = model(data(number)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    follows_one_process(Net(), loop)
+
+
+# -- what is done inside of gathered -----------------------------------------------------------------------------------
+
+
+def evaluated(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        model(batch(1))
+
+
+def unit_called(model: Any, optimizer: Any) -> None:
+    model.blocks[0](torch.ones(1, 13))
+
+
+def trained(model: Any, optimizer: Any) -> None:
+    for number in range(2):
+        loss_of(model, batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loaded(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({name: torch.full_like(value, 0.25) for name, value in Net().state_dict().items()})
+
+
+def written(model: Any, optimizer: Any) -> None:
+    whole = tz.gathered(model, write=True) if hasattr(model, "_terrazzo") else contextlib.nullcontext()
+    with whole, torch.no_grad():
+        model.head.weight.fill_(3)
+
+
+def raised(model: Any, optimizer: Any) -> None:
+    if hasattr(model, "_terrazzo"):
+        with contextlib.suppress(ZeroDivisionError), tz.gathered(model, write=True):
+            model.head.weight.detach().fill_(3)
+            raise ZeroDivisionError
+
+
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("act", [evaluated, unit_called, trained, loaded, written, raised])
+@pytest.mark.parametrize("plan", ["zero3", "shard_grad_op", "hpz", "zero3@cpu"])
+def test_weights_stay_readable_in_gathered_whatever_is_done(plan: str, act: Any) -> None:
+    """And they and views of them are those of one process, to which the same is done."""
+    base = Net()
+    alone = copy.deepcopy(base)
+    act(alone, adamw(alone.parameters()))
+    wanted = {name: each.detach() for name, each in alone.named_parameters()}
+    world = 4 if plan == "hpz" else 2
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(base, plan, world)
+        with tz.gathered(model) as parameters:
+            views = {name: each.detach() for name, each in parameters.items()}
+            act(model, optimizer)
+            for found in (parameters, views):
+                assert_close({name: each.detach().clone() for name, each in found.items()}, wanted, 2e-6)
+        assert_close(full_parameters(model), wanted, 2e-6)
+        assert type(model.head.weight) is AtRest
+
+    on_ranks(world, body)

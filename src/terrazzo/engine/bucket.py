@@ -40,6 +40,7 @@ class Bucket(BucketSpec):
         gradient: of its parameters.
         moments: what the optimizer keeps for each element away from the device, by its own names.
         changes: counts those of the weights.
+        pinned: whether the full weights are for the user to read, whatever else is done: `release` keeps them.
         weight, master: at rest, from `build` on; one memory, or part of one, where the description says so.
         full: the weights that the parameters are views of, from `build` on.
         edits: what users do to the parameters, from `build` on.
@@ -72,6 +73,7 @@ class Bucket(BucketSpec):
         self.moments: dict[str, Resting] = {}
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0
+        self.pinned = False
         self._moment_homes: list[Resting] = []
         self._held: Buffer | None = None
         self._present = True
@@ -221,24 +223,34 @@ class Bucket(BucketSpec):
 
     def release(self) -> None:
         """Give back the memory of the full weights."""
-        if self.resident:
+        if self.resident or self.pinned:
             return
-        if self._present and (written := self.edits.written()):
-            self.release()
+        try:
+            if self._present:
+                self.refuse_lost_edits()
+        finally:
+            storage = self.full.data.untyped_storage()
+            if not storage.resizable():  # numpy has it
+                self.leave()
+            elif storage.size():
+                self.ledger.give(self.full.data.nbytes)
+                storage.resize_(0)
+            if self._present:
+                self._present = False
+                self._guard.close()
+
+    def refuse_lost_edits(self) -> None:
+        """Refuse what has been written into gathered weights, or views of them, since they were last taken over.
+
+        Raises:
+            Misuse: there.
+        """
+        if not self.resident and (written := self.edits.written()):
             raise Misuse(
                 f"{listed([*map(repr, written)])} written to while the weights were gathered: this would be lost. "
                 "Write inside 'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a "
                 "plan that keeps them whole, such as zero2."
             )
-        storage = self.full.data.untyped_storage()
-        if not storage.resizable():  # numpy has it
-            self.leave()
-        elif storage.size():
-            self.ledger.give(self.full.data.nbytes)
-            storage.resize_(0)
-        if self._present:
-            self._present = False
-            self._guard.close()
 
     def leave(self) -> None:
         """Let go of the memory of the full weights, which stays with whoever has views of it: the next have another."""
@@ -254,7 +266,7 @@ class Bucket(BucketSpec):
             self.list_storage(self._storages, self._storages.pop(left._cdata))
 
     def list_storage(self, storages: dict[int, int], unit: int) -> None:
-        """Have `storages` say that the full weights of `unit` are in this bucket's, by its address, which may change."""
+        """Have `storages` say, by address, that the full weights of `unit` are in this bucket's, which may change."""
         self._storages = storages
         storages[self.full.data.untyped_storage()._cdata] = unit
 

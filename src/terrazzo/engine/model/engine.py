@@ -293,6 +293,12 @@ class Engine:
             unit.publish(among)
         if self.axes.side is None:
             self._finish_publishing()
+        self.show_changed()
+
+    def show_changed(self) -> None:
+        """Weights at rest have changed: inside a `gathered` that only reads, full ones follow. Collective."""
+        if self._gathered == "read":
+            self.schedule.gather_all()
 
     def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
         """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
@@ -313,6 +319,8 @@ class Engine:
             yield named  # who began takes over what is written
             return
         self.settle()
+        for bucket in self.buckets():
+            bucket.refuse_lost_edits()  # through views that have been kept
         self.schedule.gather_all()
         self._within("write" if write else "read")
         try:
@@ -325,18 +333,23 @@ class Engine:
         except BaseException:
             for bucket in self.buckets():
                 bucket.forget_edits()
+            if outer is not None:  # whose weights have what was written
+                self.schedule.gather_all()
             raise
         finally:
             self._within(outer)
+            if outer is None:
+                for bucket in self.buckets():
+                    bucket.leave()
             self.schedule.rest()
         if write:
             self.publish()
-        if outer is not None:
-            self.schedule.gather_all()
 
     def _within(self, gathered: Literal["read", "write"] | None) -> None:
         self._gathered = gathered
         self.hooks.refuse_forwards(_INSIDE if gathered == "write" else None)
+        for bucket in self.buckets():
+            bucket.pinned = gathered == "read"
 
     def close(self) -> None:
         """Remove what is in files. States that were there cannot be used afterwards."""

@@ -202,11 +202,14 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Ten
     also if the body raises. Where it splits them, writing without `write` is refused; what was written is lost then,
     and if the body raises.
 
-    Where the plan splits weights, what is read here ends with the block: `clone()` what is to stay, such as
-    `p.detach()` or a slice. `state_dict()`, of the model and of modules inside it, gives copies, which stay.
+    Inside, the model may run and train; parameters have the values of now. What is kept of them for longer, such as
+    `p.detach()`, `p.detach().numpy()` or a slice, has those of the block's end; where the plan splits weights, it
+    also keeps the memory of the parameter's whole unit, and writing into it then is refused. `clone()` needs no more
+    than the parameter. `state_dict()`, of the model and of modules inside it, gives copies.
 
     Raises:
-        Misuse: at the end, for what was written without `write` under a plan that splits weights.
+        Misuse: at the end, for what was written without `write` under a plan that splits weights; with `write` there,
+            for a forward inside.
     """
     with engine_of(model).gathered(write) as parameters:
         yield parameters

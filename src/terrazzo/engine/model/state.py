@@ -158,6 +158,7 @@ class ModelState:
                 bucket.write(slot, full if bucket.box(slot).is_all else bucket.box(slot).of(full))
             for name, buffer in buffers.items():
                 buffer.copy_(state[name])
+        self._engine.show_changed()
 
     def _fitting(
         self, state: Mapping[str, Tensor], buffers: Mapping[str, tuple[int, ...]]
