@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import ModelState, engine_of
+from terrazzo.engine.model.full_state import OptimizerStates
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS, held_back
 from tests.engine.test_lifecycle import Fault, Fragile
 from tests.engine.toys import (
@@ -396,8 +397,31 @@ def test_units_are_updated_while_backward_runs() -> None:
     assert [flags[3] for flags in begun] == [True, True]
 
 
+def zeroed(states: Any) -> None:
+    for kept in states.values():
+        for value in kept.values():
+            value.zero_()
+
+
+def replaced(states: Any) -> None:
+    for kept in states.values():
+        kept["exp_avg"] = torch.full_like(kept["exp_avg"], 1e-3)
+
+
+def given_data(states: Any) -> None:
+    for kept in states.values():
+        kept["exp_avg_sq"].data = torch.full_like(kept["exp_avg_sq"], 1e-3)
+
+
+def made_anew(states: Any) -> None:
+    for key, kept in states.items():
+        states[key] = {name: torch.full_like(value, 1e-3 if value.dim() else 5.0) for name, value in kept.items()}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("change", [zeroed, replaced, given_data, made_anew])
 @pytest.mark.parametrize("step", ["overlapped", "backward", "synchronous"])
-def test_moments_reset_right_after_a_step_are_those_of_one_process(step: Any) -> None:
+def test_moments_changed_right_after_a_step_are_those_of_one_process(step: Any, change: Any) -> None:
     """An update that goes on behind the step would write them once more."""
     base = Net()
 
@@ -407,16 +431,47 @@ def test_moments_reset_right_after_a_step_are_those_of_one_process(step: Any) ->
             optimizer.step()
             optimizer.zero_grad()
             if number == 1:
-                for state in optimizer.state.values():
-                    state["exp_avg"].zero_()
-                    state["exp_avg_sq"].zero_()
-                    state["step"].zero_()
+                change(optimizer.state)
 
     alone = copy.deepcopy(base)
     loop(alone, adamw(alone.parameters()), [0, 1])
 
     def body(rank: int) -> dict[str, Tensor]:
         model, optimizer = sharded(base, "zero2@cpu", offload=tz.Offload(step=step))
+        loop(model, optimizer, [rank])
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+def test_moments_that_take_the_place_of_others_are_in_the_full_state() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero3@cpu")
+        a_step(model, optimizer, rank)
+        replaced(optimizer.state)
+        whole = [value for _, kind, value in OptimizerStates(engine_of(model), optimizer).whole() if kind == "exp_avg"]
+        assert whole and all((value == 1e-3).all() for value in whole)
+
+    on_ranks(2, body)
+
+
+def test_moments_may_take_the_place_of_those_in_files(tmp_path: Path) -> None:
+    base = Net()
+
+    def loop(model: Any, optimizer: Any, ranks: list[int]) -> None:
+        for number in range(3):
+            torch.stack([loss_of(model, batch(number, rank)) for rank in ranks]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for kept in optimizer.state.values() if number == 1 else ():
+                kept["exp_avg"] = torch.full(kept["exp_avg"].shape, 1e-3)
+
+    alone = copy.deepcopy(base)
+    loop(alone, adamw(alone.parameters()), [0, 1])
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, "zero3@nvme", offload=tz.Offload(path=tmp_path, direct=False))
         loop(model, optimizer, [rank])
         return full_parameters(model)
 

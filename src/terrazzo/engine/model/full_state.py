@@ -133,12 +133,14 @@ class OptimizerStates:
 
     def _moment(self, bucket: Bucket, kind: str) -> Resting:
         """This rank's part of a state that is per element; zeros where there is none."""
+        kept = [(s, self._optimizer.state.get(s.parameter, {})) for s in self._driver.segments if s.bucket is bucket]
         if kind in bucket.moments:
+            for segment, state in kept:
+                segment.adopt(state)
             return bucket.moments[kind]
         own = bucket.space.zeros(bucket.optim_axes, bucket.precision.moments)
-        for segment in self._driver.segments:
-            state = self._optimizer.state.get(segment.parameter, {})
-            if segment.bucket is bucket and kind in state:
+        for segment, state in kept:
+            if kind in state:
                 own.data[segment.range.within(own.range)] = state[kind]
         return Buffer(bucket.space, bucket.optim_axes, own.data)
 

@@ -84,6 +84,8 @@ class Updater:
         mark = Stream.current(self._store.device).mark()
         tasks = []
         for bucket, held in segments.items():
+            for segment in (segment for segment in held if segment.due):
+                segment.adopt(twin.state.get(segment.parameter) or {})
             finished = bucket.gradient.handed_over() if any(segment.due for segment in held) else None
             for window, among in _by_window(held).items():
                 if finished is not None and (due := [segment for segment in among if segment.due]):

@@ -8,7 +8,7 @@ boundary, state included, so that the optimizer can leave exactly those alone as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,19 @@ class Segment:
     def device(self) -> torch.device:
         """Where it is updated."""
         return self.parameter.device if self.parameter.device.type != "meta" else torch.device("cpu")
+
+    def adopt(self, kept: Mapping[str, Any]) -> None:
+        """Copy what a user has put in the place of states away from the device to where those rest.
+
+        Args:
+            kept: by the optimizer for this segment; no update of it may be under way.
+        """
+        for key, home in self.bucket.moments.items():
+            value = kept.get(key)
+            if isinstance(value, Tensor) and not isinstance(value, OnDrive):
+                with home.opened(self.range, "change") as data:
+                    if data.data_ptr() != value.data_ptr():
+                        data.copy_(value.detach())
 
     def cut(self, labels: Sequence[Hashable], optimizer: Optimizer) -> list[Segment]:
         """Split between members whose labels differ, optimizer state included.
