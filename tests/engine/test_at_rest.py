@@ -54,6 +54,16 @@ def test_its_text_says_that_it_is_sharded(weight: nn.Parameter) -> None:
         assert "sharded" in text and "(27, 13)" in text and "float32" in text
 
 
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+def test_its_text_is_that_of_any_parameter_while_its_values_are_here(plan: str) -> None:
+    base = Net()
+    with fake_group(1):
+        model = tz.shard(copy.deepcopy(base), None, plan)[0]
+        with tz.gathered(model):
+            assert repr(model.head.bias) == repr(base.head.bias)
+            assert str(model.head.bias) == str(base.head.bias)
+
+
 def test_the_model_answers_as_before(model: Any) -> None:
     plain = Net()
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
@@ -300,5 +310,26 @@ def test_a_pickled_parameter_is_an_ordinary_one(plan: str) -> None:
             file.seek(0)
             back = torch.load(file)
             assert type(back) is nn.Parameter and torch.equal(back, parameters[NAME])
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_pickled_module_is_an_ordinary_one(plan: str, copied: bool) -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        model, _ = sharded(base, plan)
+        file = io.BytesIO()
+        with tz.gathered(model):
+            block = model.blocks[0]
+            torch.save(copy.deepcopy(block) if copied else block, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=False)
+        assert_equal(dict(found.named_parameters()), dict(base.blocks[0].named_parameters()))
+        assert all(type(each) is nn.Parameter for each in found.parameters())
+        found(torch.ones(1, 13)).sum().backward()
+        assert found.up.weight.grad is not None and found.state_dict().keys() == base.blocks[0].state_dict().keys()
 
     on_ranks(2, body)

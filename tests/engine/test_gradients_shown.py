@@ -165,6 +165,19 @@ def test_a_submodules_zero_grad_forgets_its_part_alone() -> None:
     follows_one_process(Net(), loop, "zero2")
 
 
+def test_changes_by_the_names_of_torchs_arguments() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        grad: Any = model.head.bias.grad
+        before = grad.norm()
+        grad.mul_(other=0.25).div_(other=0.5)
+        assert torch.equal(grad.norm(), before * 0.5)
+        assert grad.clamp_(min=0.0, max=0.0).norm() == 0
+
+    on_ranks(1, body)
+
+
 @pytest.mark.parametrize("change", ["mul_", "div_", "clamp_"])
 def test_what_has_a_number_for_each_element_is_refused_on_all_ranks(change: str) -> None:
     """Ranks hold different elements: a mask would land on the wrong ones, or on none."""
@@ -209,6 +222,32 @@ def test_an_optimizers_groups_have_the_parameters_and_their_gradients() -> None:
             optimizer.step()
 
     on_ranks(1, body)
+
+
+class Failing(torch.optim.SGD):
+    elementwise, fails = True, False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ZeroDivisionError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_step_that_raised_leaves_the_parameters_in_the_groups(forget: bool) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(Net(), lambda parameters: Failing(parameters, lr=0.1), "zero3")
+        optimizer.fails = True
+        loss_of(model, batch(0, rank)).backward()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        if forget:
+            optimizer.zero_grad()
+        else:
+            loss_of(model, batch(0, rank)).backward()
+        assert all(map(operator.is_, optimizer.param_groups[0]["params"], model.parameters()))
+
+    on_ranks(2, body)
 
 
 def test_a_gradient_that_is_put_back_after_it_was_forgotten_is_refused() -> None:

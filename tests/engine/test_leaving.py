@@ -110,6 +110,16 @@ def test_a_state_dict_outlives_the_block_it_was_made_in() -> None:
         assert_equal(read, base.state_dict())
 
 
+def test_the_state_dict_of_a_module_whose_weights_are_split_is_refused() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero3")
+        with pytest.raises(tz.Misuse, match=r"of a module inside .*'blocks\.1\.up\.weight'.*tz\.gathered"):
+            model.blocks[1].state_dict()
+        assert model.blocks[1].state_dict(keep_vars=True)["up.weight"] is model.blocks[1].up.weight
+
+    on_ranks(2, body)
+
+
 def test_tied_weights_share_their_copy_and_whole_ones_are_none() -> None:
     base = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     base["b"].weight = base["a"].weight

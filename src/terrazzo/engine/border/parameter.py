@@ -302,7 +302,11 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         vars(plain).update({name: value for name, value in vars(self).items() if name != "terrazzo_link"})
         return plain.__reduce_ex__(protocol)
 
-    own: dict[str, Any] = {"data": property(data, give_data), "__reduce_ex__": pickled}
+    def text(self: nn.Parameter) -> str:
+        """As of one that is of the class it had; torch shows a subclass by other words."""
+        return repr(torch.Tensor._make_subclass(kind, self.detach(), self.requires_grad))
+
+    own: dict[str, Any] = {"data": property(data, give_data), "__reduce_ex__": pickled, "__repr__": text}
     own["register_post_accumulate_grad_hook"] = _register_before_ours
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 

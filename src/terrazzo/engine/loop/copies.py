@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.border.parameter import AtRest
 from terrazzo.engine.loop.outputs import leaves_of, map_tensors
+from terrazzo.errors import Misuse
 
 __all__ = ["Copies"]
 
@@ -33,9 +34,19 @@ class Copies:
         return map_tensors(lambda tensor: tensor.clone() if self._is_view(tensor) else tensor, output)
 
     def in_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Copy the weights of `module` that its `state_dict` has just put into `state`; tied ones share their copy."""
+        """Copy the weights of `module` that its `state_dict` has just put into `state`; tied ones share their copy.
+
+        Raises:
+            Misuse: for weights that are split over ranks, which a module inside the model does not have.
+        """
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
+            if isinstance(value, AtRest) and value is not parameter:
+                raise Misuse(
+                    f"state_dict() of a module inside a sharded model: {value.terrazzo_link.name!r} "
+                    "is split over ranks. Call it inside 'with tz.gathered(model):', or take the names that you want "
+                    "out of tz.full_state_dict(model)."
+                )
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and self._is_view(value):
                 other, copied = self._latest.get(id(parameter), (None, None))
                 copy = copied() if copied is not None else None

@@ -89,7 +89,7 @@ class Hooks:
         members = [member for unit in self.units for bucket in unit.buckets for member in bucket.members]
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, self._alone)
         for module in model.modules():
-            module.register_state_dict_post_hook(weakly(self._copies, Copies.in_state_dict))
+            module.register_state_dict_post_hook(eager(weakly(self._copies, Copies.in_state_dict)))
         model.register_forward_hook(eager(weakly(self, Hooks.after_model)))
         model.register_forward_hook(eager(weakly(self, Hooks.model_ended)), always_call=True)
 

@@ -5,6 +5,7 @@ Those of modules stay out of compiled graphs.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -64,9 +65,35 @@ def while_kept(owner: object, method: Callable[..., Any], name: str, *first: Any
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called between compiled graphs."""
-    disabled: Callable[..., Any] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call, unused-ignore]
-    return disabled
+    """`function` as a hook of a module, called between compiled graphs; copies and pickles of the module do without."""
+    made: Callable[..., Any] = _kind_of_hooks()(function)
+    return made
+
+
+@functools.cache
+def _kind_of_hooks() -> type:
+    """Made when it is first asked for: torch's compiler takes seconds to load."""
+
+    class Hook:
+        def __init__(self, function: Callable[..., Any]) -> None:
+            self._function = function
+
+        @torch._dynamo.disable  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
+        def __call__(self, *args: Any, **named: Any) -> Any:
+            return self._function(*args, **named)
+
+        def __reduce__(self) -> Any:
+            return _hook_of_a_copy, ()
+
+    return Hook
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _tell_nobody
+
+
+def _tell_nobody(*args: Any, **named: Any) -> None:
+    """What a copied or pickled module has for a hook: its weights are its own."""
 
 
 def inside_backward() -> bool:

@@ -136,6 +136,8 @@ class _StandIns:
 
     def take_away(self) -> None:
         """A backward pass begins, which must find none."""
+        for driver in self._engine.drivers:
+            driver.turn_back()
         if self._shown:
             self.notice_dropped()
             with _PLAINLY():
@@ -317,14 +319,14 @@ def _changed(grad: _StandIn, change: Callable[[Tensor], Any]) -> _StandIn:
     return grad
 
 
-def _scale(grad: _StandIn, factor: Any) -> _StandIn:
-    _check_numbers(factor)
-    return _changed(grad, lambda data: data.mul_(_beside(data, factor)))
+def _scale(grad: _StandIn, other: Any) -> _StandIn:
+    _check_numbers(other)
+    return _changed(grad, lambda data: data.mul_(_beside(data, other)))
 
 
-def _divide(grad: _StandIn, divisor: Any) -> _StandIn:
-    _check_numbers(divisor)
-    return _changed(grad, lambda data: data.div_(_beside(data, divisor)))
+def _divide(grad: _StandIn, other: Any, **named: Any) -> _StandIn:
+    _check_numbers(other)
+    return _changed(grad, lambda data: data.div_(_beside(data, other), **named))
 
 
 def _check_numbers(*numbers: Any) -> None:

@@ -239,6 +239,12 @@ class OptimizerDriver:
         noted, held = self.progress.hyper_parameters[self.groups.start], hyper_parameters(optimizer)
         noted.update({place: held.get(place, 0.0) for place in noted})
 
+    def turn_back(self) -> None:
+        """A step has ended without a word, since it raised: the optimizer's groups hold parameters again."""
+        if self._stepping and (optimizer := self.reference()) is not None:
+            self._turn(optimizer, stepping=False)
+            self.drop_segment_gradients()
+
     def drop_segment_gradients(self) -> None:
         """Segments have gradients inside a step alone."""
         for segment in self.segments:
@@ -278,6 +284,7 @@ class OptimizerDriver:
 
     def forget(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""
+        self.turn_back()
         if not set_to_none:
             self.catch_up()  # an update may still read what is going to be zero
         if self.background is not None:

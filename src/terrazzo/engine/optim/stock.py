@@ -118,9 +118,14 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
     for number, parameter in given:
         member = by_parameter[parameter]
         if member.group >= 0 or id(member) in owned:
+            replacing = (
+                " To put another in the place of one that it has, drop all references to that, 'del optimizer', or"
+                " call terrazzo.engine.engine_of(model).release_optimizer(), which lets go of all."
+            )
             raise BadInput(
                 f"{member.name!r} is in two optimizers of this model, and a parameter has one: build them over "
                 "disjoint parameters, such as model.generator.parameters() and model.discriminator.parameters()."
+                + (replacing if member.group >= 0 else "")
             )
         owned[id(member)] = number
     for member in members:
